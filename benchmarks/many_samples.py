@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from benchmarks.rows import NO_RAY
-from benchmarks.subprocesses import in_process, no_network_prefix
+from benchmarks.subprocesses import no_network_prefix, run_process
 from benchmarks.suite import check_repeats
 from perturbkv.errors import ConfigError
 from perturbkv.models.aliases import DEFAULT
@@ -106,12 +106,14 @@ class _Rows:
     def merging(self, names: set[str]) -> Values:
         """Return the named rows of merging shards: its time, and its peak memory over that of a run of few samples."""
         self._measure_one()
-        many = self._timed_process("merging", samples=self._settings.samples, shards=_SHARDS, once="merging" in names)
+        many = self._timed_process(
+            "time_merging", samples=self._settings.samples, shards=_SHARDS, once="merging" in names
+        )
         values: Values = {}
         if "merging" in names:
             values["merging"] = (many["merging"]["seconds"] / many["once"], many)
         if "merging-memory" in names:
-            few = self._timed_process("merging", samples=self._few_samples(), shards=_SHARDS, once=False)
+            few = self._timed_process("time_merging", samples=self._few_samples(), shards=_SHARDS, once=False)
             peaks = {"bytes": many["merging"]["peak"], "base_bytes": few["merging"]["peak"]}
             details = {**peaks, "wall": many["wall"] + few["wall"]}
             values["merging-memory"] = (peaks["bytes"] / peaks["base_bytes"], details)
@@ -126,12 +128,12 @@ class _Rows:
         if pause is not None:
             self._measure_one()
         turns = {"each": each, "repeats": self._settings.repeats}
-        return self._run_engine(engine, "speed_up", workers=workers, pause=pause, **turns) | turns
+        return self._run_engine(engine, "time_speed_up", workers=workers, pause=pause, **turns) | turns
 
     def _coordinating(self, engine: str, samples: int) -> Result:
         """Return the times and peak memory of a coordinating process whose workers answer at once."""
         sample = self._measure_one()  # the workers answer with it
-        return self._run_engine(engine, "coordinating", workers=_WORKERS, samples=samples) | {"sample": sample}
+        return self._run_engine(engine, "time_coordination", workers=_WORKERS, samples=samples) | {"sample": sample}
 
     def _run_engine(self, engine: str, work: str, **arguments: Any) -> Result:
         """Return the result of an engine's process; Ray runs without network if possible, to join no cluster."""
@@ -143,11 +145,11 @@ class _Rows:
 
     def _measure_one(self) -> Result:
         """Return bytes and seconds of the shared sample, which is measured on the first call."""
-        self._sample = self._sample or self._timed_process("one_sample")
+        self._sample = self._sample or self._timed_process("store_one_sample")
         return self._sample
 
     def _timed_process(self, work: str, **arguments: Any) -> Result:
         """Return the result of a process with its wall-clock seconds, start included, as `wall`."""
         start = time.perf_counter()
-        result = in_process(work, model=self._settings.model, folder=self._folder, **arguments)
+        result = run_process(work, model=self._settings.model, folder=self._folder, **arguments)
         return {**result, "wall": time.perf_counter() - start}

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.subprocesses import peak
+from benchmarks.subprocesses import measure_memory
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources, Workers
 from perturbkv.configs.run import Settings, Shard
@@ -49,7 +49,7 @@ _DELAY = 0.1
 
 
 @dataclass(frozen=True)
-class Sleeping:
+class SleepTask:
     """A task that sleeps instead of measuring, and returns a stored sample under its item's id.
 
     Attributes:
@@ -123,7 +123,7 @@ def demo_plan(model: str, samples: int) -> Plan:
     return plan(files, placement, replace(demo, prompts=prompts), configs, Settings(), Resources())
 
 
-def one_sample(model: str, folder: str) -> Result:
+def store_one_sample(model: str, folder: str) -> Result:
     """Measure a sample and store it for sleeping workers; return its bytes in a journal, and its seconds."""
     ready = demo_plan(model, 1)
     adapter, start = ready.model(), time.perf_counter()
@@ -147,6 +147,10 @@ class TimedEngine:
         crew: the workers.
         plan: one of the runs that will be measured.
         task: the task that replaces measuring; None: measuring.
+
+    Attributes:
+        spent: wall seconds (`passed`) and this process's CPU seconds (`cpu`) of every run so far.
+        ready: seconds until all workers had prepared the task.
     """
 
     def __init__(self, crew: Crew, plan: Plan, task: Task | None = None) -> None:
@@ -184,15 +188,16 @@ def open_crews(engine: str, sizes: Sequence[int]) -> Iterator[list[Crew]]:
         yield opened
 
 
-def speed_up(
+def time_speed_up(
     engine: str, workers: int, each: int, repeats: int, model: str, folder: str, pause: float | None
 ) -> Result:
     """Return the seconds of runs by one worker and by all, `each` samples per worker, and their seconds to start.
 
-    `pause`: seconds that a worker sleeps per sample; None: it measures. The two are timed in turns.
+    `folder` has the sample that sleeping workers answer with. `pause`: seconds that a worker sleeps per sample; None:
+    it measures. The two are timed in turns.
     """
     runs = {1: demo_plan(model, each), workers: demo_plan(model, each * workers)}
-    task = None if pause is None else Sleeping(pause, stored_sample(folder))
+    task = None if pause is None else SleepTask(pause, stored_sample(folder))
     with open_crews(engine, list(runs)) as opened:
         engines = [TimedEngine(crew, run, task) for crew, run in zip(opened, runs.values(), strict=True)]
         for _ in range(repeats):
@@ -206,7 +211,7 @@ def speed_up(
     }  # fmt: skip
 
 
-def coordinating(engine: str, workers: int, samples: int, model: str, folder: str) -> Result:
+def time_coordination(engine: str, workers: int, samples: int, model: str, folder: str) -> Result:
     """Return the times and peak memory of the coordinating process in a run with workers that answer at once.
 
     `handing` is without storing the answers, `writing` with a journal, `finishing` the file of the trace from it: wall
@@ -216,12 +221,12 @@ def coordinating(engine: str, workers: int, samples: int, model: str, folder: st
 
     def work() -> None:
         with open_crews(engine, [workers]) as (crew,), tempfile.TemporaryDirectory(dir=folder) as temporary:
-            timed = TimedEngine(crew, run, Sleeping(0, stored_sample(folder)))
+            timed = TimedEngine(crew, run, SleepTask(0, stored_sample(folder)))
             timed.measure(run, dict.fromkeys(run.prompts.ids, run.run.configs), lambda sample, configs: None)
             result["finishing"] = _measure_to_file(run, timed, Path(temporary) / "trace.h5")
             result.update(zip(("handing", "writing"), timed.spent, strict=True), ready=timed.ready)
 
-    _, result["peak"] = peak(work, _CPU)
+    _, result["peak"] = measure_memory(work, _CPU)
     return result
 
 
@@ -242,7 +247,7 @@ def _measure_to_file(run: Plan, engine: TimedEngine, path: Path) -> dict[str, fl
 _MERGING = (sys.executable, "-m", "benchmarks.merging")
 
 
-def merging(samples: int, shards: int, model: str, folder: str, once: bool) -> Result:
+def time_merging(samples: int, shards: int, model: str, folder: str, once: bool) -> Result:
     """Return the seconds and peak bytes of merging shards; with `once` also the seconds of writing an unsharded file.
 
     `journals` are the seconds of the shards' journals.

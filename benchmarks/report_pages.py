@@ -126,7 +126,10 @@ def _wait_for(page: Any, expression: str) -> float:
 
 
 def _poll(page: Any, function: Callable[[], Any], what: str) -> float:
-    """Return the first result that is not None, by polling, as the page's policy forbids waiting inside it."""
+    """Return the first result that is not None, by polling, as the page's policy forbids waiting inside it.
+
+    Raises PerturbkvError, which names `what` was awaited, where none comes within a minute.
+    """
     end = time.perf_counter() + _LONGEST
     while time.perf_counter() < end:
         if (result := function()) is not None:
@@ -203,16 +206,18 @@ def _random_values(name: str, variable: Variable, shape: tuple[int, ...], draw: 
 def _random_kept_sets(
     shape: tuple[int, ...], configs: tuple[EvictionConfig, ...], tokens: int, draw: np.random.Generator
 ) -> dict[str, NDArray[Any]]:
-    """Return kept-set variables that differ little between configurations.
+    """Return kept-set variables (sample, config, layer, head), of that `shape`, that differ little by configuration.
 
     In the first layer the first two configurations have equal scores: heads of equal sets are tied.
     """
+    samples, _, layers, heads = shape
     counts, rows, lengths = [_kept_count(one, tokens) for one in configs], [], []
-    for _ in range(shape[0]):
-        common = draw.normal(size=(shape[2] * shape[3], tokens)).astype(np.float32)
+    for _ in range(samples):
+        common = draw.normal(size=(layers * heads, tokens)).astype(np.float32)
         for config, count in enumerate(counts):
             own = common + np.float32(_OWN_NOISE) * draw.normal(size=common.shape).astype(np.float32)
-            own[: shape[3]] = common[: shape[3]] if config < 2 else own[: shape[3]]
+            if config < 2:
+                own[:heads] = common[:heads]
             least = np.partition(own, tokens - count, axis=1)[:, tokens - count, np.newaxis]
             masks = np.packbits(own >= least, axis=1)
             code, length = kept_codec.encode_masks(masks, np.bitwise_count(masks).sum(axis=1).astype(np.int64))
@@ -236,7 +241,7 @@ def _random_digests(
 
 
 def _kept_count(config: EvictionConfig, tokens: int) -> int:
-    """Return the number of entries that a configuration's budget keeps."""
+    """Return the number of entries that a configuration's budget, a share, keeps of a prompt; at least 1."""
     return max(1, int(config.budget.value * tokens))
 
 
@@ -284,10 +289,10 @@ def measure(
 
 def _groups(rows: _Rows) -> Iterator[Group]:
     """Yield the groups of rows."""
-    yield "small page", ("report-small",), rows.small
+    yield "small page", ("report-small",), rows.small_page
     yield "first paint", ("report-paint", "report-ready"), rows.first_times
     yield "changes", ("report-change", "report-change-most"), rows.changes
-    yield "large page", ("report-large",), rows.large
+    yield "large page", ("report-large",), rows.large_page
 
 
 class _Rows:
@@ -296,11 +301,11 @@ class _Rows:
     def __init__(self, settings: Settings, folder: Path) -> None:
         self._settings, self._folder = settings, folder
 
-    def small(self) -> Values:
+    def small_page(self) -> Values:
         """Return the row of the small page's megabytes."""
         return {"report-small": self._measure_size("small", _SMALL)}
 
-    def large(self) -> Values:
+    def large_page(self) -> Values:
         """Return the row of the large page's megabytes, with many more heads and samples than the small page."""
         return {"report-large": self._measure_size("large", _LARGE)}
 

@@ -19,12 +19,12 @@ _ALONE = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"
 """Beginning of a command that runs another one with the loopback as its only network (unshare(1))."""
 
 
-def in_process(work: str, *, exact_peak: bool = False, prefix: Sequence[str] = (), **arguments: Any) -> Result:
+def run_process(work: str, *, exact_peak: bool = False, prefix: Sequence[str] = (), **arguments: Any) -> Result:
     """Return the result of `work.<work>(**arguments)` from a new process, whose command begins with `prefix`.
 
     Raises PerturbkvError where the process fails.
     """
-    return measured.in_process("benchmarks.work", work, arguments, prefix, _EXACT_PEAK if exact_peak else None)
+    return measured.run_process("benchmarks.work", work, arguments, prefix, _EXACT_PEAK if exact_peak else None)
 
 
 def no_network_prefix() -> tuple[str, ...]:
@@ -36,7 +36,7 @@ def no_network_prefix() -> tuple[str, ...]:
     return _ALONE
 
 
-def peak(work: Callable[[], object], device: torch.device) -> tuple[int, int]:
+def measure_memory(work: Callable[[], object], device: torch.device) -> tuple[int, int]:
     """Return the memory in bytes before a call and at its peak, of the GPU or of the process."""
     gc.collect()
     if device.type == "cuda":

@@ -10,12 +10,12 @@ from typing import Any
 
 from benchmarks import startup
 from benchmarks.rows import NO_KVPRESS
-from benchmarks.subprocesses import in_process
+from benchmarks.subprocesses import run_process
 from perturbkv.errors import ConfigError
 from perturbkv.models.aliases import DEFAULT
 from perturbkv.models.loading import open_model
 from perturbkv.selfcheck import gpu_rows
-from perturbkv.selfcheck.rows import Group, Report, Target, Values, machine, ratio, run_groups
+from perturbkv.selfcheck.rows import Group, Report, Target, Values, machine, ratio_with_parts, run_groups
 
 _MOST_REPEATS = 1000
 _ANSWERED = {"tokens": 1500, "answer": 64}
@@ -102,11 +102,13 @@ _COUNTS = {"capture-2": 2, "sweep-24": 24, "sweep-200": 200, "scores-11": 11}
 def _times(settings: Settings, names: set[str]) -> Values:
     """Return the rows of a traced run's seconds over a plain run's seconds, for several numbers of configurations."""
     counts = {name: count for name, count in _COUNTS.items() if name in names}
-    measured = in_process("times", repeats=settings.repeats, counts=list(counts.values()), **settings.model_arguments())
+    measured = run_process(
+        "time_sweeps", repeats=settings.repeats, counts=list(counts.values()), **settings.model_arguments()
+    )
     values: Values = {}
     for name, count in counts.items():
         base = "prefill and 2 decodes" if count == 2 else "prefill"
-        values[name] = ratio(measured["seconds"][str(count)], measured["seconds"][base])
+        values[name] = ratio_with_parts(measured["seconds"][str(count)], measured["seconds"][base])
         values[name][1]["phases"] = measured["phases"][str(count)]
     return values
 
@@ -115,13 +117,13 @@ def _presses(settings: Settings) -> Values:
     """Return the row of the seconds of 24 configurations, over the seconds of kvpress presses."""
     if find_spec("kvpress") is None:
         raise ConfigError(NO_KVPRESS)
-    spent = in_process("presses", repeats=settings.repeats, **settings.model_arguments())
-    return {"presses-24": ratio(spent["ours"], spent["presses"])}
+    spent = run_process("time_presses", repeats=settings.repeats, **settings.model_arguments())
+    return {"presses-24": ratio_with_parts(spent["ours"], spent["presses"])}
 
 
 def _peaks(settings: Settings) -> Values:
     """Return the row of the peak memory of 24 configurations, over the peak memory of a plain prefill."""
-    plain, swept = (in_process("peaks", count=count, **settings.model_arguments())["peak"] for count in (0, 24))
+    plain, swept = (run_process("peaks", count=count, **settings.model_arguments())["peak"] for count in (0, 24))
     return {"peak-24": (swept / plain, {"bytes": swept, "base_bytes": plain})}
 
 
@@ -130,8 +132,8 @@ def _growth(settings: Settings) -> Values:
     lengths = [settings.tokens // 2, settings.tokens * 2]
     arguments = {**settings.model_arguments(), "lengths": lengths, "repeats": settings.repeats, "count": 24}
     arguments.pop("tokens")
-    short, long = in_process("growth", **arguments)["seconds"].values()
-    return {"growth": ratio(long, short)}
+    short, long = run_process("time_growth", **arguments)["seconds"].values()
+    return {"growth": ratio_with_parts(long, short)}
 
 
 def _norms_shapes(settings: Settings) -> dict[str, Any]:
@@ -141,15 +143,15 @@ def _norms_shapes(settings: Settings) -> dict[str, Any]:
 
 def _norms(settings: Settings) -> Values:
     """Return the row of the seconds of value norms, over the seconds of a loop over heads."""
-    spent = in_process("norms", repeats=settings.repeats, **_norms_shapes(settings))
-    value, details = ratio(spent["seconds"]["ours"], spent["seconds"]["loop"])
+    spent = run_process("time_norms", repeats=settings.repeats, **_norms_shapes(settings))
+    value, details = ratio_with_parts(spent["seconds"]["ours"], spent["seconds"]["loop"])
     return {"norms-time": (value, {**details, "rate": spent["rate"], "matmul_rate": spent["matmul_rate"]})}
 
 
 def _norms_memory(settings: Settings) -> Values:
     """Return the row of the extra memory of value norms, over the extra memory of a loop over heads."""
     ours, loop = (
-        in_process("norms_peak", which=which, exact_peak=True, **_norms_shapes(settings))["extra"]
+        run_process("norms_peak", which=which, exact_peak=True, **_norms_shapes(settings))["extra"]
         for which in ("ours", "loop")
     )
     return {"norms-memory": (ours / loop, {"extra_bytes": ours, "base_extra_bytes": loop})}
@@ -160,7 +162,7 @@ def _writing(settings: Settings, names: set[str]) -> Values:
     values: Values = {}
     for name, count in (("writing-24", 24), ("writing-200", 200)):
         if name in names:
-            spent = in_process("writing", count=count, repeats=settings.repeats, **settings.model_arguments())
+            spent = run_process("time_writing", count=count, repeats=settings.repeats, **settings.model_arguments())
             parts = zip(spent["run"], spent["journal"], spent["file"], strict=True)
             values[name] = (statistics.median((journal + file) / run for run, journal, file in parts), spent)
     return values
@@ -168,14 +170,14 @@ def _writing(settings: Settings, names: set[str]) -> Values:
 
 def _kept_coding() -> Values:
     """Return the row of the seconds of a sample whose kept sets are coded and written beside the next prefill."""
-    spent = in_process("kept_coding", samples=20, prefill=1.5, layers=32, sets=32, tokens=32768)
+    spent = run_process("time_kept_coding", samples=20, prefill=1.5, layers=32, sets=32, tokens=32768)
     return {"kept-coding": (statistics.median(spent["seconds"]), spent)}
 
 
 def _generation(settings: Settings) -> Values:
     """Return the row of the peak memory saved by an evicted cache, over the bytes saved in the cache itself."""
     full, evicted = (
-        in_process("generating", evicted=evicted, exact_peak=True, **settings.model_arguments())
+        run_process("generation_memory", evicted=evicted, exact_peak=True, **settings.model_arguments())
         for evicted in (False, True)
     )
     saved = {name: full[name] - evicted[name] for name in full}
@@ -185,12 +187,12 @@ def _generation(settings: Settings) -> Values:
 def _quality(settings: Settings) -> Values:
     """Return the row of the seconds of 12 scored configurations, over the seconds of a plain answer."""
     arguments = {**settings.model_arguments(), **_ANSWERED, "repeats": settings.repeats}
-    spent = in_process("scoring", **arguments)
-    value, details = ratio(spent["seconds"]["scored"], spent["seconds"]["plain"])
+    spent = run_process("time_scoring", **arguments)
+    value, details = ratio_with_parts(spent["seconds"]["scored"], spent["seconds"]["plain"])
     return {"quality-12": (value, {**details, "phases": spent["phases"], "batches": spent["batches"]})}
 
 
 def _startup(settings: Settings) -> Values:
     """Return the rows of processor seconds of commands, over those of an import."""
     spent = startup.startup_seconds(settings.model, settings.repeats)
-    return {f"startup-{name}": ratio(one["command"], one["import"]) for name, one in spent.items()}
+    return {f"startup-{name}": ratio_with_parts(one["command"], one["import"]) for name, one in spent.items()}

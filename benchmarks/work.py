@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import DynamicCache
 
-from benchmarks.many_workers import coordinating, merging, one_sample, speed_up
+from benchmarks.many_workers import store_one_sample, time_coordination, time_merging, time_speed_up
 from benchmarks.report_pages import synthetic_trace
-from benchmarks.subprocesses import peak
+from benchmarks.subprocesses import measure_memory
 from perturbkv.cache.entries import encode_kept_sets, pack_bits
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
@@ -40,15 +41,15 @@ from perturbkv.selfcheck import gpu_rows
 from perturbkv.selfcheck.gpu_rows import (
     NORMS,
     SWEEP,
-    norms,
     random_layer,
     random_tokens,
     resolved_run,
     run_plain,
     time_in_turns,
+    time_norms,
     trace_prompt,
 )
-from perturbkv.selfcheck.rows import Result, print_result, seconds
+from perturbkv.selfcheck.rows import Result, print_result, time_call
 from perturbkv.storage.run.writer import TraceWriter
 from perturbkv.trace import SampleTrace
 
@@ -57,7 +58,7 @@ from perturbkv.trace import SampleTrace
 def norms_peak(which: str, **shapes: Any) -> Result:
     """Return the peak extra bytes of computing ν (`ours`) or of the loop (`loop`), without inputs and result."""
     value, w_o = random_layer(**shapes)
-    before, most = peak(lambda: NORMS[which](value, w_o), value.device)
+    before, most = measure_memory(lambda: NORMS[which](value, w_o), value.device)
     return {"extra": most - before}
 
 
@@ -65,7 +66,7 @@ BUDGETS = (128, 256, 512, 1024)
 
 
 def press_runs(adapter: Adapter, token_ids: list[int]) -> list[Callable[[], object]]:
-    """Return one prefill function per combination of a kvpress press and a budget.
+    """Return one prefill function per combination of a kvpress press and a budget, which keeps that many entries.
 
     The presses are SnapKV, PyramidKV and AdaKV, each also within CriticalKV, at four budgets.
     """
@@ -86,13 +87,15 @@ def press_runs(adapter: Adapter, token_ids: list[int]) -> list[Callable[[], obje
     return [lambda press=press: prefill(press) for press in presses]  # type: ignore[misc]
 
 
-def time_presses(adapter: Adapter, token_ids: list[int], ours: Callable[[], object], repeats: int) -> dict[str, Any]:
+def _time_press_runs(
+    adapter: Adapter, token_ids: list[int], ours: Callable[[], object], repeats: int
+) -> dict[str, Any]:
     """Return the seconds of all presses together and of the function `ours`, in each of `repeats` turns."""
     taken: dict[str, list[float]] = {"presses": [], "ours": []}
     runs = press_runs(adapter, token_ids)
     for _ in range(repeats):
-        taken["presses"].append(sum(seconds(run, adapter.device) for run in runs))
-        taken["ours"].append(seconds(ours, adapter.device))
+        taken["presses"].append(sum(time_call(run, adapter.device) for run in runs))
+        taken["ours"].append(time_call(ours, adapter.device))
     return taken
 
 
@@ -104,7 +107,7 @@ _LATER = ("caote", "dropkv", "obcache-value", "obcache-key", "obcache-joint", "k
 
 
 def configurations(count: int) -> tuple[EvictionConfig, ...]:
-    """Return the standard set of `count` configurations.
+    """Return the standard set of `count` configurations: 2, 11, 12, 24 or 200.
 
     2: SnapKV's two selections at b = 128; 11: SnapKV's score and ten others; 12: two policies, two selections, three
     shares; 24: three policies, two selections, four budgets; 200: two policies at ten budgets, two-stage at five alphas
@@ -125,10 +128,10 @@ def configurations(count: int) -> tuple[EvictionConfig, ...]:
     )
 
 
-def times(model: str, tokens: int, repeats: int, dtype: str, device: str, counts: list[int]) -> Result:
+def time_sweeps(model: str, tokens: int, repeats: int, dtype: str, device: str, counts: list[int]) -> Result:
     """Return the seconds of plain and traced runs per turn, and the phases of the last traced runs."""
     sweeps = {str(count): configurations(count) for count in counts}
-    return gpu_rows.times(load_model(model, dtype, device), random_tokens(tokens), repeats, sweeps)
+    return gpu_rows.time_runs(load_model(model, dtype, device), random_tokens(tokens), repeats, sweeps)
 
 
 def _trace_function(adapter: Adapter, token_ids: Sequence[int], count: int) -> Callable[[], object]:
@@ -137,21 +140,21 @@ def _trace_function(adapter: Adapter, token_ids: Sequence[int], count: int) -> C
     return lambda: trace_prompt(adapter, token_ids, configs)
 
 
-def presses(model: str, tokens: int, repeats: int, dtype: str, device: str) -> Result:
+def time_presses(model: str, tokens: int, repeats: int, dtype: str, device: str) -> Result:
     """Return the seconds of 24 prefills under kvpress' presses, and of a traced sample of the same configurations."""
     adapter, token_ids = load_model(model, dtype, device), random_tokens(tokens)
-    return time_presses(adapter, token_ids, _trace_function(adapter, token_ids, 24), repeats)
+    return _time_press_runs(adapter, token_ids, _trace_function(adapter, token_ids, 24), repeats)
 
 
 def peaks(model: str, tokens: int, dtype: str, device: str, count: int) -> Result:
     """Return the peak bytes of a plain prefill (`count` 0) or of a traced sample, weights included."""
     adapter, token_ids = load_model(model, dtype, device), random_tokens(tokens)
     work = _trace_function(adapter, token_ids, count) if count else lambda: run_plain(adapter, token_ids, 0)
-    return {"peak": peak(work, adapter.device)[1]}
+    return {"peak": measure_memory(work, adapter.device)[1]}
 
 
-def growth(model: str, lengths: list[int], repeats: int, dtype: str, device: str, count: int) -> Result:
-    """Return the seconds of a traced sample without its prefill, per prompt length and turn."""
+def time_growth(model: str, lengths: list[int], repeats: int, dtype: str, device: str, count: int) -> Result:
+    """Return the seconds of a traced sample without its plain prefill, per prompt length and turn."""
     adapter, configs = load_model(model, dtype, device), configurations(count)
     trace_prompt(adapter, random_tokens(min(lengths)), configs)
     taken: dict[str, list[float]] = {str(length): [] for length in lengths}
@@ -159,38 +162,35 @@ def growth(model: str, lengths: list[int], repeats: int, dtype: str, device: str
         for length in lengths:
             with timed(lambda: synchronise(adapter.device)) as spent:
                 ids = random_tokens(length)
-                whole = seconds(lambda ids=ids: trace_prompt(adapter, ids, configs), adapter.device)  # type: ignore[misc]
+                whole = time_call(lambda ids=ids: trace_prompt(adapter, ids, configs), adapter.device)  # type: ignore[misc]
             taken[str(length)].append(whole - (spent["prefill"] - spent["scores"] - spent["norms"]))
     return {"seconds": taken}
 
 
-def writing(model: str, tokens: int, repeats: int, dtype: str, device: str, count: int) -> Result:
+def time_writing(model: str, tokens: int, repeats: int, dtype: str, device: str, count: int) -> Result:
     """Return the seconds of measuring one sample, of writing its journal and of writing its file, per turn."""
     adapter, configs, cpu = load_model(model, dtype, device), configurations(count), torch.device("cpu")
     ids = random_tokens(tokens)
     taken: dict[str, list[float]] = {"run": [], "journal": [], "file": []}
     for _ in range(repeats + 1):
         samples: list[SampleTrace] = []
-        taken["run"].append(seconds(lambda: samples.append(trace_prompt(adapter, ids, configs)), adapter.device))  # noqa: B023
+        taken["run"].append(time_call(lambda: samples.append(trace_prompt(adapter, ids, configs)), adapter.device))  # noqa: B023
         with tempfile.TemporaryDirectory() as folder:
             writer = TraceWriter(Path(folder) / "trace.h5", resolved_run(adapter, configs), ["benchmark"], {})
-            taken["journal"].append(seconds(lambda: writer.append(samples[0]), cpu))  # noqa: B023
-            taken["file"].append(seconds(writer.finish, cpu))  # noqa: B023
+            taken["journal"].append(time_call(lambda: writer.append(samples[0]), cpu))  # noqa: B023
+            taken["file"].append(time_call(writer.finish, cpu))  # noqa: B023
     return {name: spent[1:] for name, spent in taken.items()}
 
 
-def kept_coding(samples: int, prefill: float, layers: int, sets: int, tokens: int) -> Result:
+def time_kept_coding(samples: int, prefill: float, layers: int, sets: int, tokens: int) -> Result:
     """Return the seconds of every made-up sample but the first, of waiting and finishing, and the file's bytes.
 
-    A prefill is a sleep. Meanwhile another thread codes the kept sets of the sample before, which a run does on the
-    device, and writes its journal.
+    A prefill is a sleep of `prefill` seconds. Meanwhile another thread codes the kept sets of the sample before, which
+    a run does on the device, and writes its journal. Every layer has the same `sets` kept sets of `tokens` entries.
     """
     configs = grid((0.025, 0.05, 0.1, 0.4), policy=("snapkv", "pyramidkv", "adakv"), selection=_SELECTIONS)
     counts = [int(config.budget.value * tokens) for config in configs]
-    order = torch.rand(sets, tokens, generator=torch.Generator().manual_seed(0)).argsort(dim=-1)
-    kept = torch.zeros(len(configs), sets, tokens, dtype=torch.bool)
-    for index, count in enumerate(counts):
-        kept[index].scatter_(-1, order[:, :count].roll(index, dims=0), True)
+    kept = _random_masks(counts, sets, tokens)
     masks, position = pack_bits(kept.flatten(0, 1)), kept.nonzero()[:, -1].to(torch.int32)
     per_set = [count for count in counts for _ in range(sets)]
     run = ResolvedRun.from_run(RunConfig("made", "made", configs, samples=samples))
@@ -217,12 +217,23 @@ def kept_coding(samples: int, prefill: float, layers: int, sets: int, tokens: in
                 taken.append(time.monotonic() - begin)
             begin = time.monotonic()
         waited = time.monotonic() - begin
-        finishing = seconds(writer.finish, torch.device("cpu"))
+        finishing = time_call(writer.finish, torch.device("cpu"))
         size = (Path(folder) / "trace.h5").stat().st_size
     return {"seconds": taken[1:], "waited": waited, "finish": finishing, "bytes": size}
 
 
-def generating(model: str, tokens: int, dtype: str, device: str, evicted: bool, generated: int = _GENERATED) -> Result:
+def _random_masks(counts: Sequence[int], sets: int, tokens: int) -> Tensor:
+    """Return masks (config, set, entry) of random kept sets, `counts[config]` entries each, in another order each."""
+    order = torch.rand(sets, tokens, generator=torch.Generator().manual_seed(0)).argsort(dim=-1)
+    kept = torch.zeros(len(counts), sets, tokens, dtype=torch.bool)
+    for index, count in enumerate(counts):
+        kept[index].scatter_(-1, order[:, :count].roll(index, dims=0), True)
+    return kept
+
+
+def generation_memory(
+    model: str, tokens: int, dtype: str, device: str, evicted: bool, generated: int = _GENERATED
+) -> Result:
     """Return the peak bytes of prefill and generation from the full or an evicted cache, and the cache's bytes."""
     adapter = load_model(model, dtype, device)
     run, prompt = resolved_run(adapter, configurations(2)[1:]), Prompt("benchmark", tuple(random_tokens(tokens)), 0)
@@ -234,10 +245,10 @@ def generating(model: str, tokens: int, dtype: str, device: str, evicted: bool, 
         generate(adapter, read, (), generated)
         sizes.append(read.cache.nbytes)
 
-    return {"peak": peak(work, adapter.device)[1], "cache": sizes[0]}
+    return {"peak": measure_memory(work, adapter.device)[1], "cache": sizes[0]}
 
 
-def scoring(model: str, tokens: int, answer: int, repeats: int, dtype: str, device: str) -> Result:
+def time_scoring(model: str, tokens: int, answer: int, repeats: int, dtype: str, device: str) -> Result:
     """Return the seconds of one answer by the plain model, and of 12 configurations measured and scored, per turn.
 
     Answers never end before they have `answer` tokens, so that all are as long.
@@ -259,8 +270,9 @@ def scoring(model: str, tokens: int, answer: int, repeats: int, dtype: str, devi
     return {"seconds": taken, "phases": phases["scored"], "batches": len(planned.batches.indices)}
 
 
-_WORKS = (times, presses, peaks, growth, writing, kept_coding, generating, norms, norms_peak, scoring,
-          one_sample, speed_up, coordinating, merging)  # fmt: skip
+_WORKS = (time_sweeps, time_presses, peaks, time_growth, time_writing, time_kept_coding, generation_memory,
+          time_norms, norms_peak, time_scoring, store_one_sample, time_speed_up, time_coordination,
+          time_merging)  # fmt: skip
 WORK: dict[str, Callable[..., Result]] = {work.__name__: work for work in _WORKS}
 
 if __name__ == "__main__":

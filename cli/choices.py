@@ -20,7 +20,8 @@ _Value = TypeVar("_Value")
 def parse_numbers(option: str, texts: list[str] | None) -> tuple[float, ...]:
     """Return all numbers in an option's texts; a text can list several numbers, separated by commas.
 
-    Raises ConfigError for text that is no finite number, for texts without a number, and for a repeated number.
+    Without texts, an empty list or None, there are no numbers. Raises ConfigError for text that is no finite number,
+    for texts that hold no number, and for a repeated number.
     """
     numerals = [numeral.strip() for text in texts or [] for numeral in text.split(",") if numeral.strip()]
     try:

@@ -31,6 +31,7 @@ from perturbkv.cli.commands import FILE, PANELS, Command, former_message
 from perturbkv.errors import ConfigError
 
 Sections = dict[str, list[tuple[str, str]]]
+"""Title of a section of the help -> name and description of each row."""
 _MOST_COLUMNS = 100
 _OWN, _COMMANDS, _HELP = "Options", "Commands", "help"
 _NO_DEFAULT = ("", "None", "False")
@@ -188,7 +189,7 @@ class CompactHelp:
     def format_help(self: Any, ctx: Any, formatter: Any) -> None:
         """Write usage, description, options and subcommands to the formatter."""
         with console.out.capture() as written:
-            _print_text(f"Usage: {usage(self, ctx)}")
+            _print_text(f"Usage: {usage_line(self, ctx)}")
             for text in (self.help or "").split("\n\n"):
                 _print_text(" ".join(text.split()))
                 console.out.print()
@@ -202,13 +203,13 @@ class CompactHelp:
 
 
 def _hides_options(command: Any, ctx: Any) -> bool:
-    """Return whether a measuring command has options that its help omits."""
+    """Return whether a measuring command has options that its help omits; only `trace` shows them all."""
     return command.name != "trace" and any(
         option.hidden and option.name == "chunk_mib" for option in command.get_params(ctx)
     )
 
 
-def usage(command: Any, ctx: Any) -> str:
+def usage_line(command: Any, ctx: Any) -> str:
     """Return a command's usage line: `perturbkv heads [OPTIONS] [TRACE]`."""
     arguments = [
         _parameter_name(parameter) if parameter.required else f"[{_parameter_name(parameter)}]"
@@ -232,6 +233,7 @@ def option_sections(command: Any, ctx: Any) -> Sections:
 def _command_sections(command: Any) -> Sections:
     """Return group of commands -> name and summary of each subcommand, without importing it."""
     sections: Sections = {}
+    # the root's commands stand under the titles of the table of commands
     for row in command.rows.values() if _has_commands(command) else ():
         title = PANELS.get(row.name, _COMMANDS) if command.name in (None, "", "perturbkv") else _COMMANDS
         sections.setdefault(title, []).append((row.name, row.summary))
@@ -289,6 +291,7 @@ class _CheckedParser:
         """Parse arguments as Click does; return the unparsed ones. Raises ConfigError for a repeated option."""
         from perturbkv.cli import option_refusals
 
+        # a first pass, which raises nothing: what was typed, how often, and whether --json is among it
         lenient = type(ctx)(self, parent=ctx, resilient_parsing=True, ignore_unknown_options=True)
         values, arguments, parameters = self.make_parser(lenient).parse_args(args=list(args))
         if request := ctx.find_object(JsonRequest):

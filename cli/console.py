@@ -24,6 +24,7 @@ SCHEMA = 1
 _NUMBER = r"(?:-?\d[\d.eE+-]*|null)"
 _NUMBERS = re.compile(rf"\[\n *{_NUMBER}(?:,\n *{_NUMBER})*\n *\]")  # with newlines, which no text in JSON holds
 _FEWEST_COLUMNS, _USUAL_COLUMNS = 20, 80
+"""Characters of a line: the least that tables are laid out for, and those of a console of unknown width."""
 
 
 class Screen(Console):
@@ -46,7 +47,7 @@ out: Screen = screen()
 err: Screen = screen(stderr=True)
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print a table on stdout; a column whose name begins with `#` holds numbers."""
     print_part(out, Table(title, columns, list(rows)))
 
@@ -58,8 +59,11 @@ def say(text: str, bold: bool = False) -> None:
     )
 
 
-def result(results: Sequence[Result], title: str, subtitle: str = "", explain: bool = False) -> None:
-    """Print results: conclusions, title and subtitle, tables and notes; with `explain` also the meaning of columns."""
+def print_results(results: Sequence[Result], title: str, subtitle: str = "", explain: bool = False) -> None:
+    """Print results: conclusions, title and subtitle, tables and notes; with `explain` also the meaning of columns.
+
+    An empty subtitle is left out.
+    """
     for one in results:
         say(one.conclusion())
     say("")
@@ -76,6 +80,7 @@ def result(results: Sequence[Result], title: str, subtitle: str = "", explain: b
 def _distinct_notes(results: Sequence[Result]) -> list[str]:
     """Return the notes of all results, without repetitions and without notes that are a prefix of another note."""
     notes = list(dict.fromkeys(line for result in results for line in result.notes().splitlines()))
+    # a note is a prefix of itself
     return [note for note in notes if sum(other.startswith(note.removesuffix(".")) for other in notes) == 1]
 
 

@@ -121,11 +121,11 @@ class DataOptions:
         if self.max_tokens is not None and self.max_tokens < 2:
             raise ConfigError(f"--max-tokens must be at least 2, got {self.max_tokens}")
 
-    def check_names(self) -> None:
-        """Raise the errors of a model or data that are not there, and of a file's first row, without importing torch.
+    def check_inputs(self) -> None:
+        """Check that the model and the data exist, and a data file's first row, without importing torch.
 
-        NoMemoryError where torch cannot be imported for the process's limits.
-        --dataset may list several data sets, as for `split_datasets`.
+        --dataset may list several data sets, as for `split_datasets`. Raises PerturbkvErrors, NoMemoryError among them
+        where the process's limits leave no room to import torch.
         """
         from perturbkv import memory
         from perturbkv.datasets import dataset_registry, jsonl, prompts
@@ -139,7 +139,7 @@ class DataOptions:
                 jsonl.check_first_row(name)
 
     def data_request(self, metric: str = "") -> dict[str, Any]:
-        """Return the loader's arguments for the data set.
+        """Return the loader's arguments for the data set; `metric` grades answers in place of the data set's own.
 
         Raises ConfigError for a --length or --depth that is no number.
         """

@@ -11,7 +11,7 @@ from perturbkv import memory
 from perturbkv.analyses.json_values import config_object
 from perturbkv.analyses.names import plural
 from perturbkv.cli import console
-from perturbkv.cli.planned_run import duration, estimate_seconds, shard_document
+from perturbkv.cli.planned_run import estimate_seconds, format_duration, shard_document
 from perturbkv.configs import layer_types
 from perturbkv.configs.resources import Shape
 from perturbkv.escaping import escape_line
@@ -77,15 +77,15 @@ def _show_plan(planned: Plan, document: dict[str, Any]) -> None:
         ("evicted caches", f"{document['evicted_caches_mib']:,.1f} MiB for the longest sample, all configurations"),
         ("decoded", _batches_text(document)),
         *_effect_rows(document["smallest_effect"]),
-        ("time", f"{duration(estimate_seconds(planned))} in one process, by a quick estimate"),
+        ("time", f"{format_duration(estimate_seconds(planned))} in one process, by a quick estimate"),
         *_memory_rows(document),
     ]
-    console.table("dry run: nothing was computed", ["", ""], rows)
+    console.print_table("dry run: nothing was computed", ["", ""], rows)
     kept_rows = [
         (kept["config"]["label"], f"{kept['entries']}{' asked for' if config.is_external else ''}")
         for kept, config in zip(document["kept"], planned.run.configs, strict=True)
     ]
-    console.table("configurations", ["configuration", "#entries kept"], kept_rows)
+    console.print_table("configurations", ["configuration", "#entries kept"], kept_rows)
 
 
 def _effect_rows(document: dict[str, Any] | None) -> list[tuple[str, str]]:
@@ -97,10 +97,10 @@ def _effect_rows(document: dict[str, Any] | None) -> list[tuple[str, str]]:
     from perturbkv.analyses import text
 
     below, above = (text.decimal(document[name]) for name in ("better_below", "worse_above"))
-    runs = "four of five runs show it where prompts spread by"
-    rows = [("smallest effect", f"a sum {below} or {above} times the other's: {runs} {document['spread']:g}")]
+    power = "four of five runs show it where prompts spread by"
+    rows = [("smallest effect", f"a sum {below} or {above} times the other's: {power} {document['spread']:g}")]
     if document["margin"] is not None:
-        equal = f"equal sums: {runs} at most {document['equivalent_spread']:.2g} (docs/explanation/statistics.md)"
+        equal = f"equal sums: {power} at most {document['equivalent_spread']:.2g} (docs/explanation/statistics.md)"
         rows.append((f"within {100 * document['margin']:.4g} %", equal))
     return rows
 
@@ -139,7 +139,10 @@ def _batches_text(document: dict[str, Any]) -> str:
 
 
 def describe(planned: Plan, folder: Path | None, shard: Shard | None = None) -> dict[str, Any]:
-    """Return the plan of a run, or of a shard of it, as a JSON document; sizes are in MiB."""
+    """Return the plan of a run, or of a shard of it, as a JSON document; sizes are in MiB.
+
+    `folder` receives the trace; None: no trace is written.
+    """
     run, batches = planned.run, planned.batches
     lengths = [len(prompt.token_ids) for prompt in planned.prompts]
     parameters = planned.files.parameters()

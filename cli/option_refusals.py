@@ -34,7 +34,10 @@ class Need:
     """Check every value of an option by itself, as each gives a configuration of its own."""
 
     def has_no_effect(self, name: str, run: DataOptions, configs: Sequence[EvictionConfig]) -> bool:
-        """Return whether no configuration meets the condition; with `each`, whether some option value lacks one."""
+        """Return whether the option `name` has no effect, as no configuration meets the condition.
+
+        With `each` it has none either where one of its values has no configuration that meets the condition.
+        """
         useful = [config for config in configs if self.is_met(run, config)]
         if not self.each or not useful:
             return not useful
@@ -123,13 +126,13 @@ def reason_without_effect(command: str, name: str, run: DataOptions, configs: Se
         return ""
     need = _STRICTER_NEEDS.get(command, {}).get(name) or NEEDS.get(name)
     if need is None:
-        needs = grid.why_without_effect(name, configs) if name in grid.known_options() else ""
+        unmet = grid.why_without_effect(name, configs) if name in grid.known_options() else ""
     else:
-        needs = need.text if need.has_no_effect(name, run, configs) else ""
-    return f"has no effect here: it needs {needs}; leave it out" if needs else ""
+        unmet = need.text if need.has_no_effect(name, run, configs) else ""
+    return f"has no effect here: it needs {unmet}; leave it out" if unmet else ""
 
 
-def check(command: str, configs: Sequence[EvictionConfig], *runs: DataOptions) -> None:
+def check_effects(command: str, configs: Sequence[EvictionConfig], *runs: DataOptions) -> None:
     """Raise ConfigError for the first typed option that has no effect on any run of the command."""
 
     def reason(name: str) -> str:
@@ -140,20 +143,23 @@ def check(command: str, configs: Sequence[EvictionConfig], *runs: DataOptions) -
     _refuse_first(runs[0], reason)
 
 
-def check_finished(command: str, run: DataOptions, path: Path) -> None:
+def check_trace_options(command: str, run: DataOptions, path: Path) -> None:
     """Raise ConfigError for the first typed option that has no effect on a finished trace."""
     known = _ON_A_TRACE - _NOT_ON_A_TRACE.get(command, frozenset())
     reason = f"has no effect on a finished trace, and {path} is one; leave it out, or the trace, to make another"
     _refuse_first(run, lambda name: "" if name in known else reason)
 
 
-def check_file(command: str, run: DataOptions, path: Path, known: Collection[str]) -> None:
-    """Raise ConfigError for the first typed option outside `known`, as it has no effect on a file of answers."""
-    reason = f"has no effect on {command}, which looks at {path}; leave it out"
+def check_known(command: str, run: DataOptions, source: str, known: Collection[str]) -> None:
+    """Raise ConfigError for the first typed option that is not among the `known` ones of a command.
+
+    Such a command measures no run: `source` names what it looks at instead, a file or an engine's model.
+    """
+    reason = f"has no effect on {command}, which looks at {source}; leave it out"
     _refuse_first(run, lambda name: "" if name in known else reason)
 
 
-def check_view(view: str, run: DataOptions, views: Mapping[str, Collection[str]]) -> None:
+def check_view_options(view: str, run: DataOptions, views: Mapping[str, Collection[str]]) -> None:
     """Raise ConfigError for a typed option that belongs to another view of the command.
 
     `views` maps the option that chooses a view ('' for the default view) to the names of the view's own options.
@@ -205,9 +211,9 @@ def check_values(parameters: Sequence[Any], values: Mapping[str, Any]) -> None:
     """
     for parameter in dict.fromkeys(parameters):
         value = values.get(parameter.name)
-        if isinstance(value, (list, tuple)):
-            check_distinct(parameter.opts[0], value)
-        for item in value if isinstance(value, (list, tuple)) else [value]:
+        items = value if isinstance(value, (list, tuple)) else [value]
+        check_distinct(parameter.opts[0], items)
+        for item in items:
             if isinstance(item, int):
                 numbers.check_number(parameter.opts[0], item)
 
@@ -219,24 +225,27 @@ _EXTRA_ARGUMENTS = re.compile(r"Got unexpected extra arguments?(?:\(s\))? \((.*)
 def usage_message(said: str, error: Any) -> str:
     """Return a one-line message on a command line that Click cannot parse, with advice on how to type it.
 
-    `said` is Click's message, `error` its usage error.
+    `said` is Click's message, `error` its usage error, whose context is None where Click has none.
     """
     line, context = " ".join(said.split()).rstrip("."), error.ctx
     option = getattr(error, "option_name", "")
-    is_unknown = hasattr(error, "possibilities")
+    is_unknown = hasattr(error, "possibilities")  # names similar to an unknown option, if any: no other error has them
     if is_unknown and context and (message := former_message(context.command_path.split()[1:], [option])):
         return message
     if extra := _EXTRA_ARGUMENTS.fullmatch(line):
         line = _extra_message(extra[1], context.command)
-    is_misspelt = bool(getattr(error, "possibilities", None)) and option.lstrip("-").replace("-", "_") not in grid.ORDER
-    # of a misspelt option the policies, which import torch, are not asked
-    advice = _owner_advice(option) if option and not is_misspelt else ""
-    if option and context:
-        advice = advice or _command_advice(option, context)
-    if advice:
+    if option and (advice := _option_advice(option, bool(getattr(error, "possibilities", None)), context)):
         return f"No such option: {option}; {advice}"
     separator = "" if line.endswith("?") else ";"
     return f"{line}{separator} {context.command_path} --help lists what there is" if context else line
+
+
+def _option_advice(option: str, has_similar: bool, context: Any) -> str:
+    """Return advice on an option that a command does not have; empty where neither a choice nor a command owns it."""
+    # an option with similar names is misspelt: the policies, which import torch, are not asked about it
+    is_misspelt = has_similar and option.lstrip("-").replace("-", "_") not in grid.ORDER
+    advice = "" if is_misspelt else _owner_advice(option)
+    return advice or (_command_advice(option, context) if context else "")
 
 
 def _extra_message(extra: str, command: Any) -> str:

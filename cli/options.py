@@ -92,6 +92,7 @@ RARE = (
 )  # fmt: skip
 """Options of every measuring command that only the help of `perturbkv trace` shows."""
 _MOST_MIB = 2**20
+"""Largest --chunk-mib."""
 _EVICT, _RUN, _MANY = "Eviction", "Running and output", "Many processes"
 
 _BY_PRESET = "by preset"
@@ -324,9 +325,9 @@ class RunOptions(DataOptions):
 
         A selection may name its policy: `streaming-llm:position`. A policy alone stands for its first selection;
         `random` alone is the selection. Raises ConfigError for a --policy or --selection without effect, and first of
-        all as `check_names`.
+        all as `check_inputs`.
         """
-        self.check_names()
+        self.check_inputs()
         if "policy" in self.typed_options and all(map(names_policy, selections)):
             raise ConfigError(f"--policy has no effect here: {', '.join(selections)} name their own; leave it out")
         configs = expand_grid({**self.choices(), "selection": selections}, self.cache)
@@ -354,9 +355,6 @@ class LookOptions(FigureOptions):
         super().__post_init__()
         if self.step < 0:
             raise ConfigError(f"expected a step of at least 0, got {self.step}")
-        check_choice("style", self.style, STYLE_NAMES)
-        if self.style == "talk" and self.columns == 1:
-            raise ConfigError("--columns 1 is 84 mm, and a slide of --style talk 339 mm wide; leave out --columns")
 
     @property
     def paths(self) -> tuple[Path, ...]:

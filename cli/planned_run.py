@@ -135,7 +135,7 @@ def dataset_paths(folder: Path, runs: Sequence[RunOptions]) -> list[Path]:
     return [folder / name / "trace.h5" for name in names]
 
 
-def check_other_run(run: RunOptions, path: Path) -> None:
+def check_same_run(run: RunOptions, path: Path) -> None:
     """Raise TraceError where `path`, or its journal, is of a run of another model, data set, scenario, cache or length.
 
     What only the opened model and prompts tell is compared when the run begins; this needs no torch.
@@ -205,7 +205,7 @@ def measure(
     label = "samples" if folder is None else f"{planned.run.dataset}: samples"
     overwrite, wait, shard = options.overwrite, options.wait, options.parsed_shard
     try:
-        with console.progress(escape_line(label), status=engine.alive) as bar:
+        with console.progress(escape_line(label), status=engine.describe_workers) as bar:
             progress = with_time_notes(bar.update, planned)
             if shard is None:
                 return run_to_file(planned, engine, path, overwrite=overwrite, wait=wait, progress=progress)
@@ -325,8 +325,11 @@ _MEASURED_OVER_PLAIN = 1.3
 _MOST_ROWS, _MOST_WIDTH = 512, 8192
 """Most rows and width of the product that is timed; larger ones run at about its rate."""
 _PROBE_S = 0.1
+"""Seconds for which that product is repeated."""
 WORTH_A_NOTE_S = 10.0
+"""Shortest duration that is told, in seconds."""
 _DURATIONS = ((90.0, 1.0, "s"), (90 * 60.0, 60.0, "min"), (48 * 3600.0, 3600.0, "h"), (float("inf"), 86400.0, "days"))
+"""Seconds below which a unit is used, the unit in seconds, and its name."""
 
 
 def estimate_seconds(planned: Plan) -> float:
@@ -364,7 +367,7 @@ def _operations_per_second(planned: Plan, rows: int) -> float:
     return 2 * rows * width * 4 * width * count / elapsed
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return a duration as rounded text: 'a few seconds', 'about 40 s', 'about 12 min', 'about 3 h'."""
     if seconds < WORTH_A_NOTE_S:
         return "a few seconds"
@@ -378,21 +381,25 @@ def with_time_notes(progress: Progress, planned: Plan, clock: Callable[[], float
     The first sample is not counted, as it includes loading the weights. The second note is left out on a terminal,
     where a bar shows the time left; durations below ten seconds are not printed.
     """
-    start, first, printed = clock(), -1, console.err.is_terminal
+    start = clock()
+    first = -1  # samples that were done at the first call; -1 before it
+    is_second_note_due = not console.err.is_terminal
 
     def update(done: int, total: int) -> None:
-        nonlocal first, printed, start
+        nonlocal first, is_second_note_due, start
         progress(done, total)
         if first < 0:
             first = done
             seconds = estimate_seconds(planned) * (total - done) / max(total, 1)
             if seconds >= WORTH_A_NOTE_S:
-                console.note(f"{plural(total - done, 'sample')} to measure, {duration(seconds)} by a quick estimate")
+                console.note(
+                    f"{plural(total - done, 'sample')} to measure, {format_duration(seconds)} by a quick estimate"
+                )
             start = clock()
-        elif done > first and not printed:
-            printed = True
+        elif done > first and is_second_note_due:
+            is_second_note_due = False
             seconds = (clock() - start) / (done - first) * (total - done)
             if seconds >= WORTH_A_NOTE_S:
-                console.note(f"{done} of {total} samples are done; the others take {duration(seconds)}")
+                console.note(f"{done} of {total} samples are done; the others take {format_duration(seconds)}")
 
     return update

@@ -35,7 +35,7 @@ _MADE_BY_US = {"png": b"Software\0perturbkv", "svg": b"<dc:title>perturbkv", "pd
 def figure_files(folder: Path, stems: Iterable[str], formats: Iterable[str]) -> list[OutputFile]:
     """Return the output files of figures, stem × format; they replace only figures of this library."""
     return [
-        OutputFile(folder / f"{stem}.{suffix}", "a figure of ours", _contains(_MADE_BY_US[suffix]))
+        OutputFile(folder / f"{stem}.{suffix}", "a figure of ours", _content_test(_MADE_BY_US[suffix]))
         for suffix in formats
         for stem in stems
     ]
@@ -82,7 +82,7 @@ def _json_or_none(kind: FileKind, path: Path) -> Any:
         return None
 
 
-def _contains(mark: bytes) -> Callable[[Path], bool]:
+def _content_test(mark: bytes) -> Callable[[Path], bool]:
     """Return a function that tests whether a file contains these bytes."""
     return lambda path: mark in path.read_bytes()
 
@@ -102,7 +102,8 @@ def new_file(path: Path, overwrite: bool) -> Iterator[Path]:
 def draw_figure(result: Result, stem: Path, look: FigureOptions, overwrite: bool, method: str = "plot") -> list[str]:
     """Draw a result's figure and save it as `save_figure` does, with its caption unless for a screen; return the paths.
 
-    Raises ConfigError for a figure that has no room at its width, and the errors of `save_figure`.
+    `method` names the result's method that draws it; `look` has width, style and formats. Raises ConfigError for a
+    figure that has no room at its width, and the errors of `save_figure`.
     """
     try:
         figure = getattr(result, method)(look.width_mm, look.style)
@@ -125,7 +126,10 @@ def draw_figure(result: Result, stem: Path, look: FigureOptions, overwrite: bool
 
 
 def _remove_captions(stem: Path, formats: list[str]) -> None:
-    """Remove captions of this library that a figure without one leaves behind, unless it has other formats there."""
+    """Remove the caption that an earlier figure of this name had, unless that figure stays in another format.
+
+    `formats` are those in which the new figure, which has no caption, was written.
+    """
     if any(stem.with_name(f"{stem.name}.{suffix}").exists() for suffix in _MADE_BY_US if suffix not in formats):
         return
     files = [file.path for file in caption_files(stem.parent, [stem.name]) if file.is_ours(file.path)]
@@ -201,7 +205,7 @@ def _bytes_over_full(trace: Trace) -> dict[str, float]:
 def summary_file(folder: Path, sources: Sequence[Source], name: str, options: Mapping[str, Any]) -> OutputFile:
     """Return the output file of a folder's summary, to which the analysis `name` of these traces is added.
 
-    It replaces an earlier run of the analysis only with the same options, or with fewer.
+    It replaces an earlier run of the analysis only if that had the same options, flags apart that it lacked.
     """
 
     def is_ours(path: Path) -> bool:
@@ -212,19 +216,25 @@ def summary_file(folder: Path, sources: Sequence[Source], name: str, options: Ma
             raise ConfigError(
                 f"{path} is of another trace, {paths}; give another --output, or --overwrite to replace it"
             )
-        old = document["analyses"].get(name, {}).get("asked")
-        different = [key for key in options if old is not None and old.get(key) not in (options[key], False)]
-        if old is not None and different:
-            before, now = (
-                ", ".join(_option_text(key, values.get(key)) for key in different) for values in (old, options)
-            )
-            raise ConfigError(
-                f"{path} holds {name} {before}; this one is {now}; give another --output, or --overwrite to replace "
-                "its numbers and figures"
-            )
+        stored = document["analyses"].get(name, {}).get("asked")
+        if stored is not None:
+            _check_same_options(path, name, stored, options)
         return True
 
     return OutputFile(folder / SUMMARY_NAME, "a summary of ours", is_ours)
+
+
+def _check_same_options(path: Path, name: str, stored: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Raise ConfigError where a summary holds an analysis with other options; a flag that it lacked may be added."""
+    different = [key for key in options if stored.get(key) not in (options[key], False)]
+    if different:
+        before, now = (
+            ", ".join(_option_text(key, values.get(key)) for key in different) for values in (stored, options)
+        )
+        raise ConfigError(
+            f"{path} holds {name} {before}; this one is {now}; give another --output, or --overwrite to replace "
+            "its numbers and figures"
+        )
 
 
 def _option_text(option: str, value: Any) -> str:

@@ -20,7 +20,7 @@ from perturbkv.cli import console, dry_run, option_refusals, saving
 from perturbkv.cli.command_line import copy_signature, fill_groups, split_parameters, typed_options, with_options
 from perturbkv.cli.options import FigureOptions, RunOptions
 from perturbkv.cli.planned_run import (
-    check_other_run,
+    check_same_run,
     dataset_paths,
     make_traces,
     plan_all,
@@ -58,7 +58,7 @@ class Session:
         options: the options of the analysis, as summary.json keeps them.
         source: the origin of a result without traces, as JSON keeps it.
         figures: paths of the figures written so far.
-        stored: the traces as they were read, of which `traces` are the configurations of --budget.
+        stored: the traces as they were read; with --budget `traces` has only their configurations of these budgets.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Session:
         return self.traces[0]
 
     @property
-    def usable(self) -> tuple[Trace, ...]:
+    def usable_traces(self) -> tuple[Trace, ...]:
         """The traces with at least one complete sample."""
         return tuple(trace for trace in self.traces if trace.ok.any())
 
@@ -130,7 +130,7 @@ class Session:
         if self.as_json:
             console.print_json({"analysis": self.name, **header, **body})
         else:
-            console.result(listed, *self._title(listed[0]), explain=self.look.explain)
+            console.print_results(listed, *self._title(listed[0]), explain=self.look.explain)
             console.say(f"written to {self.output.path}")
         failed = self.failures if failures is None else failures
         print_failures(failed)
@@ -143,7 +143,7 @@ class Session:
             source = {"trace": self.trace.source, "trace_digest": self.trace.digest}
             console.print_json({"analysis": self.name, **source, **result.to_dict()})
         else:
-            console.result([result], result.identity.lines()[0], explain=self.look.explain)
+            console.print_results([result], result.identity.lines()[0], explain=self.look.explain)
 
     def _write_json(self, numbers: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Write the JSON file; return its header, which names the source, and this analysis's entry."""
@@ -259,24 +259,39 @@ def open_session(analysis: Analysis, look: FigureOptions) -> Session | None:
 
     None after a dry run. Raises PerturbkvErrors, before a model is loaded wherever possible.
     """
-    run, options = analysis.run, look.summary_options if analysis.options is None else analysis.options
-    if look.paths:
-        option_refusals.check_finished(analysis.command_name, run, look.paths[0])
-        output = OutputFolder(run.output or look.paths[0].parent, run.overwrite)
-        budgets = [Budget.parse(text) for text in run.budget or ()] if "budget" in run.typed_options else []
-        if budgets:
-            options = {**options, "budget": ", ".join(map(str, budgets))}
-        session = Session(
-            analysis.name, output, look, run.as_json, read_traces(look.paths), analysis.by_dataset, options
-        )
-        _check_complete(session)
-        session.stored = session.traces
-        if budgets:
-            session.traces = tuple(_with_budgets(trace, budgets) for trace in session.traces)
-        sources = [saving.Source(trace.source, trace.digest) for trace in session.traces]
-        _claim(analysis, session, sources if session.joint else sources[:1])
-        return session
-    run.check_names()
+    options = look.summary_options if analysis.options is None else analysis.options
+    open_traces = _open_finished_traces if look.paths else _open_new_traces
+    return open_traces(analysis, look, options)
+
+
+def _open_finished_traces(analysis: Analysis, look: FigureOptions, options: Mapping[str, Any]) -> Session:
+    """Return the session of the traces that the user named, reduced to the budgets of a typed --budget.
+
+    `options` are those of the analysis, as summary.json keeps them. Raises PerturbkvErrors.
+    """
+    run = analysis.run
+    option_refusals.check_trace_options(analysis.command_name, run, look.paths[0])
+    output = OutputFolder(run.output or look.paths[0].parent, run.overwrite)
+    budgets = [Budget.parse(text) for text in run.budget or ()] if "budget" in run.typed_options else []
+    if budgets:
+        options = {**options, "budget": ", ".join(map(str, budgets))}
+    session = Session(analysis.name, output, look, run.as_json, read_traces(look.paths), analysis.by_dataset, options)
+    _check_complete(session)
+    session.stored = session.traces
+    if budgets:
+        session.traces = tuple(_select_budgets(trace, budgets) for trace in session.traces)
+    sources = [saving.Source(trace.source, trace.digest) for trace in session.traces]
+    _claim(analysis, session, sources if session.joint else sources[:1])
+    return session
+
+
+def _open_new_traces(analysis: Analysis, look: FigureOptions, options: Mapping[str, Any]) -> Session | None:
+    """Return the session of the traces that the analysis' run makes; None after a dry run, which prints the plans.
+
+    `options` are those of the analysis, as summary.json keeps them. Raises PerturbkvErrors.
+    """
+    run = analysis.run
+    run.check_inputs()
     runs = split_datasets(run) if analysis.by_dataset else [run]
     folder = run_folder(run, run.output, [one.dataset for one in runs])
     paths = dataset_paths(folder, runs) if analysis.by_dataset else [folder / "trace.h5"]
@@ -286,10 +301,10 @@ def open_session(analysis: Analysis, look: FigureOptions) -> Session | None:
     if not run.dry_run:
         for each, path in zip(runs, paths, strict=True):
             OutputFolder(folder, wait=run.wait).claim(writer=path)
-            check_other_run(each, path)
+            check_same_run(each, path)
         _claim(analysis, session, [saving.Source(str(path)) for path in paths])
     configs = tuple(analysis.configs())
-    option_refusals.check(analysis.command_name, configs, *runs)
+    option_refusals.check_effects(analysis.command_name, configs, *runs)
     planned = plan_all(
         runs, configs, analysis.leave_out_unfit, analysis.generate, analysis.metric, files=analysis.files
     )
@@ -315,8 +330,8 @@ def read_traces(paths: Sequence[Path]) -> tuple[Trace, ...]:
     return tuple(read_trace(path) for path in paths)
 
 
-def _with_budgets(trace: Trace, budgets: Sequence[Budget]) -> Trace:
-    """Return a trace's configurations of these budgets. Raises TraceError for a budget that it does not have."""
+def _select_budgets(trace: Trace, budgets: Sequence[Budget]) -> Trace:
+    """Return a trace with its configurations of these budgets alone. Raises TraceError for a budget that it lacks."""
     known = dict.fromkeys(config.budget for config in trace.run.configs)
     if missing := [budget for budget in budgets if budget not in known]:
         raise TraceError(
@@ -367,6 +382,7 @@ def analysis(function: Callable[..., Analysis]) -> Callable[..., None]:
 
 
 View = Callable[..., Analysis | None]
+"""A function of a command's options: it returns an analysis, or shows its own result and returns None."""
 
 
 def analysis_views(
@@ -374,9 +390,9 @@ def analysis_views(
 ) -> Callable[[Callable[[], None]], Callable[..., None]]:
     """Return a decorator that makes a command with several views, named and documented by the decorated function.
 
-    A view is a function as `analysis` takes it, or one that shows its own result. Each view but the default is chosen
-    by the option of its name: a flag that `flags` annotates, or a parameter of the view. An option of another view is
-    refused.
+    `default` runs where no other view is chosen. Each other view, of `views` by name, is chosen by the option of its
+    name: a flag that `flags` annotates, or a parameter of the view. All views have the same dataclasses of options; of
+    their own parameters an option of another view is refused.
     """
     functions: dict[str, View] = {"": default, **views}
     groups, _ = split_parameters(default)
@@ -392,12 +408,13 @@ def analysis_views(
     def call(context: typer.Context, **values: Any) -> None:
         typed = typed_options(context)
         view = _chosen_view([name for name in views if values[name] not in (False, None)])
+        # views may have an option in common with different defaults, of which `values` holds the first view's
         own_options = {
             option.name: values[option.name] if option.name in typed else option.default for option in own[view]
         }
         option_groups = fill_groups(groups, values, typed, own_options)
         known = {name: {*([name] if name else []), *(option.name for option in own[name])} for name in functions}
-        option_refusals.check_view(view, option_groups["run"], known)
+        option_refusals.check_view_options(view, option_groups["run"], known)
         result = functions[view](**option_groups, **own_options)
         if result is not None:
             result.carry_out(option_groups["look"])

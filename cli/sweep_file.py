@@ -63,7 +63,7 @@ class Key:
         """Return the value of a text, parsed as on the command line. Raises ConfigError for anything else."""
         expected, read = _READERS[self.kind]
         if not isinstance(text, str):
-            raise ConfigError(f"expected {expected}, got {_kind_of(text)}")
+            raise ConfigError(f"expected {expected}, got {_describe(text)}")
         if self.field == "budget":
             return Budget.parse(text)
         try:
@@ -113,7 +113,7 @@ def _spellings(field: str, annotated: Any) -> list[str]:
 
 
 @contextmanager
-def begin_errors(name: object) -> Iterator[None]:
+def prefix_errors(name: object) -> Iterator[None]:
     """Turn a PerturbkvError within the block into a ConfigError that begins with the name of a file or a key."""
     try:
         yield
@@ -150,8 +150,8 @@ _FILE = FileKind("a sweep file (YAML)", ConfigError, MIB)
 def read(path: Path, typed_options: frozenset[str]) -> SweepFile:
     """Return the content of a sweep file without the keys that were typed. Raises ConfigError, with the file's name."""
     text = _FILE.read_text(path)
-    with begin_errors(path):
-        return _parse_file(_load(text), typed_options)
+    with prefix_errors(path):
+        return _parse_file(_load_yaml(text), typed_options)
 
 
 def _parse_file(document: Any, typed_options: frozenset[str]) -> SweepFile:
@@ -159,7 +159,7 @@ def _parse_file(document: Any, typed_options: frozenset[str]) -> SweepFile:
     keys = known_keys()
     _check_mapping(document)
     grids = document.pop(_GRIDS, None)
-    entries = _parse(document, {**keys, _GRIDS: Key(_GRIDS, str)}, typed_options, "")
+    entries = _parse_mapping(document, {**keys, _GRIDS: Key(_GRIDS, str)}, typed_options, "")
     options = {
         key.field: list(values) if key.many else values[0]
         for key, values in entries.items()
@@ -168,44 +168,48 @@ def _parse_file(document: Any, typed_options: frozenset[str]) -> SweepFile:
     choices = {key.field: values for key, values in entries.items() if key.is_choice}
     if grids is None:
         return SweepFile(options, choices, ({},))
-    with begin_errors(_GRIDS):
+    with prefix_errors(_GRIDS):
         return SweepFile(options, choices, _parse_grids(grids, keys, typed_options))
 
 
 def _parse_grids(grids: Any, keys: Mapping[str, Key], typed_options: frozenset[str]) -> tuple[Values, ...]:
     """Return choice -> values of every grid. Raises ConfigError for anything but a list of mappings of choices."""
     if not isinstance(grids, list) or not grids:
-        raise ConfigError(f"expected a list of mappings, such as '- {{policy: adakv}}', got {_kind_of(grids)}")
+        raise ConfigError(f"expected a list of mappings, such as '- {{policy: adakv}}', got {_describe(grids)}")
     check_configurations(len(grids))
     choices = {name: key for name, key in keys.items() if key.is_choice}
     parsed = []
     for mapping in grids:
         _check_mapping(mapping)
-        entries = _parse(mapping, choices, typed_options, "options of the whole run stand outside the grids")
+        entries = _parse_mapping(mapping, choices, typed_options, "options of the whole run stand outside the grids")
         parsed.append({key.field: values for key, values in entries.items()})
     return tuple(parsed)
 
 
-def _parse(
+def _parse_mapping(
     mapping: Mapping[str, Any], keys: Mapping[str, Key], typed_options: frozenset[str], hint: str
 ) -> dict[Key, tuple[Any, ...]]:
-    """Return key -> values of a mapping, without the options that were typed. Raises ConfigError, with the key."""
+    """Return key -> values of a mapping, without the options that were typed.
+
+    `hint` is added to the error for a name that is not among the spellings of `keys`. Raises ConfigError, with the key.
+    """
     entries: dict[Key, tuple[Any, ...]] = {}
     for name, value in mapping.items():
         spelling = name.replace("_", "-")
         if spelling not in keys:
             raise UnknownNameError(name, "key", keys, hint)
         key = keys[spelling]
-        with begin_errors(name):
+        with prefix_errors(name):
             if key in entries:
                 raise ConfigError("expected every key once, got it twice")
+            # a choice may have a list, the seed in a grid alone: outside it is the run's too
             single = not key.many and (not key.is_choice or (key.field == _SHARED and _GRIDS in keys))
             entries[key] = key.parse_all(value, not single)
     return {key: values for key, values in entries.items() if key.field not in typed_options}
 
 
-def _load(text: str) -> Any:
-    """Return YAML as mappings, lists and texts. Raises ConfigError for invalid YAML, and for a repeated key."""
+def _load_yaml(text: str) -> Any:
+    """Return the mappings, lists and texts of YAML. Raises ConfigError for invalid YAML, and for a repeated key."""
     import yaml
 
     class Loader(yaml.BaseLoader):  # type: ignore[misc]
@@ -232,11 +236,11 @@ def _load(text: str) -> Any:
 def _check_mapping(value: Any) -> None:
     """Raise ConfigError for anything but a mapping with a key."""
     if not isinstance(value, dict) or not value:
-        raise ConfigError(f"expected a mapping of options, such as 'budget: [128, 256]', got {_kind_of(value)}")
+        raise ConfigError(f"expected a mapping of options, such as 'budget: [128, 256]', got {_describe(value)}")
 
 
-def _kind_of(value: Any) -> str:
-    """Return what a value of a file is, for error messages."""
+def _describe(value: Any) -> str:
+    """Return a value of a file in words, for error messages: `'text'`, a list, an empty mapping, nothing."""
     if isinstance(value, str):
         return f"'{value}'"
     kind = "a mapping" if isinstance(value, dict) else "a list" if isinstance(value, list) else "nothing"

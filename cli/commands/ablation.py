@@ -126,16 +126,16 @@ def _can_run(run: RunOptions, policy: type[Policy]) -> bool:
     from perturbkv.selection.compatibility import can_share
 
     granularities = [as_choice(name) for name in run.granularity or []]
-    shared = not all(can_share(policy, one) for one in granularities)
-    in_blocks = any(int(one.options.get("block", 1)) > 1 for one in granularities) and policy().first_stage is not None
-    scored = run.head_scores is not None or not policy.needs_scores
-    return (
-        policy.name not in WITHOUT_EVICTION and scored and run.cache in policy.caches() and not shared and not in_blocks
-    )
+    can_share_sets = all(can_share(policy, one) for one in granularities)
+    in_blocks = any(int(one.options.get("block", 1)) > 1 for one in granularities)
+    can_take_blocks = not in_blocks or policy().first_stage is None
+    has_scores = run.head_scores is not None or not policy.needs_scores
+    evicts = policy.name not in WITHOUT_EVICTION
+    return evicts and has_scores and run.cache in policy.caches() and can_share_sets and can_take_blocks
 
 
 def _with_selection(method: str) -> str:
-    """Return a method as policy:selection; a policy without selection gets its first selection."""
+    """Return a method as policy:selection; a policy alone gets its first selection."""
     from perturbkv.selection.policies import registry
 
     if len(split_policy_and_selection(method)) > 1:

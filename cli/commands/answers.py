@@ -54,7 +54,7 @@ def _scores(
     def analyse(session: Session) -> tuple[Result, dict[str, Any]]:
         from perturbkv.analyses.quality.quality import quality
 
-        result = quality(session.usable)
+        result = quality(session.usable_traces)
         session.draw(result, "quality")
         return result, {**result.to_dict(), "tables": _save_tables(result, session.output)}
 
@@ -101,14 +101,15 @@ def _answers_session(
 ) -> tuple[Session, Path]:
     """Return the session of a command on a file of answers, and the file's path.
 
-    Raises ConfigError where the user named no file or several, and for an option that is not among the `known` ones.
+    `name` is that of the analysis and its files, `command` the command as it is typed. Raises ConfigError where the
+    user named no file or several, and for an option that is neither among the `known` ones nor one of the output.
     """
     if len(look.paths) != 1:
         raise ConfigError(
             f"expected one file of answers for {command}, got {len(look.paths) or 'none'}; perturbkv generate writes "
             "generation.jsonl"
         )
-    option_refusals.check_file(command, run, look.paths[0], {*known, *_ANSWERS_OPTIONS})
+    option_refusals.check_known(command, run, str(look.paths[0]), {*known, *_ANSWERS_OPTIONS})
     path = look.paths[0]
     return Session(name, OutputFolder(run.output or path.parent, run.overwrite), look, run.as_json), path
 

@@ -5,7 +5,9 @@ Of `vllm:MODEL` an engine runs requests in several situations, and its cache is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +20,7 @@ from perturbkv.cli.choices import check_distinct
 from perturbkv.cli.command_line import with_options
 from perturbkv.cli.data_options import DATA, DataOptions
 from perturbkv.cli.options import FigureOptions, JsonOption
-from perturbkv.cli.planned_run import WORTH_A_NOTE_S, duration, encode_prompts, run_folder
+from perturbkv.cli.planned_run import WORTH_A_NOTE_S, encode_prompts, format_duration, run_folder
 from perturbkv.cli.saving import caption_files, draw_figure, figure_files, write_json
 from perturbkv.configs.audit_settings import (
     ALLOWED,
@@ -33,7 +35,7 @@ from perturbkv.configs.audit_settings import (
 from perturbkv.configs.choice import parse
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.plugins import check_file, refers_to_file
+from perturbkv.configs.plugins import check_class_file, refers_to_file
 from perturbkv.models.aliases import DEFAULT
 from perturbkv.storage.atomic_files import write_atomically
 from perturbkv.storage.output import OutputFile, OutputFolder
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 
 _FILE, _STEM = "audit.json", "audit"
 _QUICK, _QUICK_LENGTH = ["block", "batch"], ["300"]
+"""The situations of --quick, and the tokens of its prompt."""
 
 
 @dataclass(frozen=True)
@@ -122,31 +125,46 @@ def audit(
 
     Its cache is compared with the plain model, which has the full cache and a mask of exactly the entries that the
     eviction keeps: alone, with a block of tokens after it, and in a left-padded batch. The eviction is a function
-    (model, input_ids, attention_mask) -> cache, or a transformers Cache class. Of an engine's cache a dump is compared
+    (model, input_ids, attention_mask) -> cache, or a transformers Cache class. A dump of an engine's cache is compared
     entry by entry. Exits with 0: exact, only lossy; 1: differs, the first difference named, or did nothing; 2:
     unreadable, or not compared.
     """
     if eviction.startswith(_ENGINE):
         raise typer.Exit(_audit_engine(eviction.removeprefix(_ENGINE), run))
-    if dumped := is_dump(Path(eviction)):
-        option_refusals.check_file("audit of a dump", run, Path(eviction), _ON_A_DUMP)
-    elif refers_to_file(eviction):
-        check_file(parse(eviction).name)
-    elif Path(eviction).suffix in KEPT_SUFFIXES:
-        KEPT_FILE.check(Path(eviction))
-    run.check_names()
-    option_refusals.check("audit", (EvictionConfig(128, selection="random"),), run)
-    folder = run_folder(replace(run, dataset=eviction) if dumped else run, run.output)
-    files = [*figure_files(folder, [_STEM], look.formats), OutputFile(folder / _FILE)]
-    files += caption_files(folder, [_STEM]) if look.style != "screen" else []
-    if run.junit is not None:
-        files.append(OutputFile(run.junit, "a JUnit report of an audit", _is_junit))
-    with OutputFolder(folder, run.overwrite).claim(*files, writer=folder / _FILE):
-        result = _audit_dump(Path(eviction), run) if dumped else _run_audit(eviction, run)
+    path = Path(eviction)
+    measure: Callable[[], Audit | DumpAudit]
+    if is_dump(path):
+        option_refusals.check_known("audit of a dump", run, str(path), _ON_A_DUMP)
+        measure, named = partial(_audit_dump, path, run), replace(run, dataset=eviction)
+    else:
+        _check_file(eviction)
+        measure, named = partial(_audit_eviction, eviction, run), run
+    run.check_inputs()
+    option_refusals.check_effects("audit", (_STAND_IN,), run)
+    folder = run_folder(named, run.output)
+    with OutputFolder(folder, run.overwrite).claim(*_output_files(folder, run, look), writer=folder / _FILE):
+        result = measure()
         if run.junit is not None:  # before anything is printed, as the reader of a pipe may close it
             write_atomically(run.junit, lambda stream: stream.write(result.to_junit().encode()))
         _save_and_show(result, folder, run, look)
     raise typer.Exit(result.exit_code)
+
+
+def _check_file(eviction: str) -> None:
+    """Raise PluginError or ConfigError where an eviction names a file that is not there."""
+    if refers_to_file(eviction):
+        check_class_file(parse(eviction).name)
+    elif Path(eviction).suffix in KEPT_SUFFIXES:
+        KEPT_FILE.check(Path(eviction))
+
+
+def _output_files(folder: Path, run: AuditOptions, look: FigureOptions) -> list[OutputFile]:
+    """Return the output files of an audit: figures, their captions, JSON, and the JUnit report of --junit."""
+    files = [*figure_files(folder, [_STEM], look.formats), OutputFile(folder / _FILE)]
+    files += caption_files(folder, [_STEM]) if look.style != "screen" else []
+    if run.junit is not None:
+        files.append(OutputFile(run.junit, "a JUnit report of an audit", _is_junit))
+    return files
 
 
 def _is_junit(path: Path) -> bool:
@@ -154,6 +172,8 @@ def _is_junit(path: Path) -> bool:
     return b'name="perturbkv audit"' in path.read_bytes()[:1000]
 
 
+_STAND_IN = EvictionConfig(128, selection="random")
+"""A configuration in place of the audited eviction, for the check of options: an audit draws controls by --seed too."""
 _ON_A_DUMP = (
     "eviction", "model", "revision", "dtype", "device", "loss", "junit", "output", "overwrite", "as_json",
     "figure_format", "columns", "style", "explain",
@@ -187,7 +207,7 @@ def _audit_engine(model: str, run: AuditOptions) -> int:
     """
     from perturbkv.auditing import DEFAULT_SITUATIONS, audit_vllm
 
-    option_refusals.check_file("audit of an engine", run, Path(_ENGINE + model), _ON_AN_ENGINE)
+    option_refusals.check_known("audit of an engine", run, f"{_ENGINE}{model}", _ON_AN_ENGINE)
     situations = check_distinct("--situation", run.situation or list(DEFAULT_SITUATIONS))
     codes, documents = [], {}
     with console.progress("situations", len(situations)) as bar:
@@ -205,7 +225,7 @@ def _audit_engine(model: str, run: AuditOptions) -> int:
     return max(codes)
 
 
-def _run_audit(eviction: str, run: AuditOptions) -> Audit:
+def _audit_eviction(eviction: str, run: AuditOptions) -> Audit:
     """Return the audit of an external eviction; options are checked before weights are loaded."""
     from perturbkv.auditing import KeptFile, audit_eviction, estimate_seconds, load_eviction
     from perturbkv.datasets import dataset_registry as datasets
@@ -225,7 +245,7 @@ def _run_audit(eviction: str, run: AuditOptions) -> Audit:
     source = {"dataset": prompts.dataset, "seed": str(prompts.seed)}
     seconds = 0.0 if run.quick else estimate_seconds(adapter, prompts, external, settings)
     if seconds >= WORTH_A_NOTE_S:
-        console.note(f"{plural(len(prompts), 'prompt')} to audit, {duration(seconds)} by a quick estimate")
+        console.note(f"{plural(len(prompts), 'prompt')} to audit, {format_duration(seconds)} by a quick estimate")
     with console.progress("prompts", len(prompts)) as bar:
         return audit_eviction(adapter, prompts, external, settings, source, progress=bar.advance)
 
@@ -240,6 +260,6 @@ def _save_and_show(result: Audit | DumpAudit, folder: Path, run: AuditOptions, l
     if run.as_json:
         console.print_json({"figures": figures, **document})
         return
-    console.result([result], result.identity.lines()[0], explain=look.explain)
+    console.print_results([result], result.identity.lines()[0], explain=look.explain)
     if figures:
         console.say(f"written to {folder}")

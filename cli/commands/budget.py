@@ -142,7 +142,7 @@ def _with_window(run: RunOptions) -> tuple[RunOptions, ModelFiles | None]:
     """
     if run.window is not None:
         return run, None
-    run.check_names()
+    run.check_inputs()
     from perturbkv.cli.planned_run import encode_prompts
     from perturbkv.models.loading import open_model
 

@@ -98,7 +98,7 @@ def show_prompt(document: Mapping[str, Any]) -> None:
     ]
     if document["control_tokens"]:
         rows.append(("special tokens", f"{plural(document['control_tokens'], 'control token')} inside the text"))
-    console.table("", ["", ""], rows)
+    console.print_table("", ["", ""], rows)
     for piece in document["pieces"]:
         console.say(piece["text"] if "text" in piece else f"── {_mark_text(piece)} ──", bold="mark" in piece)
 
@@ -178,7 +178,7 @@ def _list_datasets(as_json: bool) -> None:
             {"name": row.name, "kind": row.kind, "summary": row.summary, "needs": row.needs} for row in known()
         ]})  # fmt: skip
         return
-    console.table("datasets", ["name", "kind", "what"], [(row.name, row.kind, row.summary) for row in known()])
+    console.print_table("datasets", ["name", "kind", "what"], [(row.name, row.kind, row.summary) for row in known()])
     console.say("perturbkv list datasets NAME tells what one needs, how it asks and how it is graded.")
 
 
@@ -197,7 +197,7 @@ def _describe_dataset(name: str, as_json: bool) -> None:
         console.print_json(document | (wording.record() if wording else {}))
         return
     rows = [(key, value) for key, value in document.items() if key != "name"]
-    console.table(name, ["", ""], [*rows, *(_wording_rows(wording) if wording else [])])
+    console.print_table(name, ["", ""], [*rows, *(_wording_rows(wording) if wording else [])])
 
 
 def _wording(name: str) -> Wording | Task | None:
@@ -227,7 +227,7 @@ def _show_prompts(run: DataOptions, first: int, tokens: int, as_json: bool) -> N
     if tokens < 1 or first < 0:
         option, least, got = ("--tokens", 1, tokens) if tokens < 1 else ("--sample", 0, first)
         raise ConfigError(f"{option} must be at least {least}, got {got}")
-    run.check_names()
+    run.check_inputs()
     from perturbkv.models.loading import open_model
 
     tokenizer = open_model(run.model, run.seed, run.revision or "").tokenizer

@@ -106,7 +106,7 @@ def _describe_prompts(path: Path, as_json: bool) -> None:
         whole = len(first) <= 2 * _ENDS
         shown = [("", first)] if whole else [("begins", first[:_ENDS]), ("ends", first[-_ENDS:])]
         rows += [(name, escape_line(text)) for name, text in shown]
-    console.table(f"{path}: prompts", ["", ""], rows)
+    console.print_table(f"{path}: prompts", ["", ""], rows)
     for refusal in itertools.islice(found.refusals, _MOST_REFUSALS):
         console.say(escape_line(f"refused: {refusal.removeprefix(f'{path}, ')}"))
     if (more := len(found.refusals) - _MOST_REFUSALS) > 0:
@@ -138,8 +138,8 @@ def _describe_answers(path: Path, as_json: bool) -> None:
         ("compressed again", "never" if limit is None else f"above {limit:,} entries"),
         *((escape_line(name), escape_line(str(value))) for name, value in sorted(answers.made_with.items())),
     ]
-    console.table(f"{path}: answers that perturbkv generate wrote", ["", ""], rows)
-    console.table("configurations", ["config"], [(label,) for label in run.labels()])
+    console.print_table(f"{path}: answers that perturbkv generate wrote", ["", ""], rows)
+    console.print_table("configurations", ["config"], [(label,) for label in run.labels()])
     console.say(
         f"perturbkv quality {path} --divergence tells where they leave the full cache's (docs/how-to/answers.md)"
     )
@@ -165,8 +165,8 @@ def _describe_trace(trace: Path, as_json: bool) -> None:
         *_cache_rows(description.caches),
         *((escape_line(name), escape_line(value)) for name, value in sorted(description.attrs.items())),
     ]
-    console.table(str(trace), ["", ""], facts)
-    console.table("configurations", ["config"], [(label,) for label in run.labels()])
+    console.print_table(str(trace), ["", ""], facts)
+    console.print_table("configurations", ["config"], [(label,) for label in run.labels()])
     rows = [
         (
             escape_line(name),
@@ -177,7 +177,7 @@ def _describe_trace(trace: Path, as_json: bool) -> None:
         )
         for name, variable in description.variables.items()
     ]
-    console.table("variables", ["name", "axes", "shape", "unit", "#bytes"], rows)
+    console.print_table("variables", ["name", "axes", "shape", "unit", "#bytes"], rows)
     for reason in description.failures.values():
         console.say(escape_line(f"failed: {reason}"))
 

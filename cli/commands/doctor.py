@@ -45,7 +45,7 @@ def doctor(context: typer.Context, as_json: JsonOption = False) -> None:
     if as_json:
         console.print_json(findings)
         return
-    console.table("doctor", ["what", "found"], list(findings.items()))
+    console.print_table("doctor", ["what", "found"], list(findings.items()))
 
 
 def _findings() -> dict[str, str]:
@@ -134,17 +134,17 @@ def selfcheck(
     """
     place, path, trained = _find_device(device), output or Path("runs/gpu.json"), _ties_model(model)
     _check_sizes(samples, length, entries)
-    found = _Found(device, time.monotonic())
+    findings = _SelfCheck(device, time.monotonic())
     with OutputFolder(path.parent, overwrite).claim(OutputFile(path), writer=path):
-        for _ in found.measure(place, entries, placed, partial(_measure_ties, trained, samples, length, device)):
-            document = console.as_json(found.to_dict())
+        for _ in findings.measure(place, entries, placed, partial(_measure_ties, trained, samples, length, device)):
+            document = console.as_json(findings.to_dict())
             write_atomically(path, lambda stream, text=document: stream.write(text.encode()))  # type: ignore[misc]
     if as_json:
-        console.print_json(found.to_dict())
+        console.print_json(findings.to_dict())
     else:
-        found.print_tables()
-        console.say(f"written to {path}, after {time.monotonic() - found.start:.0f} s")
-    if not found.equal:
+        findings.print_tables()
+        console.say(f"written to {path}, after {time.monotonic() - findings.start:.0f} s")
+    if not findings.equal:
         raise typer.Exit(1)
 
 
@@ -212,14 +212,16 @@ def _measure_ties(model: str, samples: int, length: int, device: str) -> list[tu
 
 
 @dataclass
-class _Found:
-    """Findings of a self-check so far.
+class _SelfCheck:
+    """A self-check and its findings so far.
 
     Attributes:
         device: the device's name.
         start: when it began, by the monotonic clock.
         finished: whether nothing is left to do.
-        checks, ties, reports: checks, comparisons of verdicts by dtype, and reports of the GPU's speed.
+        checks: comparisons with a reference.
+        ties: pairs of a dtype and the comparison of its verdicts with float32's.
+        reports: reports of the GPU's speed.
         failed: why the ties were not measured.
     """
 
@@ -234,7 +236,14 @@ class _Found:
     def measure(
         self, device: torch.device, entries: int, placed: str, ties: Callable[[], list[tuple[str, Ties]]]
     ) -> Iterator[None]:
-        """Check and measure, one thing after the other; yield after each. A note is printed when one begins."""
+        """Check and measure, one thing after the other; yield after each. A note is printed when one begins.
+
+        Args:
+            device: the device that is checked.
+            entries: number of entries of the cache that is checked.
+            placed: name of the model that --device-map auto lays out.
+            ties: function that measures the table of ties.
+        """
         from perturbkv.selfcheck import checks, equality, gpu_rows, whole_samples
 
         sizes = equality.Sizes(entries)
@@ -242,7 +251,7 @@ class _Found:
             **{f"{layout} cache": partial(equality.check_layout, device, sizes, layout) for layout in equality.LAYOUTS},
             "Triton norms": partial(checks.check_kernel, device),
             "samples": partial(whole_samples.check_samples, device),
-            "--device-map auto": partial(checks.check_placement, placed, device, 256),
+            "--device-map auto": partial(checks.check_placement, placed, device, tokens=256),
         }
         for name, check in work.items():
             console.note(name)
@@ -264,7 +273,12 @@ class _Found:
     def equal(self) -> bool:
         """True if everything was done, and every check that the device needs is equal."""
         checked = all(check.equal or not check.needed for check in self.checks)
-        return self.finished and checked and not self.failed and not any(report.failed() for report in self.reports)
+        return (
+            self.finished
+            and checked
+            and not self.failed
+            and not any(report.unmeasured_rows() for report in self.reports)
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the command's JSON document, with checks, ties and the report of the GPU's speed."""
@@ -291,7 +305,7 @@ class _Found:
              _verdict(check))
             for check in self.checks
         ]  # fmt: skip
-        console.table(document["machine"]["device"], ["check", "#distance", "#bound", ""], rows)
+        console.print_table(document["machine"]["device"], ["check", "#distance", "#bound", ""], rows)
         ties = [
             (
                 one["dtype"],
@@ -301,14 +315,14 @@ class _Found:
             )
             for one in document["ties"]
         ]
-        console.table("ties", ["dtype", "measure", "#heads decided", "#float32's verdict"], ties)
+        console.print_table("ties", ["dtype", "measure", "#heads decided", "#float32's verdict"], ties)
         if self.failed:
             console.say(f"ties: NOT CHECKED: {self.failed}")
         bench = [
             (row["name"], "–" if row["value"] is None else f"{row['value']:.3f}", row["verdict"])
             for row in document["bench"]["rows"]
         ]
-        console.table("bench", ["row", "#value", ""], bench)
+        console.print_table("bench", ["row", "#value", ""], bench)
 
 
 def _verdict(check: Check) -> str:

@@ -36,7 +36,10 @@ def _name_with_distance(analysis: str, distance: str) -> str:
 
 
 def _sides(run: RunOptions, look: LookOptions, names: Sequence[str]) -> tuple[str, Sequence[str]] | tuple[None, None]:
-    """Return the baseline and the treatments of --compare; None where a finished trace has its own."""
+    """Return the baseline and the treatments that `names` lists; (None, None) for those of a finished trace.
+
+    A finished trace has its own unless the user typed --compare.
+    """
     return (names[0], names[1:]) if look.trace is None or "compare" in run.typed_options else (None, None)
 
 
@@ -55,11 +58,9 @@ def heads(
 
         first, others = _sides(run, look, names)
         result = compare_heads(session.trace, first, others, step=look.step, distance=distance)
-        stem = (
-            name
-            if len(result) == 1 or first is None
-            else re.sub("[:/]", "-", "-".join([name, *names]))[:_MOST_STEM_CHARACTERS]
-        )
+        stem = name
+        if len(result) > 1 and first is not None:  # the user named several treatments
+            stem = re.sub("[:/]", "-", "-".join([name, *names]))[:_MOST_STEM_CHARACTERS]
         session.draw(result, stem)
         return result
 
@@ -87,8 +88,8 @@ def layers(
         from perturbkv.analyses.layers.budget_curves import budget_curves
         from perturbkv.analyses.layers.layers import last_layer, layer_drift
 
-        def compare_drifts(analyse: Callable[..., Any]) -> Any:
-            return analyse(session.trace, *_sides(run, look, names), step=look.step, distance=distance)
+        def compare_drifts(function: Callable[..., Any]) -> Any:
+            return function(session.trace, *_sides(run, look, names), step=look.step, distance=distance)
 
         drifts = compare_drifts(layer_drift)
         _save_series(session, drifts, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +13,7 @@ from typer import Argument, Option
 
 from perturbkv.analyses.names import plural
 from perturbkv.cli import console
-from perturbkv.cli.commands.trace import HDF5, print_trace, trace_document
+from perturbkv.cli.commands.trace import HDF5_SUFFIXES, print_trace, trace_document
 from perturbkv.cli.options import JsonOption
 from perturbkv.cli.saving import new_file
 from perturbkv.cli.session import print_failures
@@ -30,6 +30,7 @@ from perturbkv.storage.trace.export import (
     write_tokens,
 )
 from perturbkv.storage.trace.trace_file import read_trace
+from perturbkv.trace import Trace
 
 _SHARD = re.compile(r"(.+)\.shard-([0-9]+)-of-([0-9]+)\.journal")
 
@@ -61,7 +62,7 @@ def _trace_paths(output: Path) -> list[Path]:
     """
     from perturbkv.storage.run.shards import find_shards
 
-    if output.suffix in HDF5:
+    if output.suffix in HDF5_SUFFIXES:
         return [output]
     if shard := _SHARD.fullmatch(output.name):
         trace = output.with_name(shard[1])
@@ -138,21 +139,8 @@ def export(
     }
     for path in itertools.chain.from_iterable(token_paths.values()):
         OutputFolder(path.parent, overwrite).claim(OutputFile(path))
-    without_text = itertools.chain.from_iterable(paths for trace, paths in tables.items() if not token_paths[trace])
-    stale = list(dict.fromkeys(old for path in without_text for old in token_tables(path)))
-    if stale and not overwrite:
-        raise ConfigError(
-            f"expected no {stale[0]} beside a trace without text, got prompts of an earlier one; --overwrite removes it"
-        )
-    for path in stale:
-        path.unlink()
-    counts: dict[str, int] = {}
-    with console.progress(
-        "samples", sum(len(tables[name]) * int(one.ok.sum()) for name, one in finished.items())
-    ) as bar:
-        for trace, paths in tables.items():
-            counts |= {str(path): write(finished[trace], path, bar.advance) for path in paths}
-            counts |= {str(path): write_tokens(finished[trace], path) for path in token_paths[trace]}
+    stale = _remove_stale_tokens(tables, token_paths, overwrite)
+    counts = _write_tables(finished, tables, token_paths)
     failures = {name: reason for one in finished.values() for name, reason in one.failures.items()}
     if as_json:
         names = list(dict.fromkeys(name for one in finished.values() for name in columns(one)))
@@ -173,14 +161,48 @@ def export(
         raise typer.Exit(1)
 
 
+def _remove_stale_tokens(
+    tables: Mapping[Path, Sequence[Path]], token_paths: Mapping[Path, Sequence[Path]], overwrite: bool
+) -> list[Path]:
+    """Remove the files of tokens that an earlier export left beside the tables of traces without text.
+
+    Returns their paths. Raises ConfigError where there are some and `overwrite` is not set.
+    """
+    without_text = itertools.chain.from_iterable(paths for trace, paths in tables.items() if not token_paths[trace])
+    stale = list(dict.fromkeys(old for path in without_text for old in token_tables(path)))
+    if stale and not overwrite:
+        raise ConfigError(
+            f"expected no {stale[0]} beside a trace without text, got prompts of an earlier one; --overwrite removes it"
+        )
+    for path in stale:
+        path.unlink()
+    return stale
+
+
+def _write_tables(
+    finished: Mapping[Path, Trace], tables: Mapping[Path, Sequence[Path]], token_paths: Mapping[Path, Sequence[Path]]
+) -> dict[str, int]:
+    """Write every trace's tables and its files of tokens, with a progress bar; return path -> number of rows."""
+    counts: dict[str, int] = {}
+    total = sum(len(tables[path]) * int(trace.ok.sum()) for path, trace in finished.items())
+    with console.progress("samples", total) as bar:
+        for name, paths in tables.items():
+            counts |= {str(path): write(finished[name], path, bar.advance) for path in paths}
+            counts |= {str(path): write_tokens(finished[name], path) for path in token_paths[name]}
+    return counts
+
+
 def _expand_folders(paths: Sequence[Path]) -> list[Path]:
     """Return the traces, those of a folder in its place. Raises TraceError for a folder without traces."""
     traces: list[Path] = []
     for path in paths:
-        inside = sorted(file for suffix in HDF5 for file in path.rglob(f"*{suffix}")) if path.is_dir() else [path]
+        inside = [path]
+        if path.is_dir():
+            inside = sorted(file for suffix in HDF5_SUFFIXES for file in path.rglob(f"*{suffix}"))
         if not inside:
             raise TraceError(
-                f"expected traces ({', '.join(HDF5)}) in the folder {path}, got none; name the traces themselves"
+                f"expected traces ({', '.join(HDF5_SUFFIXES)}) in the folder {path}, got none; name the traces "
+                "themselves"
             )
         traces += inside
     return list(dict.fromkeys(traces))

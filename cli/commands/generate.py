@@ -39,7 +39,7 @@ _SHOWN = 400
 """Most characters of an answer in a table; the file has all."""
 
 
-def show(row: Mapping[str, Any], configs: Sequence[EvictionConfig]) -> None:
+def show_sample(row: Mapping[str, Any], configs: Sequence[EvictionConfig]) -> None:
     """Print a sample: accepted answers, the answer from every cache, and the relative perturbation per compression.
 
     `row` is the sample's line in the file of answers.
@@ -63,7 +63,7 @@ def show(row: Mapping[str, Any], configs: Sequence[EvictionConfig]) -> None:
     columns = ["cache", "#held /\nfull", "#same\ntokens", f"#{metric},\n0 to 1", "answer"]
     if not metric:
         columns, rows = [*columns[:3], columns[4]], [(*one[:3], one[4]) for one in rows]  # type: ignore[misc]
-    console.table("", columns, rows)
+    console.print_table("", columns, rows)
     for label in row["evicted"]:
         relative = [one["relative"] for one in row["compressions"] if one["config"] == label]
         if relative:
@@ -82,9 +82,12 @@ def _score_text(answer: Mapping[str, Any]) -> str:
     return "" if score is None else f"{score:.3f}"
 
 
-def shorten(text: str) -> str:
-    """Return a text as one line, cut after 400 characters and followed by the number of omitted characters."""
-    line = " ".join(text.split()) or "(nothing)"
+def shorten(answer: str) -> str:
+    """Return an answer as one line, cut after 400 characters and followed by the number of omitted characters.
+
+    An empty answer becomes "(nothing)".
+    """
+    line = " ".join(answer.split()) or "(nothing)"
     return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}… ({len(line) - _SHOWN:,} more characters)"
 
 
@@ -113,12 +116,12 @@ def generate(
     held, and with --compress-every the perturbation of each compression. A killed run goes on with the next sample.
     perturbkv quality --divergence looks at the file.
     """
-    run.check_names()
+    run.check_inputs()
     path = run_folder(run, run.output) / FILE
     if not (run.dry_run or run.overwrite):
-        _check_other_run(run, path)
+        _check_same_run(run, path)
     configs = run.configs(selection or DEFAULT_SELECTIONS)
-    option_refusals.check("generate", configs, run)
+    option_refusals.check_effects("generate", configs, run)
     from perturbkv.datasets.prompts import metrics_of
     from perturbkv.pipeline.answers.generation import check_answer_options
 
@@ -185,7 +188,7 @@ def _show_answers(
 ) -> None:
     """Print the answers to all samples, and notes on the contents of the caches."""
     for row in rows:
-        show(row, configs)
+        show_sample(row, configs)
     shares = [answer.get("held_share", 0.0) for row in rows for answer in row["evicted"].values()]
     console.say(text.cache_share_note(shares, compress_every))
     if names := dict.fromkeys(config.policy.name for config in configs if config.reads_pages):
@@ -206,7 +209,7 @@ def _open_answers(
     stored = json_lines.parse_line(first)
     rows = [row for row in map(json_lines.parse_line, others) if row is not None]
     if exists and (stored is None or _stored_header(stored) != header):
-        raise _other_run(path)
+        raise _other_run_error(path)
     if invalid := [row for row in rows if not is_row(row)]:
         raise _KIND.refusal(path, f"a line that is no answers of ours, {str(invalid[0])[:40]}")
     if rows:
@@ -215,7 +218,7 @@ def _open_answers(
     return stored or {**header, "made_with": made_with}, rows
 
 
-def _check_other_run(run: RunOptions, path: Path) -> None:
+def _check_same_run(run: RunOptions, path: Path) -> None:
     """Raise ConfigError where a file of answers is of another model, data set, scenario, cache or length.
 
     What only the opened model and prompts tell is compared when the run begins; this needs no torch.
@@ -226,10 +229,10 @@ def _check_other_run(run: RunOptions, path: Path) -> None:
     old = _stored_header(stored or {}).get("run")
     same = ("model", "dataset", "scenario", "cache", "max_tokens")
     if old is None or any(old[name] != getattr(run, name) for name in same):
-        raise _other_run(path)
+        raise _other_run_error(path)
 
 
-def _other_run(path: Path) -> ConfigError:
+def _other_run_error(path: Path) -> ConfigError:
     """Return the error for a file of answers of another run."""
     return ConfigError(f"{path} is of another run; give --overwrite or another --output")
 
@@ -280,6 +283,6 @@ def _answer_missing(
     options = AnswerOptions(first_line.get("compress_every"), first_line.get("divergence", False))
     with (
         engine_choice.open_engine(run.engine_config, [planned]) as engine,
-        console.progress("samples", len(planned.prompts), len(rows), engine.alive) as bar,
+        console.progress("samples", len(planned.prompts), len(rows), engine.describe_workers) as bar,
     ):
         engine.answer(planned, options, todo, on_answer, on_failure)

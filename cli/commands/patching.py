@@ -80,11 +80,11 @@ def patching(
     _check_effects(run, permutations, greedy, answers)
     patches = PatchingConfig(
         by, () if layers is None else rules.parse_layers("--layers", layers),
-        _layer_lists("--baseline-in", baseline_in), _layer_lists("--treatment-in", treatment_in),
+        _parse_layer_lists("--baseline-in", baseline_in), _parse_layer_lists("--treatment-in", treatment_in),
         permutations, exact, greedy, outcome, step, run.seed,
     )  # fmt: skip
     configs = _compared_configs(run, compare)
-    option_refusals.check(_COMMAND, configs, run)
+    option_refusals.check_effects(_COMMAND, configs, run)
     folder = run_folder(run, run.output)
     if not run.dry_run:
         OutputFolder(folder, wait=run.wait).claim(resumable(folder / FILE), writer=folder / FILE)
@@ -117,7 +117,7 @@ def _show_plan(run: RunOptions, planned: Plan, patches: PatchingConfig) -> None:
     if run.as_json:
         console.print_json({**dry_run.describe(planned, None), "mixtures": mixtures})
         return
-    dry_run.show([planned], False, None)
+    dry_run.show([planned], as_json=False, folder=None)
     console.say(
         f"mixtures of each prompt: {mixtures['named']} by name, {mixtures['shapley']:,} for Shapley values, at most "
         f"{mixtures['greedy']:,} for the greedy path; at most {samples * mixtures['mixtures']:,} of {samples} prompts, "
@@ -137,7 +137,7 @@ def _compared_configs(run: RunOptions, compare: str) -> tuple[EvictionConfig, ..
     return configs
 
 
-def _layer_lists(option: str, texts: list[str] | None) -> tuple[tuple[int, ...], ...]:
+def _parse_layer_lists(option: str, texts: list[str] | None) -> tuple[tuple[int, ...], ...]:
     """Return one tuple of layers per text, such as `0,18-23`, of a repeatable option."""
     return tuple(rules.parse_layers(option, text) for text in texts or [])
 

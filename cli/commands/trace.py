@@ -22,10 +22,10 @@ from typer import Option
 from perturbkv.cli import console, dry_run, option_refusals
 from perturbkv.cli.command_line import show_options, with_options
 from perturbkv.cli.options import DEFAULT_SELECTIONS, RARE, RunOptions, SelectionOption
-from perturbkv.cli.planned_run import check_other_run, make_trace, plan, run_folder
+from perturbkv.cli.planned_run import check_same_run, make_trace, plan, run_folder
 from perturbkv.cli.saving import new_file
 from perturbkv.cli.session import print_failures
-from perturbkv.cli.sweep_file import begin_errors, read
+from perturbkv.cli.sweep_file import prefix_errors, read
 from perturbkv.configs.choice import parse
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import check_configurations
@@ -34,7 +34,7 @@ from perturbkv.selection.grid import expand_grid, unique
 from perturbkv.storage.output import OutputFolder
 
 
-def resolve(
+def resolve_sweep(
     path: Path, run: RunOptions, selections: list[str], typed_options: frozenset[str]
 ) -> tuple[RunOptions, tuple[EvictionConfig, ...]]:
     """Return the run's options and its configurations, in the order of the trace, of a sweep file and a command line.
@@ -44,10 +44,10 @@ def resolve(
     file.
     """
     file = read(path, typed_options)
-    with begin_errors(path):
+    with prefix_errors(path):
         check_configurations(file.count())
         run = dataclasses.replace(run, **file.options)
-        run.check_names()
+        run.check_inputs()
         defaults = {**run.choices(), "selection": selections}
         configs: list[EvictionConfig] = []
         for choices in file.grids:
@@ -61,12 +61,12 @@ def resolve(
 def _check_effects(names: Iterable[str], run: RunOptions, configs: Sequence[EvictionConfig]) -> None:
     """Raise ConfigError for a key of a sweep file without effect on any configuration."""
     for name in names:
-        with begin_errors(name.replace("_", "-")):
+        with prefix_errors(name.replace("_", "-")):
             if reason := option_refusals.reason_without_effect("trace", name, run, configs):
                 raise ConfigError(reason)
 
 
-HDF5 = (".h5", ".hdf5")
+HDF5_SUFFIXES = (".h5", ".hdf5")
 """Endings of an --output that is the trace itself and not its folder."""
 
 
@@ -94,13 +94,13 @@ def trace(
         return
     selections = selection or DEFAULT_SELECTIONS
     if config is None:
-        run.check_names()
+        run.check_inputs()
         if run.output is not None and not run.dry_run:
-            check_other_run(run, _trace_path(run))
+            check_same_run(run, _trace_path(run))
         configs = run.configs(selections)
     else:
-        run, configs = resolve(config, run, selections, run.typed_options)
-    option_refusals.check("trace", configs, run)
+        run, configs = resolve_sweep(config, run, selections, run.typed_options)
+    option_refusals.check_effects("trace", configs, run)
     if run.dry_run:
         dry_run.show([plan(run, configs)], run.as_json, run_folder(run, run.output), run.parsed_shard)
         return
@@ -116,7 +116,7 @@ def trace(
 def _trace_path(run: RunOptions) -> Path:
     """Return the path of the run's trace: --output itself, or trace.h5 in it or in a new folder."""
     target = run_folder(run, run.output)
-    return target if target.suffix in HDF5 else target / "trace.h5"
+    return target if target.suffix in HDF5_SUFFIXES else target / "trace.h5"
 
 
 def _needs_head_scores(run: RunOptions) -> bool:
@@ -125,7 +125,7 @@ def _needs_head_scores(run: RunOptions) -> bool:
 
 
 def print_trace(path: Path, as_json: bool) -> int:
-    """Print a finished trace's size, unless stdout is for JSON, and its failed samples; return the failures' number."""
+    """Print a finished trace's size, unless stdout is for JSON, and its failed samples; return their number."""
     from perturbkv.storage.trace.trace_file import read_trace
 
     finished = read_trace(path)
@@ -152,6 +152,7 @@ def trace_document(path: Path) -> dict[str, Any]:
 
 _SHOWN_HEADS = 10
 _SAMPLES, _LENGTH, _SEED = 8, 1000, 1
+"""Prompts, tokens of each, and the seed, from which head scores are measured where the user says nothing else."""
 _OF_HEAD_SCORES = frozenset({
     "head_scores", "model", "revision", "dataset", "samples", "length", "haystack", "seed", "dtype", "device",
     "overwrite", "as_json",
@@ -169,13 +170,24 @@ def _measure_head_scores(run: RunOptions) -> None:
     from perturbkv.scoring.head_scores import as_json
 
     output = _head_scores_path(run)
-    run.check_names()
+    run.check_inputs()
     samples = _SAMPLES if run.samples is None else run.samples
     with new_file(output, run.overwrite) as temporary:
         layers, scores, right = _score_heads(run, samples)
         temporary.write_text(as_json(scores, layers))
     rows = zip(layers, scores, strict=True)
     ranked = sorted(((score, layer, head) for layer, row in rows for head, score in enumerate(row)), reverse=True)
+    _show_head_scores(run, output, ranked, right, samples)
+
+
+def _show_head_scores(
+    run: RunOptions, output: Path, ranked: Sequence[tuple[float, int, int]], right: int, samples: int
+) -> None:
+    """Print the highest head scores, or all of them as JSON.
+
+    `ranked` are scores with their layer and head, the highest first, in the file `output`; `right` of the `samples`
+    prompts were answered right.
+    """
     if run.as_json:
         names = {f"{layer}-{head}": score for score, layer, head in ranked}
         document = {"model": run.model, "samples": samples, "right": right, "file": str(output), "scores": names}
@@ -183,7 +195,7 @@ def _measure_head_scores(run: RunOptions) -> None:
         return
     total = sum(score for score, _, _ in ranked) or 1.0
     cells = [(f"{layer}-{head}", f"{score:.4f}", f"{100 * score / total:.1f} %") for score, layer, head in ranked]
-    console.table(
+    console.print_table(
         f"{run.model}: heads that look at the answer", ["layer-head", "#score", "#of all"], cells[:_SHOWN_HEADS]
     )
     console.say(

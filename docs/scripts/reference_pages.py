@@ -102,7 +102,7 @@ def _command(row: Command, parent: Any, heading: str) -> Iterator[str]:
     context = command.make_context(name, [], parent=parent, resilient_parsing=True)
     path = context.command_path
     yield from (f"{heading} {path.removeprefix('perturbkv ')}", "", f"{row.summary}.", "")
-    yield from ("```text", command_line.usage(command, context), "```", "")
+    yield from ("```text", command_line.usage_line(command, context), "```", "")
     for paragraph in (" ".join(one.split()) for one in (command.help or "").split("\n\n")):
         if paragraph != f"{row.summary}.":
             yield from (paragraph, "")

@@ -141,7 +141,10 @@ def collect_prompts(prompts: Iterable[Prompt]) -> Prompts:
 
 
 def as_tuple(kind: type[_Kind], value: Any, what: str) -> tuple[_Kind, ...]:
-    """Return an object of type `kind`, or an iterable of such objects, as a tuple. Raises ConfigError for others."""
+    """Return an object of type `kind`, or an iterable of such objects, as a tuple.
+
+    Raises ConfigError for anything else; `what` says in it what was expected.
+    """
     items = (value,) if isinstance(value, kind) or not isinstance(value, Iterable) else tuple(value)
     for one in items:
         if not isinstance(one, kind):

@@ -84,7 +84,7 @@ def measure(  # type: ignore[misc]  # `options` above stands for the options bel
     ready = make_plan(model, prompts, configs, settings, resources, resumable=path is not None)
     with (
         engine_choice.open_engine(workers, [ready]) as measuring,
-        bar("samples", shown=progress, status=measuring.alive) as progress_bar,
+        bar("samples", shown=progress, status=measuring.describe_workers) as progress_bar,
         user_model.eval_mode(model),
     ):
         if path is None:
@@ -163,7 +163,7 @@ def _answer_prompts(ready: Plan, options: AnswerOptions, workers: Workers, progr
 
     with (
         engine_choice.open_engine(workers, [ready]) as engine,
-        bar("samples", len(ready.prompts), shown=progress, status=engine.alive) as progress_bar,
+        bar("samples", len(ready.prompts), shown=progress, status=engine.describe_workers) as progress_bar,
     ):
         engine.answer(ready, options, ready.prompts, on_answer, on_failure)
     for why in failed.values():

@@ -117,6 +117,7 @@ def mixture_counts(ready: Plan, question: PatchingConfig, game: Game) -> dict[st
     players, samples = len(game.players), len(ready.prompts)
     shapley = len(coalition.required_coalitions(players, _shapley_orders(question, players)))
     count = greedy_count(question, players, samples)
+    # a prompt tries on one path all players that are left, step by step, and judges every step of the other path
     greedy = sum(players - chosen for chosen in range(count)) + count
     named = 1 + len(game.mixtures)
     rows = min(rows_per_batch(prompt, ready.resolved, ready.shape, ready.resources) for prompt in ready.prompts)
@@ -142,7 +143,8 @@ def run_patching(
 ) -> Patching:
     """Return the result of a patching question, after measuring the mixtures missing from its file.
 
-    Raises InterruptedRunError on Ctrl-C.
+    `path` is that file; None: measurements stay in memory, and `overwrite` and `wait` have no effect. Raises
+    InterruptedRunError on Ctrl-C.
     """
     game = patching_game(ready, question)
     if path is None:

@@ -50,8 +50,8 @@ def refers_to_file(name: str) -> bool:
     return _FILE in name
 
 
-def check_file(name: str) -> None:
-    """Raise PluginError where the file of a name such as `my_file.py:MyScore` is not there."""
+def check_class_file(name: str) -> None:
+    """Raise PluginError where the file that holds a class, such as `my_file.py:MyScore`, is not there."""
     _KIND.check(Path(name.rpartition(":")[0]))
 
 

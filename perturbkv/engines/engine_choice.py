@@ -55,7 +55,7 @@ class LocalEngine:
         for prompt in prompts:
             done(prompt, answer_prompt(self._load(planned), prompt, planned.resolved, options, planned.resources))
 
-    def alive(self) -> str:
+    def describe_workers(self) -> str:
         """Return the progress bar's text on living workers: empty, as there are none."""
         return ""
 
@@ -90,9 +90,9 @@ class WorkerEngine:
         """Answer prompts, longest first; `done` or `failed` is called for every prompt. Raises as `measure`."""
         self._scheduler.run(answer_work(planned, self._model, options, prompts, done, failed), self._timeout)
 
-    def alive(self) -> str:
+    def describe_workers(self) -> str:
         """Return the progress bar's text on living workers: `7 of 8 workers`."""
-        return self._scheduler.alive()
+        return self._scheduler.describe_workers()
 
 
 class AnsweringEngine(Engine, Protocol):
@@ -103,7 +103,7 @@ class AnsweringEngine(Engine, Protocol):
     ) -> None:
         """Answer prompts; `done` is called with a prompt and its answers, `failed` with a prompt and the reason."""
 
-    def alive(self) -> str:
+    def describe_workers(self) -> str:
         """Return the progress bar's text on living workers: `7 of 8 workers`; empty without workers."""
 
 

@@ -104,11 +104,11 @@ class Processes:
         try:
             reply: Reply = pickle.loads(pipe.recv_bytes())
         except (EOFError, OSError):
-            return self._describe_exit(worker)
+            return self._remove_ended(worker)
         return reply
 
-    def _describe_exit(self, worker: int) -> WorkerExit:
-        """Return a worker's exit with its reason, after killing the process if it still runs."""
+    def _remove_ended(self, worker: int) -> WorkerExit:
+        """Remove a worker whose pipe is closed, and kill its process if it still runs; return the exit's reason."""
         process = self._processes[worker]
         with suppress(subprocess.TimeoutExpired):
             process.running.wait(1)
@@ -132,9 +132,9 @@ def worker_devices(chosen: Workers, planned: Plan) -> list[WorkerDevice]:
     count = torch.cuda.device_count() if device.type == "cuda" else cores()
     workers = chosen.workers or (count if device.type == "cuda" else max(1, count // threads_per_worker(chosen, None)))
     if workers > count:
-        what = "GPUs" if device.type == "cuda" else "cores"
+        units = "GPUs" if device.type == "cuda" else "cores"
         raise ConfigError(
-            f"expected at most one worker for each of this machine's {count} {what}, got --workers {workers}"
+            f"expected at most one worker for each of this machine's {count} {units}, got --workers {workers}"
         )
     if device.type != "cuda":
         _check_cores(chosen, workers, count)

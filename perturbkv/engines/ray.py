@@ -132,8 +132,8 @@ def _assign_nodes(
 ) -> list[Node]:
     """Return one node per worker, always the node with most room left; `workers` None: as many workers as fit.
 
-    `capacity` is the number of workers that fit on a node, `what` names the resource in the error. Raises ConfigError
-    where fewer fit.
+    `capacity` is the number of workers that fit on a node; `what` names the resource in the error, and `cpus` are the
+    cores of a worker that it tells. Raises ConfigError where fewer fit.
     """
     shares = {node.key: capacity(node) for node in nodes}
     most = sum(shares.values())
@@ -314,22 +314,22 @@ def connect_ray(chosen: Workers, log: bool = True) -> Iterator[Any]:
     """
     ray = import_ray()
     if ray.is_initialized():
-        _log.info("on the Ray cluster that this program has joined: %s", _description(ray))
+        _log.info("on the Ray cluster that this program has joined: %s", _describe_cluster(ray))
         yield ray
         return
     address = ray_address(chosen)
     if address and address != "auto":
         check_address(address)
-    _init(ray, address)
+    _connect(ray, address)
     try:
         if log:
-            _log.info("%s the Ray cluster %s", "joined" if address else "started", _description(ray))
+            _log.info("%s the Ray cluster %s", "joined" if address else "started", _describe_cluster(ray))
         yield ray
     finally:
         ray.shutdown()
 
 
-def _init(ray: Any, address: str) -> None:
+def _connect(ray: Any, address: str) -> None:
     """Connect to the cluster at an address (empty: a new one), keeping the signal handlers. Raises ConfigError."""
     logging.getLogger(ray.__name__).setLevel(logging.ERROR)  # we report exits ourselves, in one line
     main = threading.current_thread() is threading.main_thread()
@@ -373,7 +373,7 @@ def _living_nodes(ray: Any) -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-def _description(ray: Any) -> str:
+def _describe_cluster(ray: Any) -> str:
     """Return the cluster's address, number of nodes and resources in words."""
     alive = [node["Resources"] for node in _living_nodes(ray)]
     cpus, gpus = (round(sum(resources.get(kind, 0) for resources in alive)) for kind in ("CPU", "GPU"))

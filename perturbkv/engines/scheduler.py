@@ -101,7 +101,7 @@ class ItemQueue:
         del self._ends[item]
         return f"its worker ended twice ({reasons})"
 
-    def done(self, item: int) -> None:
+    def record_done(self, item: int) -> None:
         """Record that an item is done."""
         self._ends.pop(item, None)
 
@@ -150,7 +150,7 @@ class Scheduler:
         self._log_lines: set[LogLine] = set()
         self._ends, self._most_ends = 0, max(_MOST_ENDS, 3 * len(self._states))
 
-    def alive(self) -> str:
+    def describe_workers(self) -> str:
         """Return the progress bar's text on living workers: `7 of 8 workers`."""
         alive = sum(state.running and state.order != "start" for state in self._states)
         return f"{alive} of {len(self._states)} workers"
@@ -205,8 +205,8 @@ class Scheduler:
         """Return the seconds until a worker's item may exceed the timeout, at most `_LONGEST_WAIT`."""
         if self._timeout is None:
             return _LONGEST_WAIT
-        left = [state.since + self._timeout for state in self._states if isinstance(state.order, int)]
-        return max(0.0, min([_LONGEST_WAIT, *(end - time.monotonic() for end in left)]))
+        deadlines = [state.since + self._timeout for state in self._states if isinstance(state.order, int)]
+        return max(0.0, min([_LONGEST_WAIT, *(deadline - time.monotonic() for deadline in deadlines)]))
 
     def _handle_reply(self, work: Work, waiting: ItemQueue, worker: int, answer: Reply) -> None:
         """Log a reply's lines, raise its exception, or pass on the result of an item."""
@@ -220,7 +220,7 @@ class Scheduler:
             state.failed_starts = 0
         if isinstance(order, int):
             self._ends = 0
-            waiting.done(order)
+            waiting.record_done(order)
             self._send_items(work, waiting)  # first, so that nobody idles while this answer is written to the disk
             work.done(order, answer.value)
 

@@ -43,7 +43,7 @@ def registered_modules(run: RunConfig) -> tuple[str, ...]:
     return tuple(dict.fromkeys(modules.values()))
 
 
-def import_registered(modules: tuple[str, ...], run: RunConfig) -> None:
+def import_plugins(modules: tuple[str, ...], run: RunConfig) -> None:
     """Import the modules that register a run's plug-ins, and check the plug-ins' versions.
 
     Raises PluginError for a module that cannot be imported, and for another version of a plug-in than the run's.
@@ -98,7 +98,7 @@ class MeasureTask:
 
     def prepare(self, model: WorkerModel) -> Do:
         """Load the model and return the function that measures a `MeasureItem`."""
-        import_registered(self.modules, self.run)
+        import_plugins(self.modules, self.run)
         adapter, run = model.get(self.model), ResolvedRun.from_run(self.run)
 
         def measure(item: MeasureItem) -> SampleTrace | FailedSample:
@@ -111,7 +111,10 @@ class MeasureTask:
 
 
 def measure_work(planned: Plan, model: ModelSpec, missing: Missing, finished: Finished, shares: int) -> Work:
-    """Return the work of measuring a run's missing samples, with at most `shares` items per sample."""
+    """Return the work of measuring a run's missing samples, with at most `shares` items per sample.
+
+    `finished` gets every measured or failed sample, and the configurations of its item.
+    """
     run = replace(planned.run, dataset_options={})
     indices = {config: index for index, config in enumerate(run.configs)}
     prompts = [prompt for prompt in planned.prompts if prompt.sample_id in missing]
@@ -156,7 +159,7 @@ class AnswerTask:
 
     def prepare(self, model: WorkerModel) -> Do:
         """Load the model and return the function that answers a prompt."""
-        import_registered(self.modules, self.run)
+        import_plugins(self.modules, self.run)
         adapter, run = model.get(self.model), ResolvedRun.from_run(self.run)
 
         def answer(prompt: Prompt) -> AnsweredPrompt:
@@ -168,7 +171,7 @@ class AnswerTask:
 def answer_work(
     planned: Plan, model: ModelSpec, options: AnswerOptions, prompts: Sequence[Prompt], done: Done, failed: Failed
 ) -> Work:
-    """Return the work of answering the given prompts of a run."""
+    """Return the work of answering the given prompts of a run; `done` or `failed` is called for each."""
     run = replace(planned.run, dataset_options={})
     return Work(
         AnswerTask(model, run, options, planned.resources, registered_modules(planned.run)),

@@ -58,7 +58,7 @@ class Check:
 
 
 def run_check(name: str, rule: str, work: Callable[[], list[Check]]) -> list[Check]:
-    """Return the checks of `work`; if it fails, a single check with the reason, so that later checks still run."""
+    """Return the checks of `work`; if it fails, one of this name and rule with the reason, so that others still run."""
     try:
         return work()
     except Exception as error:  # whatever a driver or kernel raises costs its own check alone
@@ -139,6 +139,6 @@ def _trace_random_prompt(adapter: Adapter, tokens: int) -> SampleTrace:
 
 
 def _relative_distance(measured: np.ndarray, expected: np.ndarray) -> float:
-    """Return the largest absolute difference over the largest absolute expected value."""
+    """Return the largest absolute difference over the largest absolute expected value; NaN if a value is NaN."""
     first, second = measured.astype(np.float64), expected.astype(np.float64)
     return float(np.abs(first - second).max() / np.abs(second).max())

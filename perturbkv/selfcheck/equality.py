@@ -67,7 +67,9 @@ FLOORS = 4
 LAYOUTS = ("padded", "packed", "rectangular")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ROWS = 4
+"""Rows of a batch: row 0 keeps everything, the others evict."""
 _WORSE = 2
+"""How many times as far half precision may be from float32 as the reference in half precision is."""
 _SAME_QUERIES = f"{FLOORS} noise floors, or the dtype's epsilon where that is more; same queries"
 _DECODING = f"{FLOORS} noise floors, or the dtype's epsilon where that is more; the whole decoding"
 _AGAINST_FLOAT32 = (
@@ -111,7 +113,10 @@ def supports(layout: str, dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def compare(adapter: Adapter, kept: Sets, sizes: Sizes, layout: str, reference: Tensor) -> list[Check]:
-    """Return the checks of one layout at one dtype: attention for the same queries, decoding by step and at once."""
+    """Return the checks of one layout at one dtype: attention for the same queries, decoding by step and at once.
+
+    `reference`: head outputs (row, layer, head, step, d_head) of the masked full cache in float32.
+    """
     name = f"{layout}, {str(adapter.dtype).removeprefix('torch.')}, per {'query' if len(kept[0][0]) == HEADS else 'kv'}"
     masked, compact = decode_masked(adapter, kept, sizes, compact_cache(adapter, kept, sizes, layout))
     cache = compact_cache(adapter, kept, sizes, layout)
@@ -152,7 +157,7 @@ def kept_sets(sets: int, entries: int, even: bool) -> Sets:
 
 
 def compact_cache(adapter: Adapter, kept: Sets, sizes: Sizes, layout: str) -> CompactCache:
-    """Return a compact cache, in one layout, of the kept entries of the random prompt."""
+    """Return a compact cache, in one of `LAYOUTS`, of the kept entries of the random prompt."""
     full, kind = full_cache(adapter, sizes.entries), "rectangular" if layout == "rectangular" else "ragged"
     layers = []
     # a `padded` cache is one that finds no variable-length kernel
@@ -200,7 +205,18 @@ def decode_masked(
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Return float32 softmax attention over the entries that each row's head keeps and over all later entries."""
+    """Return softmax attention over the entries that each row's head keeps and over all later entries.
+
+    Args:
+        query: (row, head, query, d_head).
+        key: keys (row, kv_head, entry, d_head): those of the prompt, then the decoded ones.
+        value: values of the same shape.
+        mask: (row, head, entry) of the prompt, True for kept entries.
+        scale: factor of the logits.
+
+    Returns:
+        Head outputs (row, query, head, d_head), computed in float32, in the query's dtype.
+    """
     group = query.shape[1] // key.shape[1]
     keys, values = (part.float().repeat_interleave(group, dim=1) for part in (key, value))
     later = mask.new_ones(*mask.shape[:2], key.shape[2] - mask.shape[2])
@@ -252,6 +268,9 @@ def _stack_outputs(outputs: list[Tensor], sizes: Sizes) -> Tensor:
 
 
 def worst_head_distance(outputs: Tensor, expected: Tensor) -> float:
-    """Return the maximum over heads of root mean square difference / root mean square expected output."""
+    """Return the maximum over heads of root mean square difference / root mean square expected output.
+
+    Both are (row, layer, head, step, d_head); the means are over steps and components of one head of a row and layer.
+    """
     error, size = (part.square().mean(dim=(-2, -1)).sqrt() for part in (outputs - expected, expected))
     return float((error / size).max())

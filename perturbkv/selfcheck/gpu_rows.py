@@ -35,12 +35,12 @@ from perturbkv.selfcheck.rows import (
     Result,
     Target,
     Values,
-    in_process,
     machine,
     print_result,
-    ratio,
+    ratio_with_parts,
     run_groups,
-    seconds,
+    run_process,
+    time_call,
 )
 from perturbkv.trace import SampleTrace
 
@@ -60,7 +60,7 @@ _REPEATS = 3
 
 
 def measure(device: torch.device, names: Collection[str]) -> Report:
-    """Return the report of the named rows; without a GPU they have that as the reason instead of a value."""
+    """Return the report of the named rows; without a GPU they have its lack as the reason instead of a value."""
     rows = run_groups([target for target in TARGETS if target.name in names], groups(_REPEATS))
     return Report(machine(str(device), "auto"), {"repeats": _REPEATS, "device": str(device)}, rows)
 
@@ -68,35 +68,37 @@ def measure(device: torch.device, names: Collection[str]) -> Report:
 def groups(repeats: int) -> Iterator[Group]:
     """Yield the groups of rows of a GPU, none on a machine without one; `repeats`: timings at least."""
     if torch.cuda.is_available():
-        yield "triton", ("triton-time", "triton-rate"), lambda: _triton(repeats)
-        yield "cuda sweep", ("cuda-24",), lambda: _cuda_sweep(repeats)
-        yield "cuda decoding", ("cuda-decode",), lambda: _cuda_decoding(repeats)
+        yield "triton", ("triton-time", "triton-rate"), lambda: _triton_rows(repeats)
+        yield "cuda sweep", ("cuda-24",), lambda: _sweep_row(repeats)
+        yield "cuda decoding", ("cuda-decode",), lambda: _decoding_row(repeats)
 
 
-def _triton(repeats: int) -> Values:
+def _triton_rows(repeats: int) -> Values:
     """Return the rows of value norms in Triton: seconds over a loop's, and throughput over a matrix product's."""
     shapes = {**SEVEN_B, "entries": 32768, "dtype": "bfloat16", "device": "cuda"}
-    spent = in_process(__name__, "norms", {**shapes, "repeats": max(20, repeats)})
+    spent = run_process(__name__, "time_norms", {**shapes, "repeats": max(20, repeats)})
     rate = statistics.median(spent["rate"])
     return {
-        "triton-time": ratio(spent["seconds"]["ours"], spent["seconds"]["loop"]),
+        "triton-time": ratio_with_parts(spent["seconds"]["ours"], spent["seconds"]["loop"]),
         "triton-rate": (rate / spent["matmul_rate"], {"rate": rate, "matmul_rate": spent["matmul_rate"]}),
     }
 
 
-def _cuda_sweep(repeats: int) -> Values:
+def _sweep_row(repeats: int) -> Values:
     """Return the row of the seconds of 24 configurations of a 7B model, over the seconds of a plain prefill."""
     asked = {"model": "random:mistral-7b", "tokens": 8192, "dtype": "bfloat16", "device": "cuda"}
-    measured = in_process(__name__, "sweep_times", {**asked, "repeats": max(5, repeats)})
-    value, details = ratio(measured["seconds"]["24"], measured["seconds"]["prefill"])
+    measured = run_process(__name__, "time_sweep", {**asked, "repeats": max(5, repeats)})
+    value, details = ratio_with_parts(measured["seconds"]["24"], measured["seconds"]["prefill"])
     return {"cuda-24": (value, {**details, "phases": measured["phases"]["24"]})}
 
 
-def _cuda_decoding(repeats: int) -> Values:
+def _decoding_row(repeats: int) -> Values:
     """Return the row of the seconds of decoding from an evicted cache, over the seconds from a full cache."""
     asked = {"model": "random:mistral-7b", "tokens": 32768, "dtype": "bfloat16", "device": "cuda"}
-    spent = in_process(__name__, "decoding", {**asked, "budget": 1024, "batch": 4, "steps": 16, "repeats": repeats})
-    return {"cuda-decode": ratio(spent["evicted"], spent["full"])}
+    spent = run_process(
+        __name__, "time_decoding", {**asked, "budget": 1024, "batch": 4, "steps": 16, "repeats": repeats}
+    )
+    return {"cuda-decode": ratio_with_parts(spent["evicted"], spent["full"])}
 
 
 def loop_norms(value: Tensor, w_o: Tensor) -> Tensor:
@@ -125,16 +127,16 @@ def random_layer(
 
 
 @torch.inference_mode()
-def norms(repeats: int, **shapes: Any) -> Result:
+def time_norms(repeats: int, **shapes: Any) -> Result:
     """Return the seconds of ν and of the loop, turn by turn, and the device's rates of ν and of a matrix product."""
     value, w_o = random_layer(**shapes)
     taken: dict[str, list[float]] = {name: [] for name in NORMS}
     for turn in range(repeats + 1):
         for name, compute in NORMS.items():
-            spent = seconds(lambda compute=compute: compute(value, w_o), value.device)  # type: ignore[misc]
+            spent = time_call(lambda compute=compute: compute(value, w_o), value.device)  # type: ignore[misc]
             taken[name] += [spent] if turn else []
     square = torch.randn_like(w_o)
-    product = min(seconds(lambda: w_o @ square, value.device) for _ in range(repeats + 1))
+    product = min(time_call(lambda: w_o @ square, value.device) for _ in range(repeats + 1))
     operations = 2 * value.shape[1] * w_o.numel()
     return {
         "seconds": taken,
@@ -167,12 +169,12 @@ def trace_prompt(adapter: Adapter, token_ids: Sequence[int], configs: Sequence[E
     return trace_sample(adapter, Prompt("benchmark", tuple(token_ids), 0), resolved_run(adapter, configs))
 
 
-def sweep_times(model: str, tokens: int, repeats: int, dtype: str, device: str) -> Result:
+def time_sweep(model: str, tokens: int, repeats: int, dtype: str, device: str) -> Result:
     """Return the seconds and phases of the sweep of 24 configurations, and the seconds of plain runs."""
-    return times(load_model(model, dtype, device), random_tokens(tokens), repeats, {"24": SWEEP})
+    return time_runs(load_model(model, dtype, device), random_tokens(tokens), repeats, {"24": SWEEP})
 
 
-def times(
+def time_runs(
     adapter: Adapter, token_ids: Sequence[int], repeats: int, sweeps: Mapping[str, Sequence[EvictionConfig]]
 ) -> Result:
     """Return the seconds of plain and traced runs per turn, and the phases of the last traced runs, by name."""
@@ -197,13 +199,13 @@ def time_in_turns(
     for _ in range(repeats):
         for name, work in runs.items():
             with timed(lambda: synchronise(device)) as spent:
-                taken[name].append(seconds(work, device))
+                taken[name].append(time_call(work, device))
             phases[name] = dict(spent)
     return taken, phases
 
 
 @torch.inference_mode()
-def decoding(
+def time_decoding(
     model: str, tokens: int, budget: int, batch: int, steps: int, repeats: int, dtype: str, device: str
 ) -> Result:
     """Return the seconds per step of decoding a batch from full and from evicted caches; the entries are random."""
@@ -215,11 +217,11 @@ def decoding(
     for _ in range(repeats + 1):
         cache = _random_cache(adapter, batch, tokens)
         compact = CompactCache([_keep_last(adapter, layer.keys, layer.values, budget) for layer in cache.layers])
-        full.append(seconds(lambda cache=cache: _greedy_steps(adapter, cache, first, steps), adapter.device) / steps)  # type: ignore[misc]
+        full.append(time_call(lambda cache=cache: _greedy_steps(adapter, cache, first, steps), adapter.device) / steps)  # type: ignore[misc]
         del cache
         with decode_from(adapter, compact):
             evicted.append(
-                seconds(lambda compact=compact: _greedy_steps(adapter, compact, first, steps), adapter.device) / steps  # type: ignore[misc]
+                time_call(lambda compact=compact: _greedy_steps(adapter, compact, first, steps), adapter.device) / steps  # type: ignore[misc]
             )
     return {"full": full[1:], "evicted": evicted[1:]}
 
@@ -250,4 +252,4 @@ def _greedy_steps(adapter: Adapter, cache: Any, ids: Tensor, steps: int) -> None
 
 
 if __name__ == "__main__":
-    print_result({work.__name__: work for work in (norms, sweep_times, decoding)})
+    print_result({work.__name__: work for work in (time_norms, time_sweep, time_decoding)})

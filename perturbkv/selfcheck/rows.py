@@ -29,7 +29,15 @@ NO_GPU = "needs a CUDA device"
 
 @dataclass(frozen=True)
 class Target:
-    """The target of a row: its description and the bound to reach; farther inside the bound is better."""
+    """The target of a row.
+
+    Attributes:
+        name: the row's name.
+        what: what is measured, and in which unit unless it is a ratio.
+        bound: the value to reach; farther inside the bound is better.
+        at_least: True: values from the bound up reach it; False: values up to the bound.
+        cuda: whether it is a row of a GPU.
+    """
 
     name: str
     what: str
@@ -83,8 +91,8 @@ class Report:
         rows = [row.to_dict() for row in self.rows]
         return {"format": FORMAT, "machine": dict(self.machine), "settings": dict(self.settings), "rows": rows}
 
-    def failed(self, *excuses: str) -> list[str]:
-        """Return the names of rows that were not measured for another reason than `excuses` and the lack of a GPU."""
+    def unmeasured_rows(self, *excuses: str) -> list[str]:
+        """Return the names of rows that were not measured, unless for one of the `excuses` or the lack of a GPU."""
         excused = (NO_GPU, *excuses)
         return [row.target.name for row in self.rows if row.value is None and row.reason not in excused]
 
@@ -103,19 +111,21 @@ def run_groups(
     A row whose process fails has the reason instead of a value, and a row of no group the lack of a GPU.
     """
     names, values, reasons = {target.name for target in targets}, Values(), dict[str, str]()
-    for group, rows, work in groups:
-        if names & set(rows):
+    for group, row_names, work in groups:
+        if names & set(row_names):
             try:
                 values |= work()
             except PerturbkvError as error:
-                reasons |= dict.fromkeys(rows, str(error))
+                reasons |= dict.fromkeys(row_names, str(error))
             finished(group)
-    return tuple(
-        Row(target, values[target.name][0], "", values[target.name][1])
-        if target.name in values
-        else Row(target, None, reasons.get(target.name, NO_GPU))
-        for target in targets
-    )
+    rows = []
+    for target in targets:
+        if target.name in values:
+            value, details = values[target.name]
+            rows.append(Row(target, value, details=details))
+        else:
+            rows.append(Row(target, None, reasons.get(target.name, NO_GPU)))
+    return tuple(rows)
 
 
 def median_ratio(seconds: Sequence[float], base: Sequence[float]) -> float:
@@ -123,8 +133,8 @@ def median_ratio(seconds: Sequence[float], base: Sequence[float]) -> float:
     return statistics.median(one / other for one, other in zip(seconds, base, strict=True))
 
 
-def ratio(seconds: Sequence[float], base: Sequence[float]) -> tuple[float, dict[str, Any]]:
-    """Return the median over turns of seconds / base seconds, and all seconds as details."""
+def ratio_with_parts(seconds: Sequence[float], base: Sequence[float]) -> tuple[float, dict[str, Any]]:
+    """Return the median over turns of seconds / base seconds, and all seconds as a row's details."""
     return median_ratio(seconds, base), {"seconds": list(seconds), "base_seconds": list(base)}
 
 
@@ -132,7 +142,7 @@ Result = dict[str, Any]
 """The measurements of a process, as a JSON object."""
 
 
-def in_process(
+def run_process(
     module: str,
     work: str,
     arguments: Mapping[str, Any],
@@ -148,7 +158,7 @@ def in_process(
 
 
 def print_result(work: Mapping[str, Callable[..., Result]]) -> None:
-    """Print the result of the work that `in_process` asked this process for."""
+    """Print the result of the work that `run_process` asked this process for."""
     name, arguments = sys.argv[1:]
     sys.stdout.write(json.dumps(work[name](**json.loads(arguments))) + "\n")
 
@@ -168,7 +178,7 @@ def run_json(command: Sequence[str], name: str, environment: Mapping[str, str] |
     return result
 
 
-def seconds(work: Callable[[], object], device: torch.device) -> float:
+def time_call(work: Callable[[], object], device: torch.device) -> float:
     """Return the seconds of a call, including its work on the device."""
     gc.collect()
     synchronise(device)

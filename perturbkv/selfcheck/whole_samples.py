@@ -36,7 +36,7 @@ _VARIABLES = (
     "kept_count",
 )
 _TOKENS, _BUDGET, _WINDOW, _ANSWER = 200, 64, 16, 24
-_SUMS, _ANSWERS = 1e-3, 0.1
+_SUMS_BOUND, _ANSWERS_BOUND = 1e-3, 0.1
 _SUMS_RULE = "largest relative difference of a sum over heads from the CPU's, in float32"
 _ANSWERS_RULE = "share of answer tokens that are not the CPU's, in float32"
 _HEAD_SCORES = ((1.0, 2.0, 3.0, 4.0),) * 2
@@ -51,24 +51,24 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
 
 def check_samples(device: torch.device) -> list[Check]:
     """Return a check per policy and kind of eviction, of a model with attention sinks, and of answers."""
-    sums = {f"policy {name}": _of_policy(name) for name in registry.names()}
-    sums |= {name: _grid(**choices) for name, choices in KINDS.items()}
+    sums = {f"policy {name}": _policy_configs(name) for name in registry.names()}
+    sums |= {name: _configs(**choices) for name, choices in KINDS.items()}
     work = {name: partial(_check_sums, name, device, configs) for name, configs in sums.items()}
-    work["attention sinks"] = partial(_check_sums, "attention sinks", device, _grid(), "gpt_oss")
+    work["attention sinks"] = partial(_check_sums, "attention sinks", device, _configs(), "gpt_oss")
     for name, limit in (("answers", None), ("answers, compressed again", 8)):
         work[name] = partial(_check_answers, name, device, limit)
     return [check for name, one in work.items() for check in run_check(name, "", one)]
 
 
-def _grid(**choices: Any) -> tuple[EvictionConfig, ...]:
+def _configs(**choices: Any) -> tuple[EvictionConfig, ...]:
     """Return the configurations with these choices, else with a small window and the selection `attention`."""
     return grid(_BUDGET, **{"window": _WINDOW, "selection": "attention", **choices})
 
 
-def _of_policy(name: str) -> tuple[EvictionConfig, ...]:
-    """Return a policy's configuration with the selection `attention`, or with its first where it takes none such."""
+def _policy_configs(name: str) -> tuple[EvictionConfig, ...]:
+    """Return a policy's configurations with the selection `attention`, or with its first if it does not take that."""
     selections = registry.info(name).selections
-    return _grid(policy=name, selection="attention" if "attention" in selections else selections[0])
+    return _configs(policy=name, selection="attention" if "attention" in selections else selections[0])
 
 
 def _model(family: str, device: torch.device) -> Adapter:
@@ -104,29 +104,39 @@ def _run(configs: Sequence[EvictionConfig], **settings: Any) -> ResolvedRun:
 def _check_sums(
     name: str, device: torch.device, configs: Sequence[EvictionConfig], family: str = "llama"
 ) -> list[Check]:
-    """Return the check of a sample's sums over heads."""
+    """Return the check of the sums over heads of a sample that a model of this family measures."""
     expected, found = (
         trace_sample(_model(family, place), _prompt(), _run(configs, steps=2)).arrays
         for place in (torch.device("cpu"), device)
     )
-    distances = [_relative(_summed(found[one]), _summed(expected[one])) for one in _VARIABLES if one in expected]
-    return [Check(name, max(distances), _SUMS, _SUMS_RULE)]
+    distances = [
+        _relative_distance(_sum_last_axis(found[one]), _sum_last_axis(expected[one]))
+        for one in _VARIABLES
+        if one in expected
+    ]
+    return [Check(name, max(distances), _SUMS_BOUND, _SUMS_RULE)]
 
 
-def _summed(array: np.ndarray) -> np.ndarray:
-    """Return sums over the last axis, that of heads or layers, in float64."""
+def _sum_last_axis(array: np.ndarray) -> np.ndarray:
+    """Return sums over the last axis, that of heads or layers, in float64; NaN counts as 0."""
     return np.asarray(np.nansum(array.astype(np.float64), axis=-1))
 
 
-def _relative(found: np.ndarray, expected: np.ndarray) -> float:
-    """Return the largest absolute difference over the largest absolute expected value; infinity for NaN."""
+def _relative_distance(found: np.ndarray, expected: np.ndarray) -> float:
+    """Return the largest absolute difference over the largest absolute expected value.
+
+    Infinity if a found value is not finite.
+    """
     distance = float(np.abs(found - expected).max() / max(np.abs(expected).max(), np.finfo(float).tiny))
     return distance if np.isfinite(found).all() else float("inf")
 
 
 def _check_answers(name: str, device: torch.device, compress_every: int | None) -> list[Check]:
-    """Return the check of greedy answers from the full cache and from evicted ones."""
-    configs = [*_grid(), *_grid(policy="adakv"), *_grid(policy="streaming-llm", selection="position")]
+    """Return the check of greedy answers from the full cache and from evicted ones.
+
+    `compress_every`: entries above which a cache is compressed again while it decodes; None: never.
+    """
+    configs = [*_configs(), *_configs(policy="adakv"), *_configs(policy="streaming-llm", selection="position")]
     options = AnswerOptions(compress_every=compress_every)
     expected, found = (
         answer(_model("llama", place), _prompt(), _run(configs, generate=_ANSWER), options)
@@ -134,11 +144,13 @@ def _check_answers(name: str, device: torch.device, compress_every: int | None) 
     )
     pairs = [(found.full, expected.full), *zip(found.evicted, expected.evicted, strict=True)]
     differs = sum(
-        one != other for first, second in pairs for one, other in zip(_padded(first), _padded(second), strict=True)
+        one != other
+        for first, second in pairs
+        for one, other in zip(_pad_answer(first), _pad_answer(second), strict=True)
     )
-    return [Check(name, differs / (len(pairs) * _ANSWER), _ANSWERS, _ANSWERS_RULE)]
+    return [Check(name, differs / (len(pairs) * _ANSWER), _ANSWERS_BOUND, _ANSWERS_RULE)]
 
 
-def _padded(tokens: Sequence[int]) -> list[int]:
-    """Return an answer's tokens, filled up where it ended before."""
+def _pad_answer(tokens: Sequence[int]) -> list[int]:
+    """Return an answer's tokens, filled up with -1, which is no token, where it ended early."""
     return [*tokens, *[-1] * (_ANSWER - len(tokens))]

@@ -23,16 +23,16 @@ from tests.support.folders import model_folder
 
 KEPT: dict[str, Any] = {"bytes": 200, "seconds": 1.0}
 ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {
-    "one_sample": lambda **more: KEPT,
-    "speed_up": lambda workers, pause, **more: {
+    "store_one_sample": lambda **more: KEPT,
+    "time_speed_up": lambda workers, pause, **more: {
         "one": [2.0, 3.0, 2.0], "all": [2.5, 3.0, 2.5] if pause is None else [2.0, 4.0, 2.5],
         "ready": {"one": 2.0, "all": 3.5},
     },
-    "coordinating": lambda samples, **more: {
+    "time_coordination": lambda samples, **more: {
         "handing": {"passed": 1.0, "cpu": 0.5}, "writing": {"passed": samples / 100, "cpu": samples / 400},
         "finishing": {"passed": 2.0, "cpu": 1.0}, "ready": 9.0, "peak": 500 if samples > 10 else 400,
     },
-    "merging": lambda samples, once, **more: {
+    "time_merging": lambda samples, once, **more: {
         "journals": 1.0, "merging": {"seconds": 6.0, "peak": samples}, **({"once": 4.0} if once else {})
     },
 }  # fmt: skip
@@ -52,7 +52,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
         seen.append((f"{name} {arguments.get('engine', '')}".strip(), prefix))
         return ANSWERS[name](**arguments)
 
-    monkeypatch.setattr(many_samples, "in_process", answer)
+    monkeypatch.setattr(many_samples, "run_process", answer)
     monkeypatch.setattr(many_samples, "find_spec", lambda name: name)
     monkeypatch.setattr(many_samples, "no_network_prefix", lambda: ("alone",))
     return seen
@@ -67,12 +67,12 @@ def test_every_row_of_scale_is_what_its_processes_found(asked: list[tuple[str, A
     assert found["two-workers"].details["with_loading"] == pytest.approx(2 * 4.0 / 6.0)
     assert found["coordination-ray"].details["ms_per_sample"]["handing"] == {"passed": 50.0, "cpu": 25.0}
     assert all(row.details["wall"] >= 0 for row in report.rows)
-    assert [name for name, _ in asked].count("one_sample") == 1
+    assert [name for name, _ in asked].count("store_one_sample") == 1
 
 
 def test_only_what_is_rays_runs_without_a_network_and_says_so(asked: list[tuple[str, Any]]) -> None:
     report = many_samples.measure(many_samples.Settings(samples=20), rows.SCALE)
-    assert {name for name, before in asked if before} == {"speed_up ray", "coordinating ray"}
+    assert {name for name, before in asked if before} == {"time_speed_up ray", "time_coordination ray"}
     told = {row.target.name for row in report.rows if row.details.get("network") == "loopback alone"}
     assert told == {"scale-ray", "coordination-ray"}
 
@@ -80,7 +80,7 @@ def test_only_what_is_rays_runs_without_a_network_and_says_so(asked: list[tuple[
 @pytest.mark.parametrize("name", [one for one in EXPECTED if one != "two-workers"])
 def test_the_sample_that_sleepers_answer_with_is_there_before_them(asked: list[tuple[str, Any]], name: str) -> None:
     many_samples.measure(many_samples.Settings(samples=20), rows.find_targets([name], rows.SCALE))
-    assert asked[0] == ("one_sample", ())
+    assert asked[0] == ("store_one_sample", ())
 
 
 @pytest.mark.usefixtures("asked")
@@ -89,7 +89,7 @@ def test_without_ray_its_rows_say_so_and_nothing_failed(monkeypatch: pytest.Monk
     report = many_samples.measure(many_samples.Settings(samples=20), rows.SCALE)
     without = {row.target.name: row.reason for row in report.rows if row.value is None}
     assert without == {"scale-ray": rows.NO_RAY, "coordination-ray": rows.NO_RAY}
-    assert report.failed(*rows.EXCUSES) == []
+    assert report.unmeasured_rows(*rows.EXCUSES) == []
 
 
 @pytest.mark.usefixtures("asked")
@@ -118,7 +118,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model under `model`, and a sample of it as the sleepers answer with."""
     made = tmp_path_factory.mktemp("scale")
     model_folder(made / "model", positions=2048)
-    found = many_workers.one_sample(str(made / "model"), str(made))
+    found = many_workers.store_one_sample(str(made / "model"), str(made))
     assert found["bytes"] > 1000
     return made
 
@@ -151,7 +151,7 @@ def crews_here(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("pause", [0.02, None])
 def test_workers_are_timed_in_turns_whether_they_sleep_or_measure(folder: Path, pause: float | None) -> None:
     each, repeats = (2, 2) if pause else (1, 1)
-    found = many_workers.speed_up("workers", 2, each, repeats, str(folder / "model"), str(folder), pause)
+    found = many_workers.time_speed_up("workers", 2, each, repeats, str(folder / "model"), str(folder), pause)
     assert len(found["one"]) == len(found["all"]) == repeats
     assert min(found["one"]) > (pause or 0) * each  # in one process nothing is done at once
     assert min(found["all"]) > (pause or 0) * each * 2
@@ -159,7 +159,7 @@ def test_workers_are_timed_in_turns_whether_they_sleep_or_measure(folder: Path, 
 
 @pytest.mark.slow
 def test_coordinating_real_workers_tells_its_seconds_and_its_peak(folder: Path) -> None:
-    found = many_workers.coordinating("workers", 1, 3, str(folder / "model"), str(folder))
+    found = many_workers.time_coordination("workers", 1, 3, str(folder / "model"), str(folder))
     assert set(found) == {"handing", "writing", "finishing", "ready", "peak"}
     assert 0 < found["handing"]["cpu"] <= found["handing"]["passed"] + 0.1
     assert found["writing"]["passed"] > 0
@@ -169,7 +169,7 @@ def test_coordinating_real_workers_tells_its_seconds_and_its_peak(folder: Path) 
 
 @pytest.mark.slow
 def test_shards_merge_into_what_is_written_once(folder: Path) -> None:
-    found = many_workers.merging(5, 2, str(folder / "model"), str(folder), once=True)
+    found = many_workers.time_merging(5, 2, str(folder / "model"), str(folder), once=True)
     assert min(found["journals"], found["once"], found["merging"]["seconds"]) > 0
     merged, once = (read_trace(folder / "merging-5" / name) for name in ("merged.h5", "once.h5"))
     assert merged.sample_ids == once.sample_ids == tuple(f"{number:05}" for number in range(5))
@@ -188,7 +188,7 @@ def test_too_few_workers_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(many_workers, "getpid", lambda: 7)
     crew = _Here(count=2)
     with pytest.raises(WorkerError, match="expected 2 workers within 0 seconds, got 1"):
-        many_workers.wait_until_ready(Scheduler(crew), many_workers.Sleeping(0, None), 2)  # type: ignore[arg-type]
+        many_workers.wait_until_ready(Scheduler(crew), many_workers.SleepTask(0, None), 2)  # type: ignore[arg-type]
 
 
 def test_samples_have_limits() -> None:

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import rows, suite, work
 from benchmarks.__main__ import main
-from benchmarks.subprocesses import _EXACT_PEAK, in_process
+from benchmarks.subprocesses import _EXACT_PEAK, run_process
 from perturbkv.cli.console import SCHEMA
 from perturbkv.errors import ConfigError, PerturbkvError
 from perturbkv.selfcheck.rows import Report, Row
@@ -43,7 +43,7 @@ def test_sweeps_hold_as_many_configurations_as_they_are_called_after(count: int)
 @pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 def test_growth_leaves_the_prefills_own_time_out() -> None:
-    found = work.growth(lengths=[140, 300], repeats=2, count=2, **MODEL)["seconds"]
+    found = work.time_growth(lengths=[140, 300], repeats=2, count=2, **MODEL)["seconds"]
     assert set(found) == {"140", "300"}
     assert all(second > 0 for spent in found.values() for second in spent)
 
@@ -51,7 +51,7 @@ def test_growth_leaves_the_prefills_own_time_out() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 def test_writing_times_the_journal_and_the_file() -> None:
-    found = work.writing(tokens=150, count=2, repeats=2, **MODEL)
+    found = work.time_writing(tokens=150, count=2, repeats=2, **MODEL)
     assert {name: len(spent) for name, spent in found.items()} == {"run": 2, "journal": 2, "file": 2}
     assert all(second > 0 for spent in found.values() for second in spent)
 
@@ -59,7 +59,7 @@ def test_writing_times_the_journal_and_the_file() -> None:
 @pytest.mark.usefixtures("tiny")
 def test_peaks_count_the_process_and_generating_counts_its_cache() -> None:
     assert work.peaks(tokens=150, count=0, **MODEL)["peak"] > 50 * 2**20
-    full, evicted = (work.generating(tokens=300, evicted=evicted, **MODEL) for evicted in (False, True))
+    full, evicted = (work.generation_memory(tokens=300, evicted=evicted, **MODEL) for evicted in (False, True))
     adapter = tiny_adapter()
     entry = 2 * len(adapter.layers) * adapter.d_head * 4
     assert full["cache"] == entry * adapter.kv_heads * 300
@@ -72,7 +72,7 @@ def test_scoring_takes_answers_of_one_length_in_turns(monkeypatch: pytest.Monkey
     made: list[Any] = []
     original = work.trace_sample
     monkeypatch.setattr(work, "trace_sample", lambda *given: made.append(original(*given)) or made[-1])
-    found = work.scoring(tokens=400, answer=5, repeats=2, **MODEL)
+    found = work.time_scoring(tokens=400, answer=5, repeats=2, **MODEL)
     assert {name: len(spent) for name, spent in found["seconds"].items()} == {"plain": 2, "scored": 2}
     assert found["batches"] >= 1
     assert 0 < found["phases"]["answers"] < found["seconds"]["scored"][-1]
@@ -100,7 +100,7 @@ def test_generation_from_an_evicted_cache_needs_less_memory(tmp_path: Path) -> N
     layers, kv_heads, d_head = 32, 4, 64
     model = model_folder(tmp_path / "deep", layers=layers, kv_heads=kv_heads, d_head=d_head, positions=2048)
     asked = {"model": str(model), "tokens": 1100, "exact_peak": True, "generated": 4, **CPU}
-    full, evicted = (in_process("generating", evicted=evicted, **asked) for evicted in (False, True))
+    full, evicted = (run_process("generation_memory", evicted=evicted, **asked) for evicted in (False, True))
     assert full["cache"] == 2 * layers * kv_heads * 1100 * d_head * 4
     assert evicted["cache"] < full["cache"] / 5
     assert full["peak"] - evicted["peak"] >= 0.8 * (full["cache"] - evicted["cache"])
@@ -109,26 +109,26 @@ def test_generation_from_an_evicted_cache_needs_less_memory(tmp_path: Path) -> N
 def test_a_failing_process_is_one_line() -> None:
     fails = ("sh", "-c", "printf 'Traceback:\\n\\nModelError: unknown model\\n' >&2; exit 1")
     with pytest.raises(PerturbkvError) as told:
-        in_process("peaks", prefix=fails, model="nothing")
+        run_process("peaks", prefix=fails, model="nothing")
     assert str(told.value) == "the benchmark's process 'peaks' failed: ModelError: unknown model"
 
 
 ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {
-    "times": lambda counts, **more: {
+    "time_sweeps": lambda counts, **more: {
         "seconds": {"prefill": [10.0, 20.0, 10.0], "prefill and 2 decodes": [11.0, 22.0, 11.0]}
         | {str(count): [11.0 + count / 10, 24.2, 30.0] for count in counts},
         "phases": {str(count): {"prefill": 9.0} for count in counts},
     },
     "peaks": lambda count, **more: {"peak": 120 if count else 100},
-    "growth": lambda lengths, **more: {"seconds": {str(lengths[0]): [1.0, 2.0], str(lengths[1]): [4.0, 10.0]}},
-    "norms": lambda **more: {"seconds": {"ours": [1.0], "loop": [2.0]}, "rate": [5.0], "matmul_rate": 10.0},
+    "time_growth": lambda lengths, **more: {"seconds": {str(lengths[0]): [1.0, 2.0], str(lengths[1]): [4.0, 10.0]}},
+    "time_norms": lambda **more: {"seconds": {"ours": [1.0], "loop": [2.0]}, "rate": [5.0], "matmul_rate": 10.0},
     "norms_peak": lambda which, **more: {"extra": 5 if which == "ours" else 100},
-    "writing": lambda count, **more: {"run": [100.0], "journal": [count / 24], "file": [0.5]},
-    "kept_coding": lambda samples, prefill, **more: {"seconds": [prefill, prefill + 0.1, 2.0], "finish": samples},
-    "scoring": lambda tokens, answer, **more: {
+    "time_writing": lambda count, **more: {"run": [100.0], "journal": [count / 24], "file": [0.5]},
+    "time_kept_coding": lambda samples, prefill, **more: {"seconds": [prefill, prefill + 0.1, 2.0], "finish": samples},
+    "time_scoring": lambda tokens, answer, **more: {
         "seconds": {"scored": [6.0, 5.0, 8.0], "plain": [tokens / 750, answer / 32, 2.0]}, "phases": {}, "batches": 1
     },
-    "generating": lambda evicted, **more: {"peak": 10 if evicted else 50, "cache": 20 if evicted else 70},
+    "generation_memory": lambda evicted, **more: {"peak": 10 if evicted else 50, "cache": 20 if evicted else 70},
 }  # fmt: skip
 
 
@@ -140,14 +140,14 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> None:
     def answer(name: str, *, exact_peak: bool = False, **arguments: Any) -> dict[str, Any]:
         return ANSWERS[name](**arguments)
 
-    monkeypatch.setattr(suite, "in_process", answer)
+    monkeypatch.setattr(suite, "run_process", answer)
     spent = {"help": {"command": [0.2, 0.6], "import": [0.1, 0.3]}, "figure": {"command": [3.0], "import": [1.0]}}
     monkeypatch.setattr(suite.startup, "startup_seconds", lambda model, repeats: spent)
 
 
 @pytest.mark.slow
 def test_kept_sets_are_coded_while_the_next_prefill_sleeps() -> None:
-    found = work.kept_coding(samples=4, prefill=0.3, layers=2, sets=3, tokens=4000)
+    found = work.time_kept_coding(samples=4, prefill=0.3, layers=2, sets=3, tokens=4000)
     assert len(found["seconds"]) == 3
     assert all(0.3 <= spent < 0.6 for spent in found["seconds"])
     assert found["bytes"] > 0
@@ -171,7 +171,7 @@ def test_every_row_is_a_ratio_of_what_its_processes_found() -> None:
     assert verdicts["generation"] == "reached"
     assert verdicts["cuda-24"] == "not measured"
     assert {row.reason for row in report.rows if row.value is None} == {"needs a CUDA device", rows.NO_KVPRESS}
-    assert report.failed(*rows.EXCUSES) == []
+    assert report.unmeasured_rows(*rows.EXCUSES) == []
     assert report.machine["cores"]
 
 

@@ -39,7 +39,7 @@ def test_the_estimate_grows_with_samples_steps_and_configurations(planned: Plan)
     [(3, "a few seconds"), (44, "about 44 s"), (100, "about 1.7 min"), (7300, "about 2 h"), (3e5, "about 3.5 days")],
 )
 def test_a_duration_is_rounded(seconds: float, text: str) -> None:
-    assert planned_run.duration(seconds) == text
+    assert planned_run.format_duration(seconds) == text
 
 
 @pytest.mark.parametrize(("estimate", "notes"), [(1.0, []), (400.0, ["4 samples", "6 of 9"])])

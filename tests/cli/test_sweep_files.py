@@ -16,7 +16,7 @@ import yaml
 
 from perturbkv.cli import sweep_file
 from perturbkv.cli.commands import trace
-from perturbkv.cli.commands.trace import resolve
+from perturbkv.cli.commands.trace import resolve_sweep
 from perturbkv.cli.options import RunOptions
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.selection import grid
@@ -60,7 +60,7 @@ class Sweep(NamedTuple):
 def resolved(tmp_path: Path, text: str) -> Sweep:
     path = tmp_path / "sweep.yaml"
     path.write_text(dedent(text))
-    return Sweep(*resolve(path, RunOptions(), BOTH, frozenset()))
+    return Sweep(*resolve_sweep(path, RunOptions(), BOTH, frozenset()))
 
 
 @pytest.mark.slow
@@ -91,7 +91,7 @@ def asked(perturbkv: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ru
 
 
 def test_the_example_is_three_policies_two_selections_and_four_budgets() -> None:
-    sweep = Sweep(*resolve(EXAMPLE, RunOptions(), BOTH, frozenset()))
+    sweep = Sweep(*resolve_sweep(EXAMPLE, RunOptions(), BOTH, frozenset()))
     expected = [
         configuration(budget, policy=policy, selection=selection)
         for budget in (64, 128, 0.2, 0.4)

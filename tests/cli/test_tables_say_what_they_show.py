@@ -95,7 +95,7 @@ def test_several_results_of_one_command_say_once_how_many_samples_there_are() ->
     for samples, note in ((7, "n = 7 samples; in brackets"), (3, "n = 3 samples, too few for intervals")):
         trace = made(samples=samples)
         results = [layers.layer_drift(trace), layers.last_layer(trace), budget_curves.budget_curves(trace)]
-        shown = said(console.result, results, "title")
+        shown = said(console.print_results, results, "title")
         assert shown.count(note) == 1
         whole = max((result.interval_note() for result in results), key=len)
         assert " ".join(whole.split()) in shown

@@ -112,7 +112,7 @@ def test_what_ray_says_of_another_version_is_one_line() -> None:
     with pytest.raises(
         ConfigError, match="from one of its nodes, got: Version mismatch: The cluster was .* Ray: 2.9.0"
     ):
-        joining._init(ray, "10.0.0.1:6379")
+        joining._connect(ray, "10.0.0.1:6379")
 
 
 def plan_of(model: pk.Adapter, data: Path) -> Plan:  # type: ignore[name-defined]
@@ -205,7 +205,7 @@ def test_a_score_of_the_program_itself_is_refused(plan: Plan, monkeypatch: pytes
 
 def test_another_version_of_a_score_is_refused_where_it_is_loaded(plan: Plan) -> None:
     with pytest.raises(PerturbkvError, match="expected 'snapkv' as the run was planned with it, got another version"):
-        work_items.import_registered((), dataclasses.replace(plan.run, plugins={"snapkv": "0"}))
+        work_items.import_plugins((), dataclasses.replace(plan.run, plugins={"snapkv": "0"}))
 
 
 def test_the_device_of_a_cluster_need_not_be_here(monkeypatch: pytest.MonkeyPatch) -> None:

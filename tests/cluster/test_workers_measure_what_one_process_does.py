@@ -60,7 +60,7 @@ def test_every_policy_gives_the_same_trace(model: Adapter, data: Path, two: Sche
     spread = run_to_file(plan, engine, tmp_path / "spread.h5", progress=lambda *done: told.append(done))
     assert differing(alone, spread) == []
     assert told == [(done, 6) for done in range(7)]
-    assert engine.alive() == "2 of 2 workers"
+    assert engine.describe_workers() == "2 of 2 workers"
     assert not list(tmp_path.glob("*.journal"))
 
 

@@ -184,7 +184,7 @@ def test_answers_are_named_whatever_the_labels_are(opaque: Callable[[], None]) -
         evicted = {config.label(): answer for config in CONFIGS[:3]}
         row = {"sample": "s", "prompt_tokens": 9, "full": answer, "evicted": evicted, "compressions": []}
         with mock.patch.object(console, "out", console.Console(file=out, width=400)):
-            generate.show(row, CONFIGS[:3])
+            generate.show_sample(row, CONFIGS[:3])
         return out.getvalue()
 
     usual = shown()

@@ -138,7 +138,7 @@ def test_a_sample_that_differs_or_is_no_number_is_found(share: float, monkeypatc
         return made[-1]
 
     monkeypatch.setattr(samples, "trace_sample", other)
-    (check,) = samples._check_sums("snapkv", CPU, samples._grid())
+    (check,) = samples._check_sums("snapkv", CPU, samples._configs())
     assert not check.equal
 
 

@@ -21,7 +21,7 @@ CPU = {"dtype": "float32", "device": "cpu"}
 
 @pytest.mark.slow
 def test_times_are_taken_in_turns_and_tell_their_phases() -> None:
-    found = gpu_rows.times(
+    found = gpu_rows.time_runs(
         tiny_adapter(), gpu_rows.random_tokens(150), 2, {"2": gpu_rows.SWEEP[:2], "24": gpu_rows.SWEEP}
     )
     assert {name: len(spent) for name, spent in found["seconds"].items()} == {
@@ -40,7 +40,7 @@ def test_times_are_taken_in_turns_and_tell_their_phases() -> None:
 @pytest.mark.slow
 def test_decoding_steps_from_both_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_rows, "load_model", lambda model, dtype, device: tiny_adapter())
-    found = gpu_rows.decoding("tiny", tokens=60, budget=20, batch=3, steps=2, repeats=2, **CPU)
+    found = gpu_rows.time_decoding("tiny", tokens=60, budget=20, batch=3, steps=2, repeats=2, **CPU)
     assert {name: len(spent) for name, spent in found.items()} == {"full": 2, "evicted": 2}
 
 
@@ -66,7 +66,7 @@ def test_the_loop_that_value_norms_are_held_against_computes_them_too() -> None:
 
 @pytest.mark.slow
 def test_norms_are_timed_beside_a_matrix_product() -> None:
-    found = gpu_rows.norms(repeats=2, entries=64, d_model=64, heads=4, kv_heads=2, **CPU)
+    found = gpu_rows.time_norms(repeats=2, entries=64, d_model=64, heads=4, kv_heads=2, **CPU)
     assert {name: len(spent) for name, spent in found["seconds"].items()} == {"ours": 2, "loop": 2}
     operations = 2 * 64 * 64 * 64
     assert found["rate"] == [pytest.approx(operations / spent) for spent in found["seconds"]["ours"]]
@@ -74,9 +74,9 @@ def test_norms_are_timed_beside_a_matrix_product() -> None:
 
 
 ANSWERS: dict[str, Result] = {
-    "norms": {"seconds": {"ours": [1.0, 3.0], "loop": [4.0, 6.0]}, "rate": [5.0, 7.0], "matmul_rate": 12.0},
-    "sweep_times": {"seconds": {"24": [3.0], "prefill": [2.0]}, "phases": {"24": {"prefill": 2.0}}},
-    "decoding": {"full": [4.0], "evicted": [1.0]},
+    "time_norms": {"seconds": {"ours": [1.0, 3.0], "loop": [4.0, 6.0]}, "rate": [5.0, 7.0], "matmul_rate": 12.0},
+    "time_sweep": {"seconds": {"24": [3.0], "prefill": [2.0]}, "phases": {"24": {"prefill": 2.0}}},
+    "time_decoding": {"full": [4.0], "evicted": [1.0]},
 }
 
 
@@ -88,12 +88,12 @@ def test_every_row_is_a_ratio_of_what_its_process_found(monkeypatch: pytest.Monk
         return ANSWERS[work]
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu_rows, "in_process", answer)
+    monkeypatch.setattr(gpu_rows, "run_process", answer)
     rows = run_groups(gpu_rows.TARGETS, gpu_rows.groups(3))
     assert {row.target.name: row.value for row in rows} == {
         "triton-time": 0.375, "triton-rate": 0.5, "cuda-24": 1.5, "cuda-decode": 0.25
     }  # fmt: skip
-    assert repeats == {"norms": 20, "sweep_times": 5, "decoding": 3}
+    assert repeats == {"time_norms": 20, "time_sweep": 5, "time_decoding": 3}
 
 
 def test_without_a_gpu_that_is_the_reason_and_nothing_failed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,4 +102,4 @@ def test_without_a_gpu_that_is_the_reason_and_nothing_failed(monkeypatch: pytest
     assert [(row.target.name, row.value, row.reason) for row in report.rows] == [
         ("triton-rate", None, NO_GPU), ("cuda-24", None, NO_GPU)
     ]  # fmt: skip
-    assert report.failed() == []
+    assert report.unmeasured_rows() == []

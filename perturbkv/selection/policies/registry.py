@@ -17,7 +17,7 @@ from perturbkv.configs.eviction import CHOICES, EvictionConfig
 from perturbkv.configs.option import complete_choice
 from perturbkv.configs.plugins import (
     Catalogue,
-    check_file,
+    check_class_file,
     class_digest,
     is_builtin,
     load_class,
@@ -113,14 +113,14 @@ def check_name(choice: Choice) -> None:
     if _is_external(name):
         return
     if refers_to_file(name):
-        check_file(name)
+        check_class_file(name)
     elif name not in names():
         raise UnknownNameError(name, "policy", names(), "see `perturbkv list policies`")
     by = choice.options.get("by", choice.options.get(UNNAMED) if name in _POLICIES.names() else None)
     if isinstance(by, str | Choice) and (score := as_choice(by).name) not in (scores.OWN, *SCORES.names()):
         if not refers_to_file(score):
             raise UnknownNameError(score, "score", SCORES.names())
-        check_file(score)
+        check_class_file(score)
 
 
 def _is_score(name: str) -> bool:
