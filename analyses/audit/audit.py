@@ -26,7 +26,7 @@ from perturbkv.escaping import escape_line
 EXACT, DIFFERS, UNREADABLE, IDLE, UNCOMPARED = "exact", "differs", "unreadable", "did nothing", "not compared"
 """Verdicts of an audit."""
 EXIT_CODES = {EXACT: 0, DIFFERS: 1, IDLE: 1, UNREADABLE: 2, UNCOMPARED: 2}
-_KEPT = ("tokens", "cache_share", "per_set", "first_kept", "last_kept", "oddities")
+_KEPT = ("tokens", "cache_share", "per_set", "leading_entries", "trailing_entries", "oddities")
 _STEPS = ("step", "tokens", "worst_head", "worst_hidden", "logits", "same_token")
 _LOSSES = ("cache_share", "isolated", "propagated", "drift", "kl")
 

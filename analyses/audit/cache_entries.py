@@ -111,12 +111,12 @@ class CacheEntries(Record):
         return _range_text([count for layer in self.kept for count in layer])
 
     @derived(heading="#first", json=False)
-    def first_kept(self) -> str:
+    def leading_entries(self) -> str:
         """Entries of the prompt's beginning that a kept set holds without a gap."""
         return _range_text([_count_without_gap(kept_set) for kept_set in self._all_sets])
 
     @derived(heading="#last", json=False)
-    def last_kept(self) -> str:
+    def trailing_entries(self) -> str:
         """Entries of the prompt's end that a kept set holds without a gap."""
         return _range_text([_count_without_gap(self.tokens - 1 - kept_set[::-1]) for kept_set in self._all_sets])
 
@@ -155,7 +155,7 @@ def _largest_in_floors(distance: Floats, floor: Floats) -> Floats:
 
 
 def _count_without_gap(distances: Integers) -> int:
-    """Return how many of 0, 1, 2 … ascending distances from an end of the prompt hold before the first gap."""
+    """Return how many entries follow one another from an end of the prompt on, from their ascending distances to it."""
     has_gap = np.append(distances != np.arange(len(distances)), True)
     return int(has_gap.argmax())
 
