@@ -68,7 +68,7 @@ class Case(NamedTuple):
             interval: of the number.
             write: makes their text.
             null: the number without any effect, such as 0.5 of a share; None: no verdict.
-            samples: n; for an exact interval, which too few samples have, too, so that they get the verdict FEW.
+            samples: n, where the interval is exact: too few samples have one, too, and get the verdict FEW.
         """
         verdict = "" if null is None else FEW if samples < MIN_SAMPLES else verdict_at(interval, null)
         return cls(name, value, write(value, interval), verdict)

@@ -61,7 +61,7 @@ NOTHING = 0.1
 """A difference of ρ, or of a share of pairs, whose interval lies within this of 0 is as good as nothing."""
 _BELOW = {LESS: "below 0", MORE: "above 0", ALIKE: "0"}
 _ABOVE = {MORE: "above 0", LESS: "below 0", ALIKE: "0"}
-"""Verdict -> side of 0 in words; first the one expected of ρ, of a share."""
+"""Verdict -> side of 0 in words, the expected one first: of ρ the former, of shares of pairs the latter."""
 
 
 def _beyond_claim(statistic: str, beyond: Estimate, shown: str, words: Mapping[str, str], margin: str) -> Claim:
