@@ -67,7 +67,7 @@ _ABOVE = {MORE: "above 0", LESS: "below 0", ALIKE: "0"}
 def _beyond_claim(statistic: str, beyond: Estimate, shown: str, words: Mapping[str, str], margin: str) -> Claim:
     """Return the claim that a statistic differs from its method identity baseline.
 
-    A difference whose whole interval lies within `NOTHING` of 0 is EQUIVALENT.
+    An undecided difference whose whole interval lies within `NOTHING` of 0 is EQUIVALENT.
 
     Args:
         statistic: its name.
