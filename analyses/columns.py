@@ -24,8 +24,10 @@ _KEY = "column"
 _EMPTY = ("", "–")
 _NAME_WIDTH, _NARROW_NAME_WIDTH = 24, 18
 """Letters per line of a name in a table's first column, and of one beside six or more columns."""
-_MOST_WIDE, _MOST_NARROW = 3, 5
-"""Largest number of columns with intervals beside their numbers, of more they are below; and with names in full."""
+_MOST_BESIDE = 3
+"""Most columns of a table whose intervals stand beside their numbers; of more they stand below."""
+_MOST_WIDE = 5
+"""Most columns beside a first column of full width."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,8 @@ class Column:
         dims: axes of an array, outermost first.
         heading: its heading in a table; `#` in front aligns it to the right.
         text: formats a value, with its interval where there is one.
-        numbers: returns a data frame's cells of a value that is a record: "" or the end of a column's name -> number.
+        numbers: returns a data frame's cells of a value that is a record: end of the column's name -> number, with ""
+            for the column of the attribute's own name.
         json: whether JSON holds it.
         interval: returns the interval of a record's value; by default its attribute `<name>_interval`, if it has one.
     """
@@ -55,7 +58,7 @@ class Column:
     interval: Callable[[Any], OptionalInterval] | None = None
 
     def cell(self, value: Any, interval: Any = None, separator: str = " ") -> str:
-        """Return a value as the text of a table cell, followed by its interval if given; a dash for None."""
+        """Return a value as the text of a table cell; a dash for None. `separator` stands before an interval."""
         if value is None:
             return "–"
         if isinstance(value, float | np.floating):
@@ -93,16 +96,16 @@ class Derived(Generic[Value]):
         self.declared: Column = Column(meaning, **more)
 
     @overload
-    def __get__(self, owner: None, kind: type) -> Self: ...
+    def __get__(self, instance: None, owner: type) -> Self: ...
 
     @overload
-    def __get__(self, owner: object, kind: type) -> Value: ...
+    def __get__(self, instance: object, owner: type) -> Value: ...
 
-    def __get__(self, owner: object | None, kind: type) -> Value | Self:
+    def __get__(self, instance: object | None, owner: type) -> Value | Self:
         """Return the value, computed once per object; on the class, the declaration."""
-        if owner is None:
+        if instance is None:
             return self
-        value = vars(owner)[self.name] = self.compute(owner)
+        value = vars(instance)[self.name] = self.compute(instance)  # which Python finds first from now on
         return value
 
 
@@ -180,16 +183,16 @@ def table(title: str, lines: Sequence[Line], names: Sequence[str], first: str = 
         first: heading of the column that holds the lines' names.
     """
     declared = declarations([record for line in lines for record in line.records], names)
-    separator = "\n" if len(names) > _MOST_WIDE else " "
+    separator = "\n" if len(names) > _MOST_BESIDE else " "
     cells = {name: [_cell_text(line.records, name, separator) for line in lines] for name in names}
     shown = [name for name in names if any(cell not in _EMPTY for cell in cells[name])]
-    width = _NARROW_NAME_WIDTH if len(shown) > _MOST_NARROW else _NAME_WIDTH
+    width = _NARROW_NAME_WIDTH if len(shown) > _MOST_WIDE else _NAME_WIDTH
     rows = [[fold(line.name, width), *(cells[name][row] for name in shown)] for row, line in enumerate(lines)]
     return Table(title, [first, *(declared[name].heading or name for name in shown)], rows)
 
 
 def declarations(records: Sequence[Record], names: Sequence[str]) -> dict[str, Column]:
-    """Return column name -> declaration, from the records. Raises KeyError for a name that no record declares."""
+    """Return column name -> declaration, from the first record that declares it. Raises KeyError where none does."""
     known = {name: declared for record in reversed(records) for name, declared in record.columns().items()}
     return {name: known[name] for name in names}
 
@@ -198,28 +201,31 @@ def frame_rows(lines: Sequence[Line], names: Sequence[str], first: str) -> list[
     """Return a data frame's rows as `table` prints them, a row per line with records.
 
     A row has the line's name in the column `first`, its configuration, and per name the value with the ends of its
-    interval, `<name>_low` and `<name>_high`.
+    interval, `<name>_low` and `<name>_high`. A line without a name has the one above it.
     """
     rows, last = [], ""
     for line in lines:
         if not line.records:
             continue
         last = line.name or last
-        row: dict[str, Any] = {first: last, **_configuration(line.records)}
+        row: dict[str, Any] = {first: last, **_configuration_columns(line.records)}
         for name in names:
             if found := _cell(line.records, name):
                 declared, value, ends = found
-                more = {"_low": ends.low, "_high": ends.high} if ends is not None else {}
-                numbers = declared.numbers(value) if declared.numbers and value is not None else {"": value, **more}
-                row |= {f"{name}{end}": number for end, number in numbers.items()}
+                limits = {"_low": ends.low, "_high": ends.high} if ends is not None else {}
+                numbers = declared.numbers(value) if declared.numbers and value is not None else {"": value, **limits}
+                row |= {f"{name}{suffix}": number for suffix, number in numbers.items()}
         rows.append(row)
     return rows
 
 
-def _configuration(records: Sequence[Record]) -> dict[str, Any]:
-    """Return the configuration of a line's records as columns, and the label of its baseline, where they have them."""
-    for record in records:
-        sides = [getattr(record, name, None) for name in ("baseline", "treatment", "config")]
+def _configuration_columns(records: Sequence[Record]) -> dict[str, Any]:
+    """Return the configuration of a line's first record that has one as data frame columns; empty where none has.
+
+    Of a record with a baseline it is the treatment's, beside the baseline's label.
+    """
+    for one in records:
+        sides = [getattr(one, name, None) for name in ("baseline", "treatment", "config")]
         configs = [config for config in sides if isinstance(config, EvictionConfig)]
         if configs:
             return {**config_columns(configs[-1]), **({"baseline": configs[0].label()} if configs[1:] else {})}
@@ -236,15 +242,15 @@ def _cell_text(records: Sequence[Record], name: str, separator: str) -> str:
 
 def _cell(records: Sequence[Record], name: str) -> tuple[Column, Any, OptionalInterval] | None:
     """Return a column's declaration, value and interval, from the first record with that column; None without one."""
-    for record in records:
-        if declared := record.columns().get(name):
-            ends = declared.interval(record) if declared.interval else getattr(record, f"{name}_interval", None)
-            return declared, getattr(record, name), ends
+    for one in records:
+        if declared := one.columns().get(name):
+            ends = declared.interval(one) if declared.interval else getattr(one, f"{name}_interval", None)
+            return declared, getattr(one, name), ends
     return None
 
 
 def explanation(declared: Sequence[Column]) -> Table:
-    """Return a table of the heading, meaning and unit of each declared column."""
+    """Return the table that explains columns: heading, meaning and unit of each."""
     rows = [
         [" ".join(column.heading.removeprefix("#").split()), text.capitalise(column.meaning), column.unit]
         for column in declared

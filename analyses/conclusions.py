@@ -40,7 +40,10 @@ class Case(NamedTuple):
 
     @classmethod
     def ratio(cls, name: str, ratio: float, interval: OptionalInterval, tied: bool = False) -> Case:
-        """Return a treatment's number over its baseline's as a case; `tied`: rounding explains the difference."""
+        """Return a treatment's number over its baseline's as a case; `tied`: rounding explains the difference.
+
+        A ratio that lies within 0.5 % of 1, together with its interval, is EQUIVALENT.
+        """
         verdict = ratio_verdict(ratio, interval, tied)
         if verdict == ALIKE:
             return cls(name, ratio, "0 %", ALIKE)
@@ -66,8 +69,8 @@ class Case(NamedTuple):
             value: the number.
             interval: of the number.
             write: makes their text.
-            null: the number of no effect; None: no verdict.
-            samples: their number, where the interval is exact and so exists for fewer than five, too.
+            null: the number of no effect, such as 0.5 of a share; None: no verdict.
+            samples: n, where the interval is exact: fewer than five have one, too, and get the verdict FEW.
         """
         verdict = "" if null is None else FEW if samples < MIN_SAMPLES else verdict_at(interval, null)
         return cls(name, value, write(value, interval), verdict)
@@ -85,7 +88,7 @@ class Claim:
         baseline: what the subject is compared with; empty for no comparison.
         where: text after the baseline.
         noun: what cases are.
-        margin: within what EQUIVALENT cases are alike, where their numbers do not say it.
+        margin: what EQUIVALENT cases are alike within, as text: 'within 5 %'; empty where their numbers say it.
         missing: why no number is known.
         is_name: whether the subject is a name, whose first letter stands as it is.
     """
@@ -118,19 +121,22 @@ class Claim:
             return f"too few samples to decide {self._question()}: {numbers}"
         if len(known) == 1 and numbers.endswith(self._word(verdicts[0])):
             return self._statement(numbers)
-        return f"{self._count(verdicts)}: {numbers}"
+        return f"{self._counts_clause(verdicts)}: {numbers}"
 
     def _statement(self, word: str, than: str = "than") -> str:
-        """Return subject, verb, a word and the baseline: 'two-stage perturbs less than attention'."""
+        """Return subject, verb, a word or a number, and the baseline: 'two-stage perturbs less than attention'.
+
+        `than` stands before the baseline.
+        """
         baseline = f"{than} {self.baseline}" if self.baseline else ""
         return " ".join(filter(None, (self.subject, self.verb, word, baseline))) + self.where
 
     def _question(self) -> str:
-        """Return the claim as an indirect question."""
+        """Return the claim as an indirect question: 'whether two-stage perturbs less than attention'."""
         return f"whether {self._statement(next(iter(self.words.values())))}"
 
     def _word(self, verdict: str) -> str:
-        """Return the word of a verdict."""
+        """Return the word of a verdict; 'undecided' for one that the claim has no word for."""
         return self.words.get(ALIKE if verdict == EQUIVALENT else verdict, UNDECIDED)
 
     def _verdict_clause(self, verdict: str) -> str:
@@ -141,7 +147,7 @@ class Claim:
         within = {ALIKE: "up to rounding", EQUIVALENT: self.margin}.get(verdict, "")
         return " ".join(filter(None, (self._statement(self._word(verdict), than), within)))
 
-    def _count(self, verdicts: Sequence[str]) -> str:
+    def _counts_clause(self, verdicts: Sequence[str]) -> str:
         """Return the most frequent verdict's clause with its count, then the other verdicts with theirs."""
         order = [*self.words, EQUIVALENT, UNDECIDED]
         first, *others = sorted({*verdicts}, key=lambda verdict: (-verdicts.count(verdict), order.index(verdict)))
@@ -162,7 +168,10 @@ def extremes(cases: Sequence[Case]) -> str:
 
 
 def conclude(claims: Sequence[Claim], scope: Sequence[str]) -> str:
-    """Return claims as one sentence, with their scope (settings and n) behind them in parentheses."""
+    """Return claims as one sentence, with their scope (settings and n) behind them in parentheses.
+
+    The sentence begins with a capital letter, unless it begins with the name of a method.
+    """
     clauses = "; ".join(claim.clause() for claim in claims)
     names = tuple(claim.subject for claim in claims[:1] if claim.is_name)
     return f"{capitalise(clauses, *names)} ({'; '.join(scope)})."

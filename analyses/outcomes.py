@@ -14,7 +14,7 @@ from perturbkv.analyses.heads import head_comparison
 from perturbkv.analyses.heads.head_comparison import HeadComparison
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns, setting_object
-from perturbkv.analyses.layers import drift as layers
+from perturbkv.analyses.layers import drift as layer_drift
 from perturbkv.analyses.measurements import Measurements
 from perturbkv.analyses.names import short_names
 from perturbkv.analyses.result import Result
@@ -73,11 +73,19 @@ class Outcome(ComparisonRow):
     def compare(
         cls, trace: Trace, analysis: str, baseline: EvictionConfig, treatment: EvictionConfig, step: int, **more: Any
     ) -> Self:
-        """Return the outcome of a treatment against a baseline; `more` are the fields that a subclass adds.
+        """Return the outcome of a treatment against a baseline.
+
+        Args:
+            trace: what was measured.
+            analysis: the command, which error messages name.
+            baseline: a configuration of the trace.
+            treatment: another one.
+            step: decode step, from 0.
+            **more: the fields that a subclass adds.
 
         Raises as `head_comparison.summarise` and `drift.summarise`.
         """
-        drift = layers.summarise(trace, baseline, treatment, step=step)
+        drift = layer_drift.summarise(trace, baseline, treatment, step=step)
         return cls(
             **field_values(head_comparison.summarise(trace, baseline, treatment, step)),
             drift_ratio=float(drift.ratio[-1]),
@@ -137,7 +145,10 @@ class OutcomeSetting(BaselineSetting):
 
 
 def next_token_kl(trace: Trace, analysis: str, config: EvictionConfig, step: int) -> dict[str, Any]:
-    """Return the columns `kl_median` and `kl_median_interval` of a configuration. Raises as `Measurements`."""
+    """Return the columns `kl_median` and `kl_median_interval` of a configuration, name -> value.
+
+    `analysis` is the command, which error messages name. Raises as `Measurements`.
+    """
     measurements = Measurements(trace, analysis, step)
     kl = measurements["logit_kl"][:, measurements.index(config)]
     return {"kl_median": float(np.median(kl)), "kl_median_interval": intervals.of_median(kl)}
@@ -148,7 +159,7 @@ class SettingsResult(Result):
     """A result of one or several settings, in one table with the lines of each setting under its name.
 
     Attributes:
-        settings: one by one.
+        settings: one by one, instances of `BaselineSetting`.
         step: decode step, from 0.
         identity: of the run, with the configurations of all settings.
         IGNORED: choices that names of settings leave out.

@@ -55,7 +55,7 @@ def _draw_kept_share(figure: Figure, axes: Axes, result: Audit) -> None:
 
 def _draw_distance(axes: Axes, result: Audit) -> None:
     """Draw the distance from the masked reference by layer, a line per situation, with the limit of a difference."""
-    by_situation = {name: floors for name, floors in result.by_layer().items() if not np.isnan(floors).all()}
+    by_situation = {name: floors for name, floors in result.floors_by_layer().items() if not np.isnan(floors).all()}
     if not by_situation:
         style.draw_note(axes, "no layer was seen while it decoded", at="middle")
         axes.set_axis_off()

@@ -68,7 +68,7 @@ def _axis_names(configs: Sequence[Tightness], ranked: Sequence[RankAgreement]) -
     A setting under the last panel has its configuration's name.
     """
     shown = [config.config for config in configs]
-    firsts = budget_names([agreement.most_specific for agreement in ranked], "selection")
+    firsts = budget_names([agreement.most_specific_config for agreement in ranked], "selection")
     own = budget_names(shown)
     if labels.names_fit(own) and labels.names_fit(firsts):
         return labels.key_names(own, False), labels.key_names(firsts, False).ticks
@@ -214,7 +214,7 @@ def _draw_agreement(axes: Axes, compared: Sequence[RankAgreement], names: Sequen
                 _draw_concordance(axes, index, pair)
     axes.axhline(0.5, color="0.55", linewidth=0.8, zorder=1)
     axes.set_xticks(range(len(compared)), names)
-    _set_budget_label(axes, [agreement.most_specific for agreement in compared])
+    _set_budget_label(axes, [agreement.most_specific_config for agreement in compared])
     axes.set_ylabel("share of heads (%)")
     bottom = max(0.0, min(axes.get_ylim()[0], 0.48)) if axes.containers else 0.48
     axes.set(ylim=(bottom - 0.34 * (1.02 - bottom), 1.03), xlim=(-0.6, max(len(compared), 1) - 0.4))  # room for n
@@ -321,4 +321,4 @@ def _assumption_map(heading: str, config: ConfigAssumption, reading_name: str, r
     """Return a configuration's map of one reading of σ, titled with the share of heads that meet the assumption."""
     reading = config.readings[reading_name]
     share = text.percent(reading.share, reading.share_interval)
-    return panels.Map("\n".join(filter(None, (heading, share))), reading.mean, reading.failing, row_label)
+    return panels.Map("\n".join(filter(None, (heading, share))), reading.mean, reading.is_weak, row_label)

@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from perturbkv.analyses import text
 from perturbkv.analyses.correlation.correlation import Correlation
 from perturbkv.analyses.correlation.correlation_settings import Setting
-from perturbkv.analyses.correlation.correlation_tables import AGAINST, HEADLINE
+from perturbkv.analyses.correlation.correlation_tables import HEADLINE, REFERENCE
 from perturbkv.analyses.correlation.method_identity import MEASURES, NAMES
 from perturbkv.analyses.measurements import CIRCULAR_MEASURES
 from perturbkv.analyses.names import plural
@@ -53,7 +53,7 @@ def draw(result: Correlation, width_mm: float = style.WIDE_MM) -> Figure:
         _draw_measures(axes[1], settings, colours, "auc")
         axes[1].set_title("Lost above kept within a prompt", loc="left")
         axes[1].tick_params(labelleft=narrow)
-        for panel, measure in zip(axes[2:], (HEADLINE, AGAINST), strict=True):
+        for panel, measure in zip(axes[2:], (HEADLINE, REFERENCE), strict=True):
             _draw_lost_shares(panel, settings, colours, measure)
         figure.legend(handles=_legend(settings, colours), loc="outside upper left", ncols=1 if narrow else 2)
         for panel in axes[:2]:
@@ -128,7 +128,7 @@ def _draw_lost_shares(axes: Axes, settings: Sequence[Setting], colours: Sequence
             axes.plot([each.low, each.high], [each.lost, each.lost], color=colour, linewidth=1.1, gid="bin")
             axes.errorbar([each.middle], [each.lost], yerr=style.error_bars(each.lost, each.lost_interval),
                           color=colour, linewidth=0.7, alpha=0.6)  # fmt: skip
-    unit = "" if measure == AGAINST else ", relative"
+    unit = "" if measure == REFERENCE else ", relative"
     axes.set(xlabel=f"{NAMES[measure]}{unit} (log axis)", ylabel="share of answers lost", ylim=(-0.03, 1.03))
     style.log_axes(axes, x=True)
     axes.set_title(f"Lost by {NAMES[measure]}, all prompts", loc="left")

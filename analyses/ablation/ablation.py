@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 from perturbkv.analyses import text
-from perturbkv.analyses.ablation.ingredients import BASELINE, BRINGS, Setting, left_out, settings
+from perturbkv.analyses.ablation.ingredients import BASELINE, GAINS, Setting, left_out_configs, settings
 from perturbkv.analyses.columns import column, record
 from perturbkv.analyses.conclusions import COMPARED, Case, Claim
 from perturbkv.analyses.names import plural
@@ -17,7 +17,11 @@ from perturbkv.display import Part
 from perturbkv.trace import Trace
 
 _METHOD = "two-stage"
-_GAINS = {"un-pooling": "two-stage-uniform (un-pooling alone)", "the value norms ν": "two-stage (value norms added)"}
+_CLAIMED_GAINS = {
+    "un-pooling": "two-stage-uniform (un-pooling alone)",
+    "the value norms ν": "two-stage (value norms added)",
+}
+"""Name in `GAINS` -> subject of the claim on this gain."""
 
 
 @record
@@ -45,7 +49,7 @@ class Ablation(SettingsResult):
     def claims(self) -> Sequence[Claim]:
         """Return by how much two-stage selection perturbs less than the baseline, and each ingredient's gain."""
         method = _METHOD if self.cases(_METHOD) else self.settings[0].rows[0].name
-        gains = [(phrase, self.cases(name, "brings"), BRINGS[name][0]) for name, phrase in _GAINS.items()]
+        gains = [(phrase, self.cases(name, "brings"), GAINS[name][0]) for name, phrase in _CLAIMED_GAINS.items()]
         return [
             Claim(method, "perturbs", self.cases(method), COMPARED, BASELINE, is_name=True),
             *(Claim(phrase, "perturbs", cases, COMPARED, without) for phrase, cases, without in gains if cases),
@@ -91,7 +95,10 @@ class Ablation(SettingsResult):
         ]
 
     def cases(self, name: str, part: str = "rows") -> list[Case]:
-        """Return the ratio of propagated perturbation of an ingredient, in every setting and at every α, as cases."""
+        """Return the ratio of propagated perturbation of an ingredient, in every setting and at every α, as cases.
+
+        `name` is the row's name in `part`: `rows`, over the baseline, or `brings`, over the row without the ingredient.
+        """
         rows = [
             (where, row)
             for where, setting in zip(self.setting_names(), self.settings, strict=True)
@@ -113,19 +120,19 @@ def ablation(trace: Trace, step: int = 0) -> Ablation:
         trace: what was measured.
         step: decode step.
 
-    Raises TraceError where no setting holds the baseline and another selection, or the trace has no complete sample or
-    not what is needed; ConfigError where it has no such step.
+    Raises TraceError where no setting holds the baseline and another selection, and where the trace has no complete
+    sample or lacks a variable that is needed; ConfigError where it has no such step.
 
     Example, of a `trace` of 2 layers and 2 heads:
         >>> import perturbkv as pk
         >>> pk.ablation(trace).settings[0].rows[0].isolated.baseline_mean.shape
         (2, 2)
     """
-    return Ablation.from_settings(trace, settings(trace, step), step, left_out=left_out(trace.run))
+    return Ablation.from_settings(trace, settings(trace, step), step, left_out=left_out_configs(trace.run))
 
 
 def _setting_notes(name: str, setting: Setting) -> list[str]:
-    """Return notes on a setting: its controls, and the ingredients that the trace lacks."""
+    """Return notes on the setting called `name`: its controls, and the ingredients that the trace lacks."""
     controls = ", ".join(config.selection.name for config in setting.controls)
     absent = [f"{name}: not in this trace: {', '.join(setting.absent)}"] if setting.absent else []
     return [f"{name}: controls of the same budget and protection: {controls}", *absent]

@@ -33,20 +33,20 @@ INGREDIENTS = {
     "hindsight": "realised A·ν: knows the query",
 }
 """Rows of the table, from the baseline to the gain of knowing the query."""
-BRINGS = {
+GAINS = {
     "un-pooling": (BASELINE, "two-stage-uniform"),
     "the value norms ν": ("two-stage-uniform", "two-stage"),
     "mean of products": ("two-stage", MEAN_OF_PRODUCTS),
     "knowing the query": ("two-stage", "hindsight"),
     "ν, knowing the query": ("hindsight-attention", "hindsight"),
 }
-"""Gains of ingredients: name -> row without and row with it."""
+"""Name of a gain -> ingredient of the row without it, and of the row with it."""
 CONTROLS = (BASELINE, "random")
 """Selections that protect the same first and recent entries as every method of the setting."""
 Alpha = float | str | None
 """α of two stages, the text of an α table; None without stages."""
-_Members = dict[tuple[str, Alpha], EvictionConfig]
-"""Ingredient and α -> configuration."""
+_ByIngredient = dict[tuple[str, Alpha], EvictionConfig]
+"""(ingredient, α) -> configuration of a setting."""
 _ROW_CHOICES = ("alpha", "product")
 """Choices that distinguish rows, beside their selection."""
 _FREE = ("selection", "selection_alpha", "granularity_product")
@@ -117,7 +117,7 @@ def settings(trace: Trace, step: int = 0) -> tuple[Setting, ...]:
     return tuple(results)
 
 
-def left_out(run: RunConfig) -> tuple[EvictionConfig, ...]:
+def left_out_configs(run: RunConfig) -> tuple[EvictionConfig, ...]:
     """Return the configurations of a run that are in no setting of the ablation."""
     inside = {config for group in _setting_groups(run) for config in group}
     return tuple(config for config in run.configs if config not in inside)
@@ -137,9 +137,12 @@ def _ingredient(config: EvictionConfig) -> str:
     return MEAN_OF_PRODUCTS if config.selection.name == "two-stage" and grouped else config.selection.name
 
 
-def _configs_by_ingredient(configs: Iterable[EvictionConfig]) -> _Members:
-    """Return (ingredient, α) -> configuration; α is None for ingredients without stages, whose smallest α is taken."""
-    members: _Members = {}
+def _configs_by_ingredient(configs: Iterable[EvictionConfig]) -> _ByIngredient:
+    """Return (ingredient, α) -> configuration; α is None for an ingredient without stages.
+
+    Of several configurations of one key, such as of different α without stages, the one of the smallest α counts.
+    """
+    members: _ByIngredient = {}
     for config in sorted(configs, key=budget_order):
         ingredient = _ingredient(config)
         members.setdefault((ingredient, _alpha(config) if ingredient in _STAGED else None), config)
@@ -151,19 +154,20 @@ def _alpha(config: EvictionConfig) -> Alpha:
     return config.alpha_text if isinstance(config.alpha, AlphaTable) else config.alpha
 
 
-def _setting(trace: Trace, members: _Members, step: int) -> Setting:
+def _setting(trace: Trace, members: _ByIngredient, step: int) -> Setting:
     """Return the setting of `members` ((ingredient, α) -> configuration), with its comparisons and gains."""
 
-    def compare(name: str, alpha: Alpha, without: EvictionConfig, added: EvictionConfig) -> Row:
-        return Row(**field_values(head_comparison.summarise(trace, without, added, step)), name=name, alpha=alpha)
+    def compare(name: str, alpha: Alpha, without: EvictionConfig, with_it: EvictionConfig) -> Row:
+        return Row(**field_values(head_comparison.summarise(trace, without, with_it, step)), name=name, alpha=alpha)
 
     ranks = {name: rank for rank, name in enumerate(INGREDIENTS)}
-    rows = sorted((key for key in members if key[0] != BASELINE), key=lambda key: ranks[key[0]])
-    grouped = members[BASELINE, None].granularity.name != "query"
-    expected = [name for name in INGREDIENTS if name != MEAN_OF_PRODUCTS or grouped]
+    keys = sorted(((name, alpha) for name, alpha in members if name != BASELINE), key=lambda key: ranks[key[0]])
+    baseline = members[BASELINE, None]
+    has_groups = baseline.granularity.name != "query"
+    expected = [name for name in INGREDIENTS if name != MEAN_OF_PRODUCTS or has_groups]
     return Setting(
-        baseline=members[BASELINE, None],
-        rows=tuple(compare(*key, members[BASELINE, None], members[key]) for key in rows),
+        baseline=baseline,
+        rows=tuple(compare(*key, baseline, members[key]) for key in keys),
         brings=tuple(compare(name, alpha, *pair) for name, alpha, pair in _gain_pairs(members)),
         absent=tuple(name for name in expected if name not in {name for name, _ in members}),
         controls=tuple(config for (name, _), config in members.items() if name in CONTROLS),
@@ -171,13 +175,13 @@ def _setting(trace: Trace, members: _Members, step: int) -> Setting:
     )
 
 
-def _gain_pairs(members: _Members) -> list[tuple[str, Alpha, Pair]]:
-    """Return (ingredient, α, (configuration without, configuration with it)) for every gain that can be measured."""
+def _gain_pairs(members: _ByIngredient) -> list[tuple[str, Alpha, Pair]]:
+    """Return (gain's name, α, (configuration without, configuration with it)) for every gain that can be measured."""
     alphas = dict.fromkeys(alpha for _, alpha in members if alpha is not None)
     gains: list[tuple[str, Alpha, Pair]] = []
-    for name, sides in BRINGS.items():
+    for name, sides in GAINS.items():
         for alpha in alphas if set(sides) & set(_STAGED) else [None]:
-            without, added = (members.get((side, alpha if side in _STAGED else None)) for side in sides)
-            if without and added:
-                gains.append((name, alpha, (without, added)))
+            without, with_it = (members.get((side, alpha if side in _STAGED else None)) for side in sides)
+            if without and with_it:
+                gains.append((name, alpha, (without, with_it)))
     return gains

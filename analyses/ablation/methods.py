@@ -94,19 +94,22 @@ class ControlComparison(HeadComparison):
         }
 
     def cell(self, name: str) -> str:
-        """Return a kind's ratio of sums with its interval, and the verdict on the next line."""
+        """Return a ratio of sums with its interval, and the verdict on the next line; `name`: of a kind in `kinds`."""
         kind, verdict = self.kinds[name]
         return f"{text.decimal(kind.sum_ratio, kind.sum_ratio_interval)}\n{verdict.words(self.margin)}"
 
     def numbers(self, name: str) -> dict[str, Any]:
-        """Return a kind's ratio of sums, the ends of its interval, and the verdict, as cells of a data frame."""
+        """Return a kind's ratio of sums, the ends of its interval, and the verdict, as cells of a data frame.
+
+        Keys are the ends of the columns' names; the ends of the interval are None without one.
+        """
         kind, verdict = self.kinds[name]
         ends = kind.sum_ratio_interval
         low, high = (ends.low, ends.high) if ends else (None, None)
         return {"": kind.sum_ratio, "_low": low, "_high": high, "_verdict": verdict.verdict}
 
 
-class _Controlled:
+class _ControlColumns:
     """Columns of a record with `controls`: its sums over those of each control of the same protection."""
 
     controls: Mapping[str, ControlComparison]
@@ -142,17 +145,18 @@ _RELATIVE = "propagated Σ L1 over Σ ‖o_h‖₁, how far all outputs move as 
 def relative_sum(trace: Trace, config: EvictionConfig, step: int) -> dict[str, Any]:
     """Return the columns `relative` and `relative_interval` of a configuration, over all heads and samples."""
     measured = Measurements(trace, ANALYSIS, step)
-    moved = measured["perturbation_propagated"][:, measured.index(config)].sum(axis=(1, 2))
+    perturbation = measured["perturbation_propagated"][:, measured.index(config)].sum(axis=(1, 2))  # (sample,)
     norm = measured["output_norm"].sum(axis=(1, 2))
-    return {"relative": float(ratio(moved.sum(), norm.sum())), "relative_interval": intervals.of_ratio(moved, norm)}
+    relative = float(ratio(perturbation.sum(), norm.sum()))
+    return {"relative": relative, "relative_interval": intervals.of_ratio(perturbation, norm)}
 
 
 @record
-class Row(_Controlled, Outcome):
+class Row(_ControlColumns, Outcome):
     """One eviction method against SnapKV, and against controls with the method's own window and protected entries.
 
     Attributes:
-        difference: choices in which it differs from other rows of the same name.
+        difference: the choices that tell it apart from other rows of the same name, as text; empty without such rows.
     """
 
     SECTION: ClassVar[str] = "methods row"
@@ -174,7 +178,7 @@ class Row(_Controlled, Outcome):
 
 
 @record
-class MethodSetting(_Controlled, OutcomeSetting):
+class MethodSetting(_ControlColumns, OutcomeSetting):
     """The methods of one budget and granularity against SnapKV, sorted by propagated perturbation."""
 
     SECTION: ClassVar[str] = "methods setting"
@@ -213,7 +217,7 @@ def protection(config: EvictionConfig) -> tuple[int | float, int | float] | None
 
 def _larger_protection(first: float, second: float, config: EvictionConfig) -> int | float | None:
     """Return the larger of two protections, each a number of entries or a share of b; None if not comparable."""
-    if not first or not second or type(first) is type(second):
+    if not first or not second or type(first) is type(second):  # both numbers, or both shares
         return max(first, second)
     if not isinstance(budget := config.budget.value, int):
         return None
@@ -221,10 +225,13 @@ def _larger_protection(first: float, second: float, config: EvictionConfig) -> i
 
 
 def control(baseline: EvictionConfig, config: EvictionConfig, selection: str) -> EvictionConfig | None:
-    """Return a method's control: the baseline with another selection and the method's window and protection."""
+    """Return a method's control: the baseline with a selection of `CONTROLS`, and the method's window and protection.
+
+    None where the method's protection is unknown.
+    """
     if (ends := protection(config)) is None:
         return None
-    scored = selection == BASELINE[1]
+    scored = selection == "attention"  # random entries have no pooling, and no scores that a group reduces
     stages = {name: value for name, value in baseline.selection.shown_options.items() if name in ("alpha", "split")}
     grouping = baseline.granularity.without(["product"] if scored else ["product", "reduce"])
     return EvictionConfig(
@@ -240,9 +247,9 @@ def control(baseline: EvictionConfig, config: EvictionConfig, selection: str) ->
 def settings(
     trace: Trace, step: int = 0, only: Sequence[str] = (), margin: float = MARGIN
 ) -> tuple[MethodSetting, ...]:
-    """Return a setting per budget and granularity that holds SnapKV and another method, or one of those in `only`.
+    """Return a setting per budget and granularity that holds SnapKV and another method, of those in `only` if given.
 
-    Raises TraceError where none does, and as `head_comparison.summarise`.
+    `margin` is δ of the verdicts. Raises TraceError where no setting does, and as `head_comparison.summarise`.
     """
     results = [
         setting
@@ -258,25 +265,22 @@ def settings(
 
 
 def controls_of_others(run: RunConfig) -> set[EvictionConfig]:
-    """Return SnapKV's configurations that are another method's controls, with its window and protection."""
-    controls: set[EvictionConfig] = set()
-    for group in _setting_groups(run):
-        if base := baseline_of(group):
-            plain = [
-                config
-                for config in group
-                if config.policy.name == BASELINE[0] and _control_key(config) in _control_keys(base, config)
-            ]
-            methods = [config for config in group if config not in plain]
-            keys = {key for config in methods for key in _control_keys(base, config)} - _control_keys(base, base)
-            controls |= {
-                config for config in group if config.policy.name == BASELINE[0] and _control_key(config) in keys
-            }
-    return controls
+    """Return SnapKV's configurations that a run holds as controls of another method, with its window and protection."""
+    groups = [(group, base) for group in _setting_groups(run) if (base := baseline_of(group))]
+    return {config for group, base in groups for config in _controls_of_others(group, base)}
+
+
+def _controls_of_others(group: Sequence[EvictionConfig], base: EvictionConfig) -> list[EvictionConfig]:
+    """Return a group's SnapKV configurations that are controls of other methods, and not of the baseline `base`."""
+    snapkv = [config for config in group if config.policy.name == BASELINE[0]]
+    own_controls = [config for config in snapkv if _control_key(config) in _control_keys(base, config)]
+    methods = [config for config in group if config not in own_controls]
+    keys = {key for method in methods for key in _control_keys(base, method)} - _control_keys(base, base)
+    return [config for config in snapkv if _control_key(config) in keys]
 
 
 def _setting_groups(run: RunConfig) -> list[list[EvictionConfig]]:
-    """Return the groups of configurations of equal budget and granularity."""
+    """Return the run's configurations, a group per budget and granularity."""
     options = {name for config in run.configs for name in config.flat() if name.startswith(("policy_", "selection_"))}
     return group_settings(run, *_FREE, *options)
 
@@ -298,7 +302,7 @@ def _methods(group: list[EvictionConfig], base: EvictionConfig) -> list[Eviction
 
 
 def _control_keys(base: EvictionConfig, config: EvictionConfig) -> set[tuple[Any, ...]]:
-    """Return the `_control_key` of every control that a method can have."""
+    """Return the `_control_key` of every control that the method `config` can have; none without known protection."""
     controls = (control(base, config, name) for name in CONTROLS)
     return {_control_key(expected) for expected in controls if expected is not None}
 
@@ -356,7 +360,7 @@ def _compare_with_controls(
     step: int,
     margin: float,
 ) -> dict[str, ControlComparison]:
-    """Return control's name -> comparison of a method with that control, for the controls in the group."""
+    """Return name of a control -> comparison of the method `config` with it, for the controls that the group holds."""
     by_key = {_control_key(member): member for member in group if member != config}
     controls = {
         name: by_key.get(_control_key(expected))
@@ -391,17 +395,18 @@ class MethodRanking(SettingsResult):
         cases = [row.propagated.case(name) for name, row in rows]
         only = rows[0][1].name if len(rows) == 1 else ""
         claims = [Claim(only or "a method", "perturbs", cases, COMPARED, BASELINE[0], is_name=only != "")]
-        for control in CONTROLS if self.identity.samples >= MIN_SAMPLES else ():
-            held = [(name, row.controls[control]) for name, row in rows if control in row.controls]
-            against = [one.propagated.case(name)._replace(verdict=one.propagated_side) for name, one in held]
+        for selection in CONTROLS if self.identity.samples >= MIN_SAMPLES else ():
+            compared = [(name, row.controls[selection]) for name, row in rows if selection in row.controls]
+            against = [one.propagated.case(name)._replace(verdict=one.propagated_side) for name, one in compared]
             if against:
                 where = " at equal protection"
-                subject = held[0][0] if len(held) == 1 else "a method"
-                claims.append(Claim(subject, "perturbs", against, COMPARED, control, where, margin=self._within))
+                subject = compared[0][0] if len(compared) == 1 else "a method"
+                claim = Claim(subject, "perturbs", against, COMPARED, selection, where, margin=self._margin_text)
+                claims.append(claim)
         return claims
 
     @property
-    def _within(self) -> str:
+    def _margin_text(self) -> str:
         """The margin as text: 'within 5 %'."""
         return f"within {equivalence.margin_text(self.margin)}"
 
@@ -417,12 +422,12 @@ class MethodRanking(SettingsResult):
 
     @property
     def _verdict_note(self) -> str:
-        """Return a sentence on how the verdicts are made; empty without intervals."""
+        """A sentence on how the verdicts are made; empty with too few samples for intervals."""
         if self.identity.samples < MIN_SAMPLES:
             return ""
         return (
-            f"Better or worse: by the interval; {self._within}: by two one-sided tests at 5 %; undecided: about n such "
-            "samples would decide."
+            f"Better or worse: by the interval; {self._margin_text}: by two one-sided tests at 5 %; undecided: about n "
+            "such samples would decide."
         )
 
     def details(self) -> Sequence[Part]:
@@ -456,11 +461,15 @@ class MethodRanking(SettingsResult):
 
 
 def _control_verdicts(row: Row, kind: str) -> dict[str, str | None]:
-    """Return against_<control> -> verdict on a method's sum of a kind; None where the trace lacks the control."""
-    return {
-        f"against_{name}": row.controls[name].kinds[kind][1].verdict if name in row.controls else None
-        for name in CONTROLS
-    }
+    """Return against_<control> -> verdict on a method's sum of a kind; None where the trace lacks the control.
+
+    `kind` is isolated or propagated.
+    """
+    verdicts: dict[str, str | None] = {f"against_{name}": None for name in CONTROLS}
+    for name, comparison in row.controls.items():
+        _, verdict = comparison.kinds[kind]
+        verdicts[f"against_{name}"] = verdict.verdict
+    return verdicts
 
 
 def methods(trace: Trace, step: int = 0, only: Sequence[str] = (), margin: float = MARGIN) -> MethodRanking:
@@ -475,8 +484,8 @@ def methods(trace: Trace, step: int = 0, only: Sequence[str] = (), margin: float
         only: policies, or `policy:selection`, where not all that the trace holds are to be ranked.
         margin: δ, the share of a control's sum within which a method counts as equivalent to it; chosen beforehand.
 
-    Raises TraceError where no budget holds SnapKV and another policy, or the trace has no complete sample or not what
-    is needed; ConfigError where it has no such step, and for a margin that is not between 0 and 1.
+    Raises TraceError where no budget holds SnapKV and another policy, and where the trace has no complete sample or
+    lacks a variable that is needed; ConfigError where it has no such step, and for a margin not between 0 and 1.
     """
     check_margin(margin)
     for name in only:

@@ -21,6 +21,7 @@ from perturbkv.trace import Trace
 ANALYSIS = "restriction"
 RESTRICTION_BASELINE = "kv"
 _ORDER = (RESTRICTION_BASELINE, "layer", "head", "model", "query")
+"""Granularities in the order of the table."""
 _FREE = ("granularity", "granularity_block", "granularity_block_score", "granularity_reduce")
 """Choices in which the rows of a setting differ, as `EvictionConfig.flat` names them."""
 
@@ -37,7 +38,7 @@ class Row(Outcome):
         return restriction_text(self.treatment)
 
     @property
-    def wider(self) -> bool:
+    def is_per_query_head(self) -> bool:
         """True for a kept set per query head: no restriction, as its cache can be larger than the baseline's."""
         return self.treatment.granularity.name == "query"
 
@@ -64,9 +65,12 @@ class RestrictionSetting(OutcomeSetting):
 
 
 def restriction_text(config: EvictionConfig) -> str:
-    """Return the restriction of a configuration's kept sets as text: `layer(block=16)`, `model(reduce=union)`."""
-    of_scores = ["product"] if reduction(config.granularity) == UNION else ["reduce", "product"]
-    return str(config.granularity.without(of_scores))
+    """Return the restriction of a configuration's kept sets as text: `layer(block=16)`, `model(reduce=union)`.
+
+    How scores are combined is not part of it, unless sets are joined by union.
+    """
+    dropped = ["product"] if reduction(config.granularity) == UNION else ["reduce", "product"]
+    return str(config.granularity.without(dropped))
 
 
 def settings(trace: Trace, step: int = 0) -> tuple[RestrictionSetting, ...]:
@@ -98,12 +102,12 @@ def _is_baseline(config: EvictionConfig) -> bool:
 
 def _is_treatment(config: EvictionConfig, baseline: EvictionConfig) -> bool:
     """Return whether a configuration of the baseline's group combines scores as the baseline does, or by union."""
-    reduces = config.granularity.options.get("reduce", reduction(baseline.granularity))
-    return config != baseline and reduces in (reduction(baseline.granularity), UNION)
+    own = config.granularity.options.get("reduce", reduction(baseline.granularity))
+    return config != baseline and own in (reduction(baseline.granularity), UNION)
 
 
 def _sort_key(config: EvictionConfig) -> tuple[int, int, str]:
-    """Return the sort key of a restriction: granularity, then size of block."""
+    """Return the sort key of a restriction: granularity, then size of block, then its text."""
     return _ORDER.index(config.granularity.name), config.block, restriction_text(config)
 
 
@@ -150,7 +154,7 @@ class Restriction(SettingsResult):
             row.propagated.case(f"{where} {row.name}".strip())
             for where, setting in zip(self.setting_names(), self.settings, strict=True)
             for row in setting.rows
-            if not row.wider
+            if not row.is_per_query_head
         ]
 
     def title(self) -> str:
@@ -160,8 +164,8 @@ class Restriction(SettingsResult):
 
     def caveats(self) -> Sequence[str]:
         """Return the note that sets per query head, if any, make larger caches."""
-        wider = any(row.wider for setting in self.settings for row in setting.rows)
-        return ["A set per query head holds more of a grouped cache: no equal comparison."] if wider else []
+        larger = any(row.is_per_query_head for setting in self.settings for row in setting.rows)
+        return ["A set per query head holds more of a grouped cache: no equal comparison."] if larger else []
 
     def details(self) -> Sequence[Part]:
         """Return the median head's ratios, and the definitions of blocks, ties and floors."""
@@ -195,8 +199,8 @@ def restriction(trace: Trace, step: int = 0) -> Restriction:
         trace: what was measured.
         step: decode step.
 
-    Raises TraceError where no setting holds `kv` and another granularity or block, or the trace has no complete sample
-    or not what is needed; ConfigError where it has no such step.
+    Raises TraceError where no setting holds `kv` and another granularity or block, and where the trace has no complete
+    sample or lacks a variable that is needed; ConfigError where it has no such step.
 
     Example, of a `trace` of 2 layers and 2 heads:
         >>> import perturbkv as pk

@@ -24,8 +24,9 @@ from perturbkv.display import Part
 from perturbkv.escaping import escape_line
 
 EXACT, DIFFERS, UNREADABLE, IDLE, UNCOMPARED = "exact", "differs", "unreadable", "did nothing", "not compared"
+"""Verdicts of an audit."""
 EXIT_CODES = {EXACT: 0, DIFFERS: 1, IDLE: 1, UNREADABLE: 2, UNCOMPARED: 2}
-_KEPT = ("tokens", "cache_share", "per_set", "first", "last", "odd")
+_KEPT = ("tokens", "cache_share", "per_set", "leading_entries", "trailing_entries", "oddities")
 _STEPS = ("step", "tokens", "worst_head", "worst_hidden", "logits", "same_token")
 _LOSSES = ("cache_share", "isolated", "propagated", "drift", "kl")
 
@@ -42,18 +43,24 @@ class PlainUse(Record):
 
     def summary(self) -> str:
         """Return the outcomes of a forward pass and two calls of `generate` as text, one per line."""
-        next_token = f"wrong: the next token stands at {self.position}, not {self.expected}; give position_ids"
         if self.position is None:
             next_token = "fails: the cache does not say how many tokens it has seen"
         elif self.position == self.expected:
             next_token = f"right: the next token stands at {self.expected}"
-        again = f"wrong: feeds the prompt's last {self.fed - 1} tokens again"
-        fed = "right: feeds the new token alone" if self.fed == 1 else again
+        else:
+            next_token = f"wrong: the next token stands at {self.position}, not {self.expected}; give position_ids"
+        if self.failed:
+            all_ids = f"fails: {self.failed}"
+        elif self.fed == 1:
+            all_ids = "right: feeds the new token alone"
+        else:
+            all_ids = f"wrong: feeds the prompt's last {self.fed - 1} tokens again"
+        last_id = f"fails: {self.continued}" if self.continued else "goes on"
         return "\n".join([
             "plain use of this cache",
             f"model(token): {next_token}",
-            f"generate(all ids): {f'fails: {self.failed}' if self.failed else fed}",
-            f"generate(last id): {f'fails: {self.continued}' if self.continued else 'goes on'}",
+            f"generate(all ids): {all_ids}",
+            f"generate(last id): {last_id}",
         ])  # fmt: skip
 
 
@@ -83,8 +90,11 @@ def loss_table(title: str, losses: Sequence[AuditLoss]) -> list[Part]:
     return [table(title, lines, _LOSSES, "kept sets")] if lines else []
 
 
-def write_junit(suite: ElementTree.Element, *tags: str) -> str:
-    """Return a JUnit test suite as XML, with its number of test cases, and of those with each of the tags."""
+def junit_xml(suite: ElementTree.Element, *tags: str) -> str:
+    """Return a JUnit test suite as XML, with its number of test cases, and of those with each of the tags.
+
+    `tags` are failure, error or skipped. The counts are added to the attributes of `suite`.
+    """
     names = {"failure": "failures", "error": "errors", "skipped": "skipped"}
     counts = {names[tag]: str(len(suite.findall(f"testcase/{tag}"))) for tag in tags}
     suite.attrib |= {"tests": str(len(suite)), **counts}
@@ -99,7 +109,7 @@ class Audit(Result):
     SECTION: ClassVar[str] = "audit"
     DOCUMENT: ClassVar[str] = "of an audit"
     ROWS: ClassVar[str] = "layers"
-    SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "intact", "worst", "difference")
+    SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "alterations", "worst", "difference")
     FIRST: ClassVar[str] = "prompt"
 
     eviction: str = column("the eviction that was audited, as it was written")
@@ -137,7 +147,7 @@ class Audit(Result):
     @derived()
     def faults(self) -> tuple[Fault, ...]:
         """The first difference of each prompt, situation and row that has one, the one to look at first first."""
-        return tuple(sorted((run.fault for run in self.runs if run.fault is not None), key=Fault.order))
+        return tuple(sorted((run.fault for run in self.runs if run.fault is not None), key=Fault.sort_key))
 
     @derived()
     def verdict(self) -> str:
@@ -148,7 +158,7 @@ class Audit(Result):
             return DIFFERS
         if not any(run.entries.evicted for run in self.runs if run.entries):
             return IDLE
-        return EXACT if self.compared else UNCOMPARED
+        return EXACT if self.compared_runs else UNCOMPARED
 
     @derived()
     def exit_code(self) -> int:
@@ -167,23 +177,23 @@ class Audit(Result):
     @property
     def obstacle(self) -> str:
         """Reason why there is no verdict; empty if the audit has a verdict."""
-        runs = self.runs
-        judged = any(run.entries is not None or run.damage for run in runs)
-        if judged and (self.faults or not self.unreadable):
+        any_judged = any(run.entries is not None or run.damage for run in self.runs)
+        if any_judged and (self.faults or not self.unreadable):
             return ""
-        if self.unreadable or not runs:
+        if self.unreadable or not self.runs:
             return self.unreadable
-        return runs[0].failed or f"it refuses every situation: {runs[0].refused}"
+        first = self.runs[0]
+        return first.failed or f"it refuses every situation: {first.refused}"
 
     @property
-    def compared(self) -> list[AuditedRun]:
+    def compared_runs(self) -> list[AuditedRun]:
         """The runs whose decoding was compared with the reference."""
         return [run for run in self.runs if run.entries and run.steps]
 
     @property
     def has_figure(self) -> bool:
         """True if something was compared or measured that a figure shows."""
-        return bool(self.compared) or any(run.entries is not None for run in self.runs)
+        return bool(self.compared_runs) or any(run.entries is not None for run in self.runs)
 
     def conclusion(self) -> str:
         """Return the verdict in one line."""
@@ -229,7 +239,7 @@ class Audit(Result):
                 "floors": float(floors), "kept": sum(run.entries.kept[layer]),
                 "altered": "; ".join(change.what for change in run.entries.altered if change.layer == layer),
             }
-            for run in self.compared if run.entries
+            for run in self.compared_runs if run.entries
             for step in run.steps
             for layer, floors in enumerate(step.layer_floors)
         ]  # fmt: skip
@@ -250,33 +260,38 @@ class Audit(Result):
             kind = UNREADABLE if self.unreadable else self.verdict
             tag = "failure" if kind == IDLE else "error"
             ElementTree.SubElement(case, tag, type=kind, message=escape_line(self.summary))
-        return write_junit(suite, "failure", "error", "skipped")
+        return junit_xml(suite, "failure", "error", "skipped")
 
     def kept_share(self, most: int) -> Floats:
         """Return the share of positions that are kept, (layer, bin), mean over kept sets and prompts.
 
-        Bins are equal shares of each prompt: `most` of them, fewer where a prompt is shorter. NaN without entries.
+        Bins are equal shares of each prompt: `most` of them, fewer where a prompt is shorter. Of a batch the first row
+        counts. Without entries there is one bin, of NaN.
         """
-        whole = [run.entries for run in self.runs if run.entries and run.row == 0]
-        if not whole:
+        caches = [run.entries for run in self.runs if run.entries and run.row == 0]
+        if not caches:
             return np.full((self.layers, 1), np.nan)
-        bins, shares = min(most, *(entries.tokens for entries in whole)), []
-        for entries in whole:
+        bins = min(most, *(entries.tokens for entries in caches))
+        shares = []
+        for entries in caches:
             edges = np.linspace(0, entries.tokens, bins + 1).round()
             counts = [np.histogram(np.concatenate(sets), edges)[0] / len(sets) for sets in entries.kept_sets]
             shares.append(np.asarray(counts / np.diff(edges)))
         return np.asarray(np.mean(shares, axis=0))
 
-    def by_layer(self) -> dict[str, Floats]:
-        """Return situation -> largest distance in noise floors over prompts, rows and steps, (layer,)."""
+    def floors_by_layer(self) -> dict[str, Floats]:
+        """Return situation -> largest distance in noise floors over prompts, rows and steps, (layer,).
+
+        Situations whose decoding was not compared are absent; NaN where only logits were.
+        """
         worst: dict[str, Floats] = {}
-        for run in self.compared:
+        for run in self.compared_runs:
             floors = np.array([step.layer_floors for step in run.steps]).max(axis=0)
             worst[run.situation] = np.fmax(worst.get(run.situation, floors), floors)
         return worst
 
     def _differs_clause(self) -> str:
-        """Return a clause on the most telling fault and the other situations with faults."""
+        """Return a clause on the most telling fault, the other situations with faults, and what could not be read."""
         first = self.faults[0]
         others = [name for name in dict.fromkeys(fault.situation for fault in self.faults) if name != first.situation]
         also = f"; also in {' and '.join(others)}" if others else ""
@@ -284,7 +299,10 @@ class Audit(Result):
         return f"{_fault_clause(first)}{also}{then}"
 
     def _exact_clause(self) -> str:
-        """Return a clause that the eviction is exact, with its largest distance from the reference."""
+        """Return a clause that the eviction is exact, with its largest distance from the reference, and what it evicts.
+
+        Where changes to entries are allowed, the distance is that from the plain model on the changed entries.
+        """
         decoded = [run.own_steps or run.steps for run in self.runs if run.steps]
         most = floors_text(max(map(worst_floors, decoded)))
         in_cache = any(run.positions == IN_CACHE for run in self.runs)
@@ -320,16 +338,16 @@ class Audit(Result):
     def _evicted_ends_clauses(self) -> str:
         """Return clauses with the number of kept sets that lack the first or the most recent entry; empty for none.
 
-        They are of every prompt's first situation, and of other rows only where these lack more.
+        Each is counted over the prompts in the lowest row of a batch with such sets, in the first situation that ran.
         """
-        first = {(run.sample, run.row): run.entries for run in reversed(self.runs) if run.entries}
+        caches = {(run.sample, run.row): run.entries for run in reversed(self.runs) if run.entries}  # the first wins
         clauses = []
         for what, name in (("the first entry, a sink,", "without_first"), ("the most recent entry", "without_last")):
-            for row in sorted({row for _, row in first}):
-                entries = [own for (_, own_row), own in first.items() if own_row == row]
-                if count := sum(getattr(own, name) for own in entries):
+            for row in sorted({row for _, row in caches}):
+                in_row = [entries for (_, own_row), entries in caches.items() if own_row == row]
+                if count := sum(getattr(entries, name) for entries in in_row):
                     where = f" of row {row} of a batch" if row else ""
-                    sets = sum(own.sets for own in entries)
+                    sets = sum(entries.set_count for entries in in_row)
                     clauses.append(f"; {what} goes in {count} of {sets} kept sets{where}")
                     break
         return "".join(clauses)
@@ -344,8 +362,8 @@ class Audit(Result):
 
     def _steps_table(self) -> list[Part]:
         """Return a table of the decoding steps of each situation's first prompt, by the worst of its layers."""
-        first = {(run.situation, run.row): run for run in reversed(self.runs) if run.steps}
-        shown = [run for run in self.runs if first.get((run.situation, run.row)) is run]
+        firsts = {(run.situation, run.row): run for run in reversed(self.runs) if run.steps}  # the first prompt's wins
+        shown = [run for run in self.runs if firsts.get((run.situation, run.row)) is run]
         lines = [Line("" if step.step else run.name, (step,)) for run in shown for step in run.steps]
         return [table("step by step, the first prompt, in noise floors", lines, _STEPS, self.FIRST)] if lines else []
 

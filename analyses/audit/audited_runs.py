@@ -17,6 +17,7 @@ from perturbkv.configs.audit_settings import ORIGINAL, SITUATIONS
 from perturbkv.escaping import escape_line
 
 _LARGE = 1e4
+"""Noise floors from which on their number is written as a power of ten."""
 KINDS: Mapping[str, str] = {
     "model": "the eviction changed the model, so that nothing can be compared any more",
     "uneven": "a layer was not evicted, and the others were",
@@ -38,7 +39,10 @@ KINDS: Mapping[str, str] = {
 
 
 def floors_text(floors: float, _: Any = None) -> str:
-    """Return a number of noise floors as text: '0.7', '120', '3e6'."""
+    """Return a number of noise floors as text: '0.7', '120', '3e6'; a dash for NaN.
+
+    The second argument is the interval that a column's text is given; floors have none.
+    """
     if isnan(floors):
         return "–"
     if floors >= _LARGE:
@@ -71,11 +75,11 @@ class Fault(Record):
         parts = (("layer", self.layer), ("head", self.head), ("entry", self.entry), ("step", self.step))
         return ", ".join(f"{name} {index}" for name, index in parts if index >= 0)
 
-    def order(self) -> tuple[int, int, int]:
+    def sort_key(self) -> tuple[int, int, int]:
         """Return the sort key of an audit's faults: the most telling kind first, then by situation and row."""
         return list(KINDS).index(self.kind), list(SITUATIONS).index(self.situation), self.row
 
-    def order_in_run(self) -> tuple[int, int, int, int]:
+    def sort_key_in_run(self) -> tuple[int, int, int, int]:
         """Return the sort key of a run's differences: by step, layer, kind and head."""
         return self.step, self.layer, list(KINDS).index(self.kind), self.head
 
@@ -128,7 +132,7 @@ class DecodingStep(Record):
 
 
 def worst_floors(steps: tuple[DecodingStep, ...]) -> float:
-    """Return the largest distance in noise floors over all steps, of layers and logits."""
+    """Return the largest distance in noise floors over all steps, of layers and logits; NaN is passed over."""
     return float(np.nanmax([[*step.layer_floors, step.logits] for step in steps]))
 
 
@@ -174,12 +178,12 @@ class AuditedRun(Record):
         return None if self.entries is None else self.entries.cache_share
 
     @derived(heading="keys and values", json=False)
-    def intact(self) -> str | None:
-        """Text on the kept keys and values: as in the full cache, or in how many kept sets they are not."""
+    def alterations(self) -> str | None:
+        """Kept keys and values: intact, as in the full cache, or altered in how many kept sets."""
         if self.entries is None:
             return None
-        altered = {(one.layer, one.head) for one in self.entries.altered}
-        return f"{len(altered)} of {self.entries.sets} sets altered" if altered else "intact"
+        altered = {(change.layer, change.head) for change in self.entries.altered}
+        return f"{len(altered)} of {self.entries.set_count} sets altered" if altered else "intact"
 
     @derived(heading="first difference", json=False)
     def difference(self) -> str:
@@ -202,16 +206,21 @@ class AuditedRun(Record):
         """
         if self.damage:
             return self._fault("model", f"{self.damage}, and {self.failed}" if self.failed else self.damage)
-        changes = [] if self.entries is None else [*self._entry_differences(self.entries)]
-        refused = [fault for fault in changes if fault.kind not in self.allowed]
-        decoded = self.steps if len(refused) == len(changes) or not self.own_steps else self.own_steps
-        first = min([*refused, *self._decoding_differences(decoded)], key=Fault.order_in_run, default=None)
-        if self.failed and (first is None or first.kind == "decoding"):
+        first = self._first_difference()
+        if self.failed and (first is None or first.kind == "decoding"):  # a kind without a cause
             first = self._fault("uneven" if self.failed_layer >= 0 else "raised", self.failed, self.failed_layer)
         if first is None or not self.steps or first.step >= len(self.steps):
             return first
         step = self.steps[first.step]
         return replace(first, floors=float(step.logits if first.layer < 0 else step.layer_floors[first.layer]))
+
+    def _first_difference(self) -> Fault | None:
+        """Return the first difference of entries, but for allowed changes, or of decoding; None without any."""
+        changes = [] if self.entries is None else [*self._entry_differences(self.entries)]
+        disallowed = [fault for fault in changes if fault.kind not in self.allowed]
+        any_allowed = len(disallowed) < len(changes)
+        steps = self.own_steps if any_allowed and self.own_steps else self.steps
+        return min([*disallowed, *self._decoding_difference(steps)], key=Fault.sort_key_in_run, default=None)
 
     def _fault(self, kind: str, what: str, layer: int = -1, head: int = -1, step: int = -1, entry: int = -1) -> Fault:
         """Return a fault of this run, without its distance."""
@@ -220,7 +229,7 @@ class AuditedRun(Record):
     def _entry_differences(self, entries: CacheEntries) -> Iterator[Fault]:
         """Yield all differences between a cache's entries and the full cache's, kind by kind."""
         for layer in entries.repeated:
-            sets = entries.kept_sets[entries.repeated[0]]
+            sets = entries.kept_sets[entries.repeated[0]]  # the first such layer stands for all
             same = [np.array_equal(kept_set, sets[0]) for kept_set in sets]
             times = same.index(False) if False in same else len(sets)
             what = f"every entry is cached {times} times, once per query head (repeat_kv before caching)"
@@ -230,11 +239,11 @@ class AuditedRun(Record):
                 yield self._fault("empty", "no entry of the prompt is kept", layer, step=0)
         for change in entries.altered:
             yield self._fault(change.kind, change.what, change.layer, change.head, 0, change.entry)
-        nowhere = np.full_like(entries.padded, -1)
+        unknown = np.full_like(entries.padded, -1)  # neither padding nor foreign entries have a position in the prompt
         for kind, counts, first, words in (
-            ("padding", entries.padded, nowhere, "{} of padding attended to"),
-            ("foreign", entries.strangers, nowhere, "{} like none of the prompt's"),
-            ("duplicate", entries.duplicates, entries.duplicated, "{} kept twice"),
+            ("padding", entries.padded, unknown, "{} of padding attended to"),
+            ("foreign", entries.strangers, unknown, "{} like none of the prompt's"),
+            ("duplicate", entries.duplicates, entries.first_duplicate, "{} kept twice"),
             ("hidden", entries.hidden, entries.first_hidden, "a mask hides {} that the cache holds"),
         ):
             for layer, head in np.argwhere(counts > 0):
@@ -242,8 +251,11 @@ class AuditedRun(Record):
                 what = words.format(f"{count:,} {'entry' if count == 1 else 'entries'}")
                 yield self._fault(kind, what, int(layer), int(head), 0, int(first[layer, head]))
 
-    def _decoding_differences(self, steps: tuple[DecodingStep, ...]) -> Iterator[Fault]:
-        """Yield the first step, layer and head where decoding differs from the reference; nothing where none does."""
+    def _decoding_difference(self, steps: tuple[DecodingStep, ...]) -> Iterator[Fault]:
+        """Yield one fault at most: the first step, layer and head where decoding differs from the reference.
+
+        Heads are looked at first, then the residual stream, then the logits.
+        """
         for name, words in (
             ("head_floors", ""),
             ("hidden", "the residual stream differs from the reference's"),
@@ -252,7 +264,7 @@ class AuditedRun(Record):
             differs: NDArray[np.int64] = np.argwhere(np.array([getattr(step, name) for step in steps]) > FLOORS)
             if not len(differs):
                 continue
-            step, layer, head = (*map(int, differs[0]), -1, -1)[:3]
+            step, layer, head = (*map(int, differs[0]), -1, -1)[:3]  # −1 for an axis that the array does not have
             kind, what = ("decoding", words) if words else self._cause(steps[step].behind)
             yield self._fault(kind, what, layer, head, step)
             return

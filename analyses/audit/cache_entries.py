@@ -50,7 +50,7 @@ class CacheEntries(Record):
         kept_sets: per layer and kept set, positions in the prompt, ascending.
         tokens: n of the prompt.
         kv_heads: key/value heads of a layer of the model; a cache may have a kept set per query head.
-        duplicated, first_hidden: (layer, kept_head) the first position of `duplicates` and of `hidden`; −1 without one.
+        first_duplicate, first_hidden: (layer, kept_head) first position of `duplicates` and of `hidden`; −1 for none.
         key_distance, value_distance: (layer, kept_head) largest distance.
         key_floor, value_floor: (layer,) its noise floor.
         evicted: entries of the prompt that are not attended to, summed over kept sets, the most of all forward passes.
@@ -62,7 +62,7 @@ class CacheEntries(Record):
     padded: Integers = column("entries of padding that are attended to", dims=_SETS)
     strangers: Integers = column("entries like none of the prompt's", dims=_SETS)
     duplicates: Integers = column("entries whose position another one has", dims=_SETS)
-    duplicated: Integers
+    first_duplicate: Integers
     hidden: Integers = column("entries of the prompt that the cache holds and a mask hides", dims=_SETS)
     first_hidden: Integers
     unordered: tuple[int, ...] = column("layers whose entries lie in another order than in the prompt")
@@ -111,20 +111,17 @@ class CacheEntries(Record):
         return _range_text([count for layer in self.kept for count in layer])
 
     @derived(heading="#first", json=False)
-    def first(self) -> str:
+    def leading_entries(self) -> str:
         """Entries of the prompt's beginning that a kept set holds without a gap."""
-        gaps = [np.append(kept_set != np.arange(len(kept_set)), True) for kept_set in self._all_sets]
-        return _range_text([int(gap.argmax()) for gap in gaps])
+        return _range_text([_count_without_gap(kept_set) for kept_set in self._all_sets])
 
     @derived(heading="#last", json=False)
-    def last(self) -> str:
+    def trailing_entries(self) -> str:
         """Entries of the prompt's end that a kept set holds without a gap."""
-        from_end = [self.tokens - 1 - kept_set[::-1] for kept_set in self._all_sets]
-        gaps = [np.append(places != np.arange(len(places)), True) for places in from_end]
-        return _range_text([int(gap.argmax()) for gap in gaps])
+        return _range_text([_count_without_gap(self.tokens - 1 - kept_set[::-1]) for kept_set in self._all_sets])
 
     @derived(heading="odd", json=False)
-    def odd(self) -> str:
+    def oddities(self) -> str:
         """Oddities of the entries: padding, duplicates, another order, changes."""
         named = (
             (self.padded, "padding"),
@@ -138,7 +135,7 @@ class CacheEntries(Record):
         return ", ".join(words)
 
     @property
-    def sets(self) -> int:
+    def set_count(self) -> int:
         """Number of kept sets of all layers."""
         return len(self._all_sets)
 
@@ -149,9 +146,18 @@ class CacheEntries(Record):
 
 
 def _largest_in_floors(distance: Floats, floor: Floats) -> Floats:
-    """Return each layer's largest distance over heads, in noise floors, (layer,); 0 where the distance is 0."""
+    """Return each layer's largest distance over kept sets, in noise floors, (layer,); 0 where the distance is 0.
+
+    `distance` is (layer, kept_head), `floor` (layer,).
+    """
     largest = distance.max(axis=-1)
     return np.asarray(np.divide(largest, floor, out=np.zeros_like(largest), where=largest > 0))
+
+
+def _count_without_gap(distances: Integers) -> int:
+    """Return how many entries follow one another from an end of the prompt on, from their ascending distances to it."""
+    has_gap = np.append(distances != np.arange(len(distances)), True)
+    return int(has_gap.argmax())
 
 
 def _range_text(counts: Sequence[int]) -> str:

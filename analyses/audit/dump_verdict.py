@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from perturbkv.analyses.audit.audit import DIFFERS, EXACT, EXIT_CODES, UNREADABLE, AuditLoss, loss_table, write_junit
+from perturbkv.analyses.audit.audit import DIFFERS, EXACT, EXIT_CODES, UNREADABLE, AuditLoss, junit_xml, loss_table
 from perturbkv.analyses.audit.audited_runs import floors_text
 from perturbkv.analyses.audit.cache_entries import FLOORS, Integers
 from perturbkv.analyses.columns import Line, Record, column, derived, record
@@ -56,12 +56,15 @@ def dump_floors(dtype: str) -> int:
 
 
 def token_range(first: int, last: int) -> str:
-    """Return a range of tokens in words."""
+    """Return a range of tokens, both ends included, in words: 'tokens 3 to 5'."""
     return f"token {first}" if first == last else f"tokens {first} to {last}"
 
 
 def _percent(share: float, _: Any = None) -> str:
-    """Return a small share as text: '0.031 %'; a dash without a number."""
+    """Return a share as text: '0.031 %', without decimals from about 100 % on; '∞ %', and a dash for NaN.
+
+    The second argument is the interval that a column's text is given; these have none.
+    """
     if isnan(share):
         return "–"
     return f"{100 * share:.0f} %" if 0.995 <= share < 1e4 else f"{100 * share:.2g} %".replace("inf", "∞")
@@ -86,12 +89,12 @@ class DumpFault(Record):
     count: int = 0
 
     def clause(self, layers: int) -> str:
-        """Return the fault in words: where, of so many layers of the model, and what is there."""
-        where = [f"request {self.request}"] if self.request else []
+        """Return the fault in words: where it is, and what is there; `layers`: number of layers of the model."""
+        where = []
         if self.request:
             shown = ", ".join(map(str, self.blocks[:4])) + (", …" if len(self.blocks) > 4 else "")
-            held = f" ({'block' if len(self.blocks) == 1 else 'blocks'} {shown})" if self.blocks else ""
-            where.append(f"{token_range(self.first, self.last)}{held}")
+            blocks = f" ({'block' if len(self.blocks) == 1 else 'blocks'} {shown})" if self.blocks else ""
+            where += [f"request {self.request}", f"{token_range(self.first, self.last)}{blocks}"]
         if len(self.layers) == layers:
             where.append("all layers")
         elif self.layers:
@@ -139,12 +142,12 @@ class DumpedRequest(Record):
 
         Null where all differ.
         """
-        return float(np.fmax.reduce(self.distances[:, 0]))
+        return float(np.fmax.reduce(self.distances[:, 0]))  # keys
 
     @derived(heading="#values", text=_percent)
     def value_distance(self) -> float:
         """Largest distance of a value that does not differ, over its head's values' norm, as of keys."""
-        return float(np.fmax.reduce(self.distances[:, 1]))
+        return float(np.fmax.reduce(self.distances[:, 1]))  # values
 
     @derived(heading="#outputs", text=_percent)
     def perturbation(self) -> float:
@@ -259,19 +262,18 @@ class DumpAudit(Result):
         return ""
 
     def caveats(self) -> Sequence[str]:
-        """Return further faults, and what the distances are relative to."""
+        """Return further faults, and what the distances are relative to; nothing where no request was compared."""
         if not self.requests:
             return []
-        log_p = "" if all(isnan(request.logprobs) for request in self.requests) else "; log p: largest difference, nats"
-        complete = not all(isnan(request.perturbation) for request in self.requests)
-        outputs = "; outputs, worst: median and largest ‖Δo_h‖₁ / ‖o_h‖₁ of all layers and heads" if complete else ""
-        units = (
-            "keys, values: largest distance of one that does not differ, over its head's root mean square norm"
-            f"{outputs}{log_p}."
-        )
+        units = ["keys, values: largest distance of one that does not differ, over its head's root mean square norm"]
+        if not all(isnan(request.perturbation) for request in self.requests):
+            units.append("outputs, worst: median and largest ‖Δo_h‖₁ / ‖o_h‖₁ of all layers and heads")
+        if not all(isnan(request.logprobs) for request in self.requests):
+            units.append("log p: largest difference, nats")
         others = [escape_line(fault.clause(self.layers)) for fault in self.faults[1:]]
         hidden = [f"{len(others) - _MOST_FAULTS} more: --explain"] if len(others) > _MOST_FAULTS else []
-        return [f"Also {'; '.join([*others[:_MOST_FAULTS], *hidden])}."] * bool(others) + [units]
+        also = [f"Also {'; '.join([*others[:_MOST_FAULTS], *hidden])}."] if others else []
+        return [*also, f"{'; '.join(units)}."]
 
     def details(self) -> Sequence[Part]:
         """Return all faults, and a table of losses."""
@@ -304,13 +306,13 @@ class DumpAudit(Result):
                 suite, "testcase", classname=escape_line(self.dump), name=escape_line(name) or "verdict"
             )
             differs = any(request.request == name and request.differing for request in self.requests)
-            if faults or differs:
+            if faults or differs:  # entries that differ may be told by a fault of the whole dump
                 fault = (faults or by_request[""] or self.faults)[0]
                 message = escape_line(fault.clause(self.layers))
                 ElementTree.SubElement(case, "failure", type=fault.kind, message=message)
             elif not name and self.verdict == UNREADABLE:
                 ElementTree.SubElement(case, "error", type=UNREADABLE, message=escape_line(self.summary))
-        return write_junit(suite, "failure", "error")
+        return junit_xml(suite, "failure", "error")
 
     def _exact_clause(self) -> str:
         """Return how near the entries are to the plain model's, and how many are gone."""

@@ -33,6 +33,7 @@ of the whole kept set, which the paper's figure 4 plots (METHOD: Assumption 1)."
 HEADS = ("layer", "head")
 _WORDS = {MORE: "in most heads", LESS: "in fewer than half of the heads"}
 _MOST_LISTED, _MOST_LAYERS = 40, 5
+"""Largest numbers of heads and of layers that a table lists by name."""
 
 
 @record
@@ -73,7 +74,7 @@ class Reading(Record):
     layers: tuple[int, ...]
 
     @property
-    def failing(self) -> NDArray[np.bool_]:
+    def is_weak(self) -> NDArray[np.bool_]:
         """(layer, head) True where the mean σ over samples is at most 0.5."""
         return self.mean <= EVIDENCE
 
@@ -82,18 +83,18 @@ class Reading(Record):
         """Heads whose mean σ ≤ 0.5."""
         return tuple(
             WeakHead(self.layers[layer], head, float(self.mean[layer, head]), int(self.below[layer, head]))
-            for layer, head in np.argwhere(self.failing).tolist()
+            for layer, head in np.argwhere(self.is_weak).tolist()
         )
 
     @derived(heading="#heads of\nmean ≤ 0.5", json=False)
     def weak_count(self) -> str:
         """Heads whose mean over samples is at most 0.5 in stage 1."""
-        return f"{int(self.failing.sum())} of {self.failing.size}"
+        return f"{int(self.is_weak.sum())} of {self.is_weak.size}"
 
     @derived(heading="most of them,\nas layer:heads", json=False)
     def weak_layers(self) -> str:
         """Layers with most of the heads whose mean σ is at most 0.5."""
-        counts = sorted(enumerate(self.failing.sum(axis=1).tolist()), key=lambda pair: -pair[1])
+        counts = sorted(enumerate(self.is_weak.sum(axis=1).tolist()), key=lambda pair: -pair[1])
         return " ".join(f"{self.layers[layer]}:{heads}" for layer, heads in counts[:_MOST_LAYERS] if heads) or "none"
 
     @derived(heading="heads ≤ 0.5, as layer-head", json=False)
@@ -156,8 +157,8 @@ class ConfigAssumption(Record):
 def sigmas(trace: Trace, selection: str, step: int) -> tuple[ConfigAssumption, ...]:
     """Return σ in its three readings for every configuration of a selection, sorted by α, then budget.
 
-    Raises TraceError where the trace holds no such configuration, no complete sample or not what is needed, ConfigError
-    where it has no such step.
+    Raises TraceError where the trace holds no such configuration, no complete sample or lacks a variable that is
+    needed, ConfigError where it has no such step.
     """
     measured = Measurements(trace, ANALYSIS, step)
     run, layers = measured.trace.run, tuple(map(trace.layer_name, range(measured["sigma_stage1"].shape[2])))
@@ -172,7 +173,7 @@ def sigmas(trace: Trace, selection: str, step: int) -> tuple[ConfigAssumption, .
 
 
 def _reading(variable: str, sigma: Floats, layers: tuple[int, ...]) -> Reading:
-    """Return a reading of σ from (sample, layer, head) values."""
+    """Return the reading of σ called `variable` from (sample, layer, head) values of the decoder layers `layers`."""
     above = sigma > EVIDENCE
     return Reading(
         variable=variable,
@@ -215,7 +216,7 @@ class Assumption(Result):
 
     def claims(self) -> Sequence[Claim]:
         """Return whether Assumption 1 holds in most heads, by the share of heads at each budget and α."""
-        readings = [(name, config.sigma_stage1) for name, config in self._named]
+        readings = [(name, config.sigma_stage1) for name, config in self._named_configs]
         cases = [
             Case.number(name, reading.share, reading.share_interval, text.percent, 0.5) for name, reading in readings
         ]
@@ -231,20 +232,20 @@ class Assumption(Result):
 
     def lines(self) -> Sequence[Line]:
         """Return a line per configuration, with its σ of stage 1."""
-        return [Line(name, (config, config.sigma_stage1)) for name, config in self._named]
+        return [Line(name, (config, config.sigma_stage1)) for name, config in self._named_configs]
 
     def details(self) -> Sequence[Part]:
         """Return a table per reading of σ, and the heads whose mean σ of stage 1 is at most 0.5."""
         readings = [
             table(
                 f"{title} ({variable})",
-                [Line(name, (config.readings[variable],)) for name, config in self._named],
+                [Line(name, (config.readings[variable],)) for name, config in self._named_configs],
                 ("share", "weak_count", "weak_layers"),
                 self.FIRST,
             )
             for variable, title in READINGS.items()
         ]
-        weak = [Line(name, (config.sigma_stage1,)) for name, config in self._named]
+        weak = [Line(name, (config.sigma_stage1,)) for name, config in self._named_configs]
         return [
             *readings,
             table("heads that fail in stage 1", weak, ("weak_names",), self.FIRST),
@@ -265,7 +266,7 @@ class Assumption(Result):
         ]
 
     @property
-    def _named(self) -> list[tuple[str, ConfigAssumption]]:
+    def _named_configs(self) -> list[tuple[str, ConfigAssumption]]:
         """The configurations with their names."""
         return list(zip(self.identity.names, self.configs, strict=True))
 
@@ -282,8 +283,8 @@ def assumption(trace: Trace, selection: str = "two-stage", step: int = 0) -> Ass
         selection: whose stage 1 is looked at; or a policy, or `policy:selection`.
         step: decode step.
 
-    Raises TraceError where the trace holds no such configuration, no complete sample or not what is needed, ConfigError
-    where it has no such step.
+    Raises TraceError where the trace holds no such configuration, no complete sample or lacks a variable that is
+    needed, ConfigError where it has no such step.
 
     Example, of a `trace` of 2 layers and 2 heads:
         >>> import perturbkv as pk

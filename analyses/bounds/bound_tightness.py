@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from perturbkv.analyses import text
-from perturbkv.analyses.bounds.rank_agreement import CONTENDERS, Concordance, RankAgreement, compare_orders
+from perturbkv.analyses.bounds.rank_agreement import BOUNDS, CONTENDERS, Concordance, RankAgreement, compare_orders
 from perturbkv.analyses.bounds.ratios import (
     LEVELS,
     Tightness,
@@ -41,11 +42,13 @@ if TYPE_CHECKING:
 ANALYSIS = "bound-tightness"
 _BOUND = "θ̂"
 _LOW, _MEDIAN, _HIGH = (LEVELS.index(level) for level in (0.05, 0.5, 0.95))
+"""Indices of three quantiles in `LEVELS`."""
 _PER_HEAD = ("least", "median", "largest")
 _ORDER = {MORE: "in most heads", LESS: "in fewer than half of the heads"}
 _GAIN = {MORE: "more often", LESS: "less often"}
 _PICKS_TITLE = f"the better of two selections, by a bound; {_BOUND} where both have one stage 1, heads with σ > 0.5"
-_RATIOS = ("share", "l_theta", "l_theta_hat", "theta_theta_hat", "hat_relax")
+_BOUND_RATIOS = ("theta_theta_hat", "hat_relax")
+_ALL_RATIOS = ("share", "l_theta", "l_theta_hat", *_BOUND_RATIOS)
 
 
 @record
@@ -96,16 +99,16 @@ class BoundTightness(Result):
 
     def claims(self) -> Sequence[Claim]:
         """Return by what factor θ̂ exceeds the perturbation L, and whether a lower θ̂ means a lower L at one stage 1."""
-        levels = [(name, config.spreads["L/θ̂"].evidence) for name, config in self._named()]
+        levels = [(name, config.spreads["L/θ̂"].evidence) for name, config in self._named_configs()]
         factors = [Case(name, float(each[_MEDIAN]), _factor_text(each)) for name, each in levels]
         subject = f"the ratio of the paper's bound {_BOUND} to the perturbation of {self.selection}"
         tightness = Claim(subject, "is", factors, missing=self._no_ratio_reason())
         return [tightness, *self._order_claims()]
 
     def scope(self) -> Sequence[str]:
-        """Return what the claims are of."""
+        """Return what the claims are of: heads, and the numbers of samples behind the factor and behind the order."""
         evicted = max(config.evicted_samples for config in self.shown)
-        known = [pair.samples for _, pair in self._ordered_pairs() if pair.samples >= MIN_SAMPLES]
+        known = [pair.samples for _, pair in self._theta_hat_pairs() if pair.samples >= MIN_SAMPLES]
         ordered = min(known, default=evicted)
         order = [f"order: n = {plural(ordered, 'sample')}"] if ordered != evicted else []
         return ["median over heads with σ > 0.5, nine in ten in parentheses", sample_note(evicted), *order]
@@ -116,7 +119,7 @@ class BoundTightness(Result):
 
     def lines(self) -> Sequence[Line]:
         """Return a line per configuration of the selection."""
-        return [Line(name, (config, config.cells())) for name, config in self._named()]
+        return [Line(name, (config, config.cells())) for name, config in self._named_configs()]
 
     def caveats(self) -> Sequence[str]:
         """Return the note on left-out configurations; empty for none."""
@@ -125,12 +128,12 @@ class BoundTightness(Result):
     def details(self) -> Sequence[Part]:
         """Return the checked inequalities, further ratios, and the order of selections by each bound."""
         counts = ", ".join(f"{name} ({count:,})" for name, count in self.inequalities_checked.items())
-        flagged = [Line(name, (config.cells(flagged=True),)) for name, config in self._named()]
+        flagged = [Line(name, (config.cells(flagged=True),)) for name, config in self._named_configs()]
         return [
             f"No violation over all configurations; checked {counts}.",
             "L: isolated perturbation; 1 − S: attention that was given up, which knows no values.",
-            table("ratios of the bounds where σ > 0.5", self.lines(), _RATIOS[-2:], self.FIRST),
-            table("ratios where σ ≤ 0.5, no evidence for Theorems 3 and 4", flagged, _RATIOS, self.FIRST),
+            table("ratios of the bounds where σ > 0.5", self.lines(), _BOUND_RATIOS, self.FIRST),
+            table("ratios where σ ≤ 0.5, no evidence for Theorems 3 and 4", flagged, _ALL_RATIOS, self.FIRST),
             *self._order_tables(),
         ]
 
@@ -150,9 +153,7 @@ class BoundTightness(Result):
                     "head": range(config.flagged_heads.shape[1]),
                 },
                 {
-                    **dict(
-                        zip(_PER_HEAD, np.where(np.isnan(spread.by_head), np.array(None), spread.by_head), strict=True)
-                    ),
+                    **dict(zip(_PER_HEAD, _none_where_nan(spread.by_head), strict=True)),
                     "sigma_at_most_half": config.flagged_heads,
                     "samples": config.evicted_samples,
                 },
@@ -163,7 +164,7 @@ class BoundTightness(Result):
         """Return a figure of L/θ as maps of layer × head, one per budget."""
         return self._draw("BoundTightness.plot_heads", width_mm, style)
 
-    def _named(self) -> list[tuple[str, Tightness]]:
+    def _named_configs(self) -> list[tuple[str, Tightness]]:
         """Return the shown configurations with their short names."""
         return list(zip(self.identity.names, self.shown, strict=True))
 
@@ -175,14 +176,14 @@ class BoundTightness(Result):
             return "stage 1 keeps at most half of the attention in every head, where Theorem 3 says nothing"
         return "perturbation and bounds are 0"
 
-    def _ordered_pairs(self) -> list[tuple[str, Concordance]]:
-        """Return the comparisons by θ̂ of two selections of one stage 1, with the setting's name."""
-        named = zip(self._settings(), self.agreements, strict=True)
+    def _theta_hat_pairs(self) -> list[tuple[str, Concordance]]:
+        """Return (setting's name, comparison by θ̂) of every two selections of one stage 1."""
+        named = zip(self._setting_names(), self.agreements, strict=True)
         return [(name, pair) for name, one in named for pair in one.pairs if pair.bound == _BOUND]
 
     def _order_claims(self) -> list[Claim]:
         """Return whether, of two selections of one stage 1, the lower θ̂ has the lower L, and more often than 1 − S."""
-        pairs = self._ordered_pairs()
+        pairs = self._theta_hat_pairs()
         known = [(name, pair) for name, pair in pairs if pair.samples >= MIN_SAMPLES]
         shares = [Case.number(name, pair.share, pair.share_interval, text.percent, 0.5) for name, pair in known]
         gains = [Case.number(name, pair.gain, pair.gain_interval, text.points_apart, 0) for name, pair in known]
@@ -192,20 +193,20 @@ class BoundTightness(Result):
         order = Claim(lower, "perturbs less", shares, _ORDER, noun="setting", missing=few)
         return [order, *([Claim("θ̂", "picks the better one", gains, _GAIN, given_up, noun="setting")] if known else [])]
 
-    def _settings(self) -> list[str]:
+    def _setting_names(self) -> list[str]:
         """Return a short name per setting of several selections."""
-        return short_names([agreement.most_specific for agreement in self.agreements], "selection")
+        return short_names([agreement.most_specific_config for agreement in self.agreements], "selection")
 
     def _order_tables(self) -> list[Part]:
         """Return tables of ρ between each bound and L, and of how often a bound picks the better of two selections."""
-        named = list(zip(self._settings(), self.agreements, strict=True))
+        named = list(zip(self._setting_names(), self.agreements, strict=True))
         ranks = [
             Line(name if index == 0 else "", (rho,))
             for name, agreement in named
             for index, rho in enumerate(rho for rho in agreement.correlations if set(rho.selections) <= {*CONTENDERS})
         ]
         picks = [
-            Line(f"{name} {pair.first} or {pair.second}".strip() if pair.bound == "θ" else "", (pair,))
+            Line(f"{name} {pair.first} or {pair.second}".strip() if pair.bound == BOUNDS[0] else "", (pair,))
             for name, agreement in named
             for pair in agreement.shown
         ]
@@ -230,8 +231,8 @@ def bound_tightness(trace: Trace, selection: str = "two-stage", step: int = 0) -
         step: decode step.
 
     Raises BoundError where a bound is violated (METHOD: L ≤ θ ≤ θ̂, and θ̂ ≤ θ̂_relax where σ > 0.5), TraceError where
-    the trace holds no such configuration, no complete sample or not what is needed, ConfigError where it has no such
-    step.
+    the trace holds no such configuration, no complete sample or lacks a variable that is needed, ConfigError where it
+    has no such step.
 
     Example, of a `trace` of 2 layers and 2 heads:
         >>> import perturbkv as pk
@@ -256,8 +257,16 @@ def bound_tightness(trace: Trace, selection: str = "two-stage", step: int = 0) -
     )
 
 
+def _none_where_nan(array: Floats) -> NDArray[np.object_]:
+    """Return the array with None in place of NaN, for a data frame."""
+    return np.where(np.isnan(array), np.array(None), array)
+
+
 def _factor_text(ratios: Floats) -> str:
-    """Return a factor by which the bound exceeds L, as median and 5 to 95 % of heads: '3.1 × (1.6 to 8.2)'."""
+    """Return a factor by which the bound exceeds L, as median and 5 to 95 % of heads: '3.1 × (1.6 to 8.2)'.
+
+    `ratios` are the quantiles at `LEVELS` of the inverse, L over the bound; of a ratio of 0 the factor is infinite.
+    """
     median, largest, least = (
         1 / float(ratios[index]) if ratios[index] else float("inf") for index in (_MEDIAN, _LOW, _HIGH)
     )

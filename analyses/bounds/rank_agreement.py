@@ -40,7 +40,7 @@ CONTENDERS = ("attention", "attention-unpooled", "two-stage-uniform", "two-stage
 """Selections to choose among in practice; controls are so much worse that any bound ranks them last."""
 STAGED_BOUND, MASS = "θ̂", "1 − S"
 BOUNDS = ("θ", STAGED_BOUND, MASS)
-RANKED = ("θ", MASS)
+RANKING_BOUNDS = ("θ", MASS)
 """Bounds that need no stage 1: those that rank all selections."""
 _SHOWN = ({"attention", "two-stage"}, {"two-stage-uniform", "two-stage"})
 """Pairs that tables and figures show; the second has one stage 1."""
@@ -121,7 +121,7 @@ class RankAgreement(Record):
         return setting_object(self.configs)
 
     @property
-    def most_specific(self) -> EvictionConfig:
+    def most_specific_config(self) -> EvictionConfig:
         """The configuration with the most options, whose choices name the setting."""
         return max(self.configs, key=lambda config: len(config.flat()))
 
@@ -136,20 +136,23 @@ def compare_orders(bounds: Bounds, run: RunConfig) -> tuple[RankAgreement, ...]:
     return tuple(_agreement(bounds, group) for group in group_by_selection(run) if len(group) > 1)
 
 
-def concordant(
+def compare_pair_orders(
     bounds: Sequence[Floats], perturbation: Floats, counted: NDArray[np.bool_] | None = None
 ) -> tuple[Floats, ...]:
-    """Return, per bound, whether it orders two selections as L does: 1 or 0, and NaN where L or any bound is equal.
+    """Return, per bound, whether it orders two selections as L does, (sample, layer, head).
+
+    1 where it does, 0 where not, NaN where L or any of the bounds is equal, and outside `counted`.
 
     Args:
         bounds: each (selection, sample, layer, head), of two selections.
         perturbation: L, alike.
         counted: (sample, layer, head) that may count; by default all.
     """
-    lower, wanted = [bound[1] < bound[0] for bound in bounds], perturbation[1] < perturbation[0]
-    differing = np.all([array[0] != array[1] for array in (perturbation, *bounds)], axis=0)
-    differing = differing if counted is None else differing & counted
-    return tuple(np.where(differing, each == wanted, np.nan) for each in lower)
+    second_perturbs_less = perturbation[1] < perturbation[0]
+    counts = np.all([array[0] != array[1] for array in (perturbation, *bounds)], axis=0)
+    if counted is not None:
+        counts = counts & counted
+    return tuple(np.where(counts, (bound[1] < bound[0]) == second_perturbs_less, np.nan) for bound in bounds)
 
 
 @dataclass(frozen=True)
@@ -177,17 +180,17 @@ def _agreement(bounds: Bounds, group: dict[str, int]) -> RankAgreement:
     """Return the agreement of bounds with L among selections; `group`: selection -> index of its configuration."""
     indices = list(group.values())
     samples = bounds.evicted[:, indices].all(axis=1)
-    arrays = [
+    perturbation, sigma, *arrays = (
         np.moveaxis(array[samples][:, indices], 1, 0)
         for array in (bounds.perturbation, bounds.sigma, bounds.theta, bounds.theta_hat, 1 - bounds.mass)
-    ]
-    by_bound = dict(zip(BOUNDS, arrays[2:], strict=True))
-    whole = _Group(tuple(group), perturbation=arrays[0], bounds=by_bound, sigma=arrays[1])
+    )
+    by_bound = dict(zip(BOUNDS, arrays, strict=True))
+    whole = _Group(tuple(group), perturbation=perturbation, bounds=by_bound, sigma=sigma)
     contenders = tuple(name for name in group if name in CONTENDERS)
     ranked = [names for names in dict.fromkeys((contenders, whole.names)) if len(names) >= LEAST_SELECTIONS]
     return RankAgreement(
         configs=tuple(bounds.configs[index] for index in indices),
-        correlations=tuple(_correlation(whole.select(names), bound) for names in ranked for bound in RANKED),
+        correlations=tuple(_correlation(whole.select(names), bound) for names in ranked for bound in RANKING_BOUNDS),
         pairs=tuple(row for pair in combinations(whole.names, 2) for row in _concordances(whole.select(pair))),
     )
 
@@ -202,18 +205,18 @@ def _correlation(group: _Group, bound: str) -> RankCorrelation:
         mean=float(mean_where_known(per_sample)),
         mean_interval=intervals.of_mean(per_sample, CORRELATION),
         by_head=mean_where_known(rho),
-        values=_count(rho),
-        samples=_count(per_sample),
+        values=_count_known(rho),
+        samples=_count_known(per_sample),
     )
 
 
 def _concordances(pair: _Group) -> list[Concordance]:
-    """Return, for each bound that compares two selections, how often the lower bound has the lower L."""
-    names = BOUNDS if pair.same_stage1 else RANKED
+    """Return, for each bound that compares the two selections of `pair`, how often the lower bound has the lower L."""
+    names = BOUNDS if pair.same_stage1 else RANKING_BOUNDS
     counted = np.asarray((pair.sigma > EVIDENCE).all(axis=0)) if pair.same_stage1 else None
-    agreeing = concordant([pair.bounds[name] for name in names], pair.perturbation, counted)
+    agreeing = compare_pair_orders([pair.bounds[name] for name in names], pair.perturbation, counted)
     per_sample = {name: mean_where_known(each, (1, 2)) for name, each in zip(names, agreeing, strict=True)}
-    share = share_kind(agreeing[0][0].size if len(agreeing[0]) else 0)
+    kind = share_kind(agreeing[0][0].size if len(agreeing[0]) else 0)  # of a sample's heads
     rows = []
     for name, shares in per_sample.items():
         gains = np.full_like(shares, np.nan) if name == MASS else shares - per_sample[MASS]
@@ -224,16 +227,16 @@ def _concordances(pair: _Group) -> list[Concordance]:
                 same_stage1=pair.same_stage1,
                 bound=name,
                 share=float(mean_where_known(shares)),
-                share_interval=intervals.of_mean(shares, share),
+                share_interval=intervals.of_mean(shares, kind),
                 gain=float(mean_where_known(gains)),
                 gain_interval=intervals.of_mean(gains, DIFFERENCE),
-                values=_count(agreeing[0]),
-                samples=_count(shares),
+                values=_count_known(agreeing[0]),
+                samples=_count_known(shares),
             )
         )
     return rows
 
 
-def _count(values: Floats) -> int:
+def _count_known(values: Floats) -> int:
     """Return the number of values that are not NaN."""
     return int((~np.isnan(values)).sum())

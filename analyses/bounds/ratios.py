@@ -55,16 +55,19 @@ class Bounds:
     sample_ids: tuple[str, ...]
     layers: tuple[int, ...]
 
-    def select(self, config: int) -> Bounds:
-        """Return one configuration's L and bounds, over the samples in which it evicted entries."""
-        samples = self.evicted[:, config]
+    def select(self, index: int) -> Bounds:
+        """Return L and bounds of the configuration at an index, over the samples in which it evicted entries.
+
+        Their arrays, but for the axes' names, lose the axis `config`.
+        """
+        samples = self.evicted[:, index]
         arrays = {
-            field.name: getattr(self, field.name)[samples, 0 if field.name == "scale" else config]
+            field.name: getattr(self, field.name)[samples, 0 if field.name == "scale" else index]
             for field in fields(self)
             if field.name not in ("configs", "sample_ids", "layers")
         }
-        names = tuple(name for name, there in zip(self.sample_ids, samples, strict=True) if there)
-        return Bounds(**arrays, configs=(self.configs[config],), sample_ids=names, layers=self.layers)
+        names = tuple(name for name, evicts in zip(self.sample_ids, samples, strict=True) if evicts)
+        return Bounds(**arrays, configs=(self.configs[index],), sample_ids=names, layers=self.layers)
 
 
 def select_evicting(trace: Trace) -> tuple[Trace, tuple[EvictionConfig, ...]]:
@@ -128,7 +131,16 @@ def check_inequalities(bounds: Bounds) -> dict[str, int]:
 def _check_inequality(
     below: str, lower: Floats, above: str, upper: Floats, bounds: Bounds, where: NDArray[np.bool_]
 ) -> int:
-    """Return the number of checked values. Raises BoundError at the first violation of `lower` ≤ `upper`."""
+    """Return the number of checked values. Raises BoundError at the first violation of `lower` ≤ `upper`.
+
+    Args:
+        below: name of `lower` in the message.
+        lower: (sample, config, layer, head).
+        above: name of `upper`.
+        upper: likewise.
+        bounds: that both are of; their scale sets the slack, their axes name the place.
+        where: True where the inequality must hold.
+    """
     slack = RELATIVE_SLACK * np.abs(upper) + ABSOLUTE_SLACK * bounds.scale
     violated = where & (lower > upper + slack)
     if violated.any():
@@ -145,9 +157,11 @@ def _check_inequality(
 
 RATIOS = ("L/θ", "L/θ̂", "θ/θ̂", "θ̂/θ̂_relax")
 LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95)
+"""Quantiles over samples and heads: the axis `level`."""
 OVER_SAMPLES = (0.0, 0.5, 1.0)
 """Quantiles per head, which has one value per sample: least, median, largest."""
 MASS_EDGES = np.linspace(0, 1, 21)
+"""Edges of the bins of S."""
 
 
 @record
@@ -244,32 +258,30 @@ class Tightness(Record):
 
 
 def _quantile_cell(quantiles: Floats) -> str:
-    """Return a table cell from quantiles at `LEVELS`: the median, and on a second line the 5 and 95 % quantiles."""
+    """Return a table cell from quantiles at `LEVELS`: the median, and below it the 5 and 95 % quantiles; NaN a dash."""
     low, _, median, _, high = (float(value) for value in quantiles)
     return decimal(median) if isnan(median) else f"{decimal(median)}\n{decimal(low)}–{decimal(high)}"
 
 
 def tightness(config: EvictionConfig, cache_share: float, bounds: Bounds) -> Tightness:
-    """Return the tightness of one configuration, from the `bounds` of that configuration alone."""
+    """Return the tightness of one configuration, from the `bounds` of that configuration alone.
+
+    Means and shares are NaN where it evicted nothing in any sample.
+    """
     flagged = bounds.sigma <= EVIDENCE
-    ratios = dict(
-        zip(
-            RATIOS,
-            (
-                ratio(bounds.perturbation, bounds.theta),
-                ratio(bounds.perturbation, bounds.theta_hat),
-                ratio(bounds.theta, bounds.theta_hat),
-                ratio(bounds.theta_hat, bounds.theta_hat_relax),
-            ),
-            strict=True,
-        )
+    perturbation_over_theta = ratio(bounds.perturbation, bounds.theta)
+    values = (
+        perturbation_over_theta,
+        ratio(bounds.perturbation, bounds.theta_hat),
+        ratio(bounds.theta, bounds.theta_hat),
+        ratio(bounds.theta_hat, bounds.theta_hat_relax),
     )
     return Tightness(
         config=config,
         cache_share=cache_share,
         evicted_samples=len(flagged),
-        spreads={name: _spread(values, flagged) for name, values in ratios.items()},
-        mass=_mass_curve(bounds.mass, ratios[RATIOS[0]]),
+        spreads={name: _spread(each, flagged) for name, each in zip(RATIOS, values, strict=True)},
+        mass=_mass_curve(bounds.mass, perturbation_over_theta),
         retained_mass=float(bounds.mass.mean()) if bounds.mass.size else float("nan"),
         flagged_share=float(flagged.mean()) if flagged.size else float("nan"),
         flagged_share_interval=intervals.of_mean(
@@ -292,7 +304,7 @@ def _spread(values: Floats, flagged: NDArray[np.bool_]) -> Spread:
 
 
 def _mass_curve(mass: Floats, tightness: Floats) -> MassCurve:
-    """Return the quantiles of L/θ (`tightness`) in bins of S (`mass`), (sample, layer, head) each."""
+    """Return the quantiles of L/θ (`tightness`) in bins of S (`mass`), (sample, layer, head) each; NaN is left out."""
     known = ~np.isnan(tightness)
     bins = np.clip(np.digitize(mass[known], MASS_EDGES) - 1, 0, len(MASS_EDGES) - 2)
     inside = [tightness[known][bins == index] for index in range(len(MASS_EDGES) - 1)]

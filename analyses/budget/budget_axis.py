@@ -19,20 +19,23 @@ class Axis:
     """A curve's configurations, which differ in budget alone, smallest budget first.
 
     Attributes:
-        indices: (budget,) in the trace.
+        indices: (budget,) of the configurations in the trace.
         configs: (budget,).
         cache_shares: (budget,) entries of the cache over those of the full cache; NaN where the trace lacks them.
-        at: (budget,) coordinates: budgets as the user gave them, or `cache_shares`.
+        budgets: (budget,) as the user gave them: all entries, or all shares of the prompt.
     """
 
     indices: tuple[int, ...]
     configs: tuple[EvictionConfig, ...]
     cache_shares: Floats
-    at: Floats
+    budgets: Floats
 
 
 def axis(measured: Measurements, indices: Sequence[int]) -> Axis:
-    """Return the budget axis of the configurations at `indices`. Raises as `check_budget_units`."""
+    """Return the budget axis of one method's configurations, at `indices` in the trace, in any order.
+
+    Raises as `check_budget_units`.
+    """
     run = measured.trace.run
     ordered = sorted(indices, key=lambda index: run.configs[index].budget.value)
     configs = [run.configs[index] for index in ordered]
@@ -42,15 +45,18 @@ def axis(measured: Measurements, indices: Sequence[int]) -> Axis:
 
 
 def named_axes(measured: Measurements, sides: Sequence[str] | None) -> list[tuple[str, Axis]]:
-    """Return (name, budget axis) of every curve of the given sides; None: of all curves. Raises as `axis`."""
-    each: Sequence[str | None] = [None] if sides is None else sides
-    curves = dict.fromkeys(tuple(indices) for side in each for indices in sweeps(measured.trace.run, side))
+    """Return (name, budget axis) of every curve of the given sides, or of the trace for None. Raises as `axis`."""
+    chosen: Sequence[str | None] = [None] if sides is None else sides
+    curves = dict.fromkeys(tuple(indices) for side in chosen for indices in sweeps(measured.trace.run, side))
     axes = [axis(measured, indices) for indices in curves]
     return list(zip(distinct_names([curve.configs[0] for curve in axes], "budget"), axes, strict=True))
 
 
 def check_budget_units(configs: Sequence[EvictionConfig], analysis: str) -> None:
-    """Raise ConfigError where budgets mix entries and shares of the prompt, which have no common order."""
+    """Raise ConfigError where budgets mix entries and shares of the prompt, which have no common order.
+
+    `analysis` is the command, which the message names.
+    """
     units = {config.budget.unit: config.budget for config in configs}
     if len(units) > 1:
         got = " and ".join(f"{budget} ({unit})" for unit, budget in units.items())

@@ -33,7 +33,8 @@ ANALYSIS = "cliff"
 THRESHOLDS = (0.1, 1.0)
 """Default thresholds of KL, in nat."""
 LEAST_BUDGETS = 3
-_METHOD = (
+"""Smallest number of budgets that make a curve."""
+_CURVE_NOTE = (
     "Lines join the budgets measured, on both logarithms; beyond them only the side is known, > or <. Brackets: the "
     "budgets at which the median's own interval holds the threshold. Over the first's: the median over samples of "
     "each one's own ratio; a sample that passes beyond the budgets counts with all that its ratio can be."
@@ -75,13 +76,13 @@ class Cliff(Record):
     crossings: tuple[Crossing, ...] = column("one per threshold")
     ratios: tuple[CrossingRatio, ...] = column("one per threshold, over the first method; empty of the first method")
 
-    def at(self, budget: float, quantity: Floats) -> float:
+    def interpolate(self, budget: float, quantity: Floats) -> float:
         """Return a (budget,) quantity at any budget, interpolated on both logarithms; NaN outside measured budgets."""
         if not self.budgets[0] <= budget <= self.budgets[-1]:
             return float("nan")
         return float(np.exp(np.interp(np.log(budget), np.log(self.budgets), np.log(quantity))))
 
-    def by_budget(self) -> Iterator[BudgetKL]:
+    def kl_by_budget(self) -> Iterator[BudgetKL]:
         """Yield the KL of the next token at each budget, with its interval."""
         for index, config in enumerate(self.configs):
             yield BudgetKL(
@@ -98,16 +99,22 @@ def method_cliff(
 ) -> Cliff:
     """Return a method's cliff: its KL curve, threshold crossings and their ratios to the first method's.
 
-    `kl` is (sample, config) in nat.
+    Args:
+        measured: the trace.
+        name: of the method.
+        axis: the method's budgets.
+        first: those of the first method; the first method itself gets no ratios.
+        kl: (sample, config) in nat, of all configurations of the trace.
+        thresholds: of KL, in nat, rising.
     """
     curves, first_curves = kl[:, list(axis.indices)], kl[:, list(first.indices)]
     ratios = [] if axis is first else [
-        crossing_ratio((first.at, axis.at), (first_curves, curves), threshold) for threshold in thresholds
+        crossing_ratio((first.budgets, axis.budgets), (first_curves, curves), threshold) for threshold in thresholds
     ]  # fmt: skip
     cliff = Cliff(
         name=name,
         configs=axis.configs,
-        budgets=axis.at,
+        budgets=axis.budgets,
         cache_shares=axis.cache_shares,
         cache_bytes=_mean_bytes(measured)[list(axis.indices)],
         median=np.median(curves, axis=0),
@@ -123,13 +130,16 @@ def method_cliff(
 
 
 def _sized_crossing(method: Cliff, curves: Floats, threshold: float) -> Crossing:
-    """Return where a method's KL curve passes a threshold, with the cache's size there; `curves` (sample, budget)."""
+    """Return where a method's KL curve passes a threshold, with the cache's size there.
+
+    `method` is the cliff without its crossings, `curves` (sample, budget) its KL.
+    """
     point = crossing(method.budgets, curves, threshold)
     return dataclasses.replace(
         point,
         entries=isinstance(method.configs[0].budget.value, int),
-        cache_share=method.at(point.value, method.cache_shares),
-        cache_bytes=method.at(point.value, method.cache_bytes),
+        cache_share=method.interpolate(point.value, method.cache_shares),
+        cache_bytes=method.interpolate(point.value, method.cache_bytes),
     )
 
 
@@ -142,7 +152,7 @@ def _mean_bytes(measured: Measurements) -> Floats:
 
 def _unstaged_samples(measured: Measurements, axis: Axis) -> NDArray[np.int64]:
     """Return the number of samples in which stage 1 selects no entry, (budget,); 0 for selections without stages."""
-    taken = measured["stage1_count"][:, list(axis.indices)].max(axis=(2, 3))
+    taken = measured["stage1_count"][:, list(axis.indices)].max(axis=(2, 3))  # over layers and heads
     staged = np.array([config.selection.name in STAGED for config in axis.configs])
     return np.asarray(((taken == 0) & staged).sum(axis=0), dtype=np.int64)
 
@@ -164,15 +174,15 @@ class Cliffs(Sequenced[Cliff], Result):
 
     def claims(self) -> Sequence[Claim]:
         """Return the budget from which on methods stay below each threshold."""
-        shown = [(method.name, one) for method in self.members for one in method.crossings]
         return [
             Claim(
                 f"median KL of the next token below {threshold:g} nat",
                 "needs a budget of",
                 [
-                    Case(name, one.value, one.budget.removeprefix("*"))
-                    for name, one in shown
-                    if one.threshold == threshold
+                    Case(method.name, crossing.value, crossing.budget.removeprefix("*"))  # the table explains its star
+                    for method in self.members
+                    for crossing in method.crossings
+                    if crossing.threshold == threshold
                 ],
             )
             for threshold in self.thresholds
@@ -199,13 +209,13 @@ class Cliffs(Sequenced[Cliff], Result):
     def details(self) -> Sequence[Part]:
         """Return tables of all curves and of the crossings of means, and notes on how both are made."""
         lines = [Line(method.name if index == 0 else "", (row,))
-                 for method in self.members for index, row in enumerate(method.by_budget())]  # fmt: skip
+                 for method in self.members for index, row in enumerate(method.kl_by_budget())]  # fmt: skip
         means = [Line(method.name, (crossing, self._crossing_ratio(method, index)))
                  for method in self.members for index, crossing in enumerate(method.crossings)]  # fmt: skip
         return [
             columns.table("KL of the next token", lines, ("budget", "cache_share", "median", "mean"), self.FIRST),
             columns.table("crossings of the mean over samples", means, ("threshold", "mean_budget", "known"), "method"),
-            _METHOD,
+            _CURVE_NOTE,
             *([f"KL is each sample's mean over its steps, at most {self.steps}."] if self.steps > 1 else []),
             f"With everything kept KL is {self.kl_floor:.0e} nat (median).",
             text.cache_share_note(share for method in self.members for share in method.cache_shares),
@@ -221,13 +231,14 @@ class Cliffs(Sequenced[Cliff], Result):
         ]  # fmt: skip
 
     def _crossing_ratio(self, method: Cliff, index: int) -> CrossingRatio:
-        """Return the ratio of a method's crossing to the first method's, for the threshold at `index`."""
+        """Return the ratio of a method's crossing to the first method's, for the threshold at `index`.
+
+        Of the first method it is 1, without an interval.
+        """
+        if method.ratios:
+            return method.ratios[index]
         samples = self.identity.samples
-        return (
-            method.ratios[index]
-            if method.ratios
-            else CrossingRatio(self.thresholds[index], (1.0, 1.0), None, samples, samples)
-        )
+        return CrossingRatio(self.thresholds[index], (1.0, 1.0), None, samples, samples)
 
     def _stage1_caveat(self) -> list[str]:
         """Return the caveat on budgets at which stage 1 takes no entry, where there are any."""
@@ -255,8 +266,8 @@ def cliff(trace: Trace, *, sides: Sides | None = None, kl: Sequence[float] = THR
 
     Returns the methods as one result. Arrays of a `Cliff` are (budget,).
 
-    Raises ConfigError for thresholds that are none, and for budgets of both kinds; TraceError where the trace has no
-    complete sample, no such side, or fewer than three budgets of one.
+    Raises ConfigError for no thresholds, equal ones or any not above 0, and for budgets of both kinds; TraceError
+    where the trace has no complete sample, no such side, or fewer than three budgets of one.
 
     Example, of a `trace` of 5 budgets:
         >>> import perturbkv as pk
@@ -291,7 +302,7 @@ def check_thresholds(kl: Sequence[float]) -> tuple[float, ...]:
 def _check_budgets(axes: Sequence[Axis]) -> None:
     """Raise TraceError where a method has fewer budgets than a curve needs."""
     for axis in axes:
-        if len(axis.at) < LEAST_BUDGETS:
+        if len(axis.budgets) < LEAST_BUDGETS:
             got = ", ".join(f"{config.budget}" for config in axis.configs)
             raise TraceError(
                 f"{ANALYSIS} needs at least {LEAST_BUDGETS} budgets of every method, got {got} of "

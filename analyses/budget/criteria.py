@@ -27,7 +27,9 @@ from perturbkv.errors import ConfigError, TraceError
 
 ANALYSIS = "budget"
 _QUANTITIES = {"kl": "mean KL", "drop": "mean drop of the score", "top1": "mean share of the same token"}
+"""Name of a criterion -> the quantity that it limits."""
 _SHORT = {"kl": "KL", "drop": "drop of score", "top1": "same token"}
+"""Name of a limited quantity in a narrow table."""
 _UNITS = {"kl": " nat", "drop": " points", "top1": ""}
 _SMALLEST = 1e-12
 """Least KL in nat: less is rounding, whose logarithm means nothing."""
@@ -50,7 +52,7 @@ class Criterion:
         return f"{_QUANTITIES[self.name]} {sign} {self.format(self.limit)}{_UNITS[self.name]}"
 
     @property
-    def short(self) -> str:
+    def short_text(self) -> str:
         """The limit as a table shows it: 'KL ≤ 0.1 nat'."""
         return f"{_SHORT[self.name]} {'≥' if self.is_lower_limit else '≤'} {self.format(self.limit)}{_UNITS[self.name]}"
 
@@ -60,7 +62,7 @@ class Criterion:
         return _QUANTITIES[self.name]
 
     def format(self, value: float) -> str:
-        """Return a mean or a bound as text in the limit's unit, a drop in points of 100."""
+        """Return a mean or a bound as text in the limit's unit, a drop in points of 100; '∞' for infinity."""
         if math.isinf(value):
             return "∞"
         if self.name == "drop":
@@ -72,14 +74,15 @@ class Criterion:
         """True where means must be at least the limit."""
         return self.name == "top1"
 
-    def keeps(self, value: float) -> bool:
+    def allows(self, value: float) -> bool:
         """Return whether a mean, or a bound of a mean, meets the limit."""
         return value >= self.limit if self.is_lower_limit else value <= self.limit
 
     def sample_means(self, measured: Measurements) -> Floats:
-        """Return the mean of the limited quantity over each sample's steps, (sample, config).
+        """Return the limited quantity of each sample, (sample, config): a mean over its steps, or its drop of score.
 
-        Raises TraceError where the trace lacks it. `measured` is of all steps.
+        KL below its noise floor counts as the floor. `measured` is of all steps. Raises TraceError where the trace
+        lacks the quantity, and for a drop where the full cache scores nothing.
         """
         if self.name == "drop":
             return _drop(measured)
@@ -91,38 +94,45 @@ class Criterion:
         return np.asarray(np.maximum(kl, np.maximum(floor, _SMALLEST)[:, None]))
 
     def bound(self, each: Floats, samples: int | None = None) -> float:
-        """Return the one-sided 95 % bound of the mean of (sample,) values; `samples`: as if there were that many."""
+        """Return the one-sided 95 % bound of the mean of (sample,) values: lower for a lower limit, else upper.
+
+        `samples`: as if there were that many.
+        """
         if self.name == "kl":
             return one_sided.mean_at_most(each, samples)
-        if self.name == "drop":
+        if self.name == "drop":  # a drop lies in [−1, 1], and its upper bound mirrors a lower one in [0, 1]
             return 1 - 2 * one_sided.mean_at_least((1 - each) / 2, samples)
         if np.isin(each, (0, 1)).all():
             return one_sided.share_at_least(each > 0, samples)
         return one_sided.mean_at_least(each, samples)
 
-    def share_above(self, each: Floats) -> float | None:
-        """Return the upper bound of the share of samples with KL above the limit; None if the limit is not on KL."""
+    def bound_share_above(self, each: Floats) -> float | None:
+        """Return the upper 95 % bound of the share of samples with KL above the limit; None if it is not on KL."""
         return 1 - one_sided.share_at_least(each <= self.limit) if self.name == "kl" else None
 
     def samples_for(self, each: Floats) -> int | None:
-        """Return the number of samples at which the bound would meet the limit; None if unknown."""
-        return one_sided.samples_for(lambda count: self.keeps(self.bound(each, count)), len(each))
+        """Return the number of samples like these at which the bound would meet the limit; None if unknown."""
+        return one_sided.samples_for(lambda count: self.allows(self.bound(each, count)), len(each))
 
 
 def _drop(measured: Measurements) -> Floats:
     """Return the score lost by eviction, (sample, config). Raises TraceError where the full cache scores nothing."""
-    graded, source = scores(measured.trace, ANALYSIS), measured.trace.source
+    graded = scores(measured.trace, ANALYSIS)
     if not graded.full.any():
+        source = measured.trace.source or "this trace"
         raise TraceError(
-            f"the full cache answers none of the {len(graded.full)} prompts of {source or 'this trace'} (score "
-            "0): there is nothing that eviction can lose; limit KL or the same token, or take prompts that the model "
+            f"the full cache answers none of the {len(graded.full)} prompts of {source} (score 0): "
+            "there is nothing that eviction can lose; limit KL or the same token, or take prompts that the model "
             "answers"
         )
     return graded.drop
 
 
 def _mean_over_steps(array: Floats, measured: NDArray[np.bool_]) -> Floats:
-    """Return means over the step axis (the last), over the steps that each sample has; `measured` (sample, step)."""
+    """Return means over the last axis, of steps, and there over those that each sample has.
+
+    `measured` is True at these; its axes are (sample, step), or as many as the array's.
+    """
     return np.asarray(np.mean(array, axis=-1, where=np.broadcast_to(measured, array.shape)))
 
 
@@ -155,6 +165,7 @@ def _criterion(name: str, limit: float) -> Criterion:
 
 
 SAFE, FEW, NONE = "safe", "too few samples", "none"
+"""States of a limit or a selection: some budget is safe; more samples could make the largest so; no budget is."""
 
 
 @record
@@ -188,8 +199,8 @@ class Verdict(Record):
         "known, and where nothing failed"
     )
 
-    @derived(key="criterion", json=True)
-    def limited(self) -> str:
+    @derived(key="criterion")
+    def criterion_name(self) -> str:
         """Limited quantity: kl, drop or top1."""
         return self.criterion.name
 
@@ -203,7 +214,7 @@ class Verdict(Record):
         """Safe, too few samples (at the largest budget the mean keeps to the limit and its bound does not), or none."""
         if self.safe is not None:
             return SAFE
-        return FEW if self.criterion.keeps(self.budgets[0].mean) else NONE
+        return FEW if self.criterion.allows(self.budgets[0].mean) else NONE
 
     @derived(heading="#smallest\nbudget")
     def budget(self) -> Budget | None:
@@ -217,14 +228,14 @@ class Verdict(Record):
         return passed[-1] if passed else None
 
     @property
-    def failed(self) -> TestedBudget | None:
-        """The largest budget that failed; None if all budgets passed."""
+    def first_failure(self) -> TestedBudget | None:
+        """The largest budget that failed, at which the tests ended; None if all budgets passed."""
         return next((tested for tested in self.budgets if tested.tested and not tested.holds), None)
 
     @derived(heading="limit", json=False)
     def limit_shown(self) -> str:
         """Limit on the mean over samples."""
-        return self.criterion.short
+        return self.criterion.short_text
 
     @derived(heading="#cache\nshare", json=False)
     def cache_share(self) -> float | None:
@@ -239,18 +250,18 @@ class Verdict(Record):
     @derived(heading="fails at", json=False)
     def failure(self) -> str:
         """First budget that fails, its mean (and bound), and how many samples like these it would take to pass."""
-        if self.failed is None:
+        if self.first_failure is None:
             return "none"
-        budget, mean = self.failed.config.budget, self.criterion.format(self.failed.mean)
-        if not self.criterion.keeps(self.failed.mean):
+        budget, mean = self.first_failure.config.budget, self.criterion.format(self.first_failure.mean)
+        if not self.criterion.allows(self.first_failure.mean):
             return f"{budget}: {mean}"
-        if math.isinf(self.failed.bound):
+        if math.isinf(self.first_failure.bound):
             return f"{budget}: {mean};\nn ≥ {MIN_SAMPLES} has a bound"
         enough = "n unknown" if self.samples_for is None else f"n = {self.samples_for:,} would do"
-        return f"{budget}: {self._mean_and_bound(self.failed)};\n{enough}"
+        return f"{budget}: {self._mean_and_bound(self.first_failure)};\n{enough}"
 
     @derived(heading="#samples above\nthe limit", json=False)
-    def above(self) -> str | None:
+    def above_shown(self) -> str | None:
         """Exact 95 % bound of the share of samples whose own KL exceeds the limit, at the smallest safe budget."""
         return None if self.safe is None or self.safe.above is None else f"≤ {100 * self.safe.above:.0f} %"
 
@@ -266,25 +277,28 @@ def worst_state(states: Iterable[str]) -> str:
     return next(state for state in (NONE, FEW, SAFE) if state in present)
 
 
-def verdict(criterion: Criterion, each: Floats, curve: Axis) -> Verdict:
-    """Return a limit's verdict on a curve; `each` is the limited quantity (sample, config) of all configurations."""
-    tested: list[TestedBudget] = []
+def judge_curve(criterion: Criterion, each: Floats, curve: Axis) -> Verdict:
+    """Judge a curve's budgets under one limit, from the largest down.
+
+    `each` is the limited quantity (sample, config) of all configurations of the trace.
+    """
+    budgets: list[TestedBudget] = []
     for config, index, share in list(zip(curve.configs, curve.indices, curve.cache_shares, strict=True))[::-1]:
-        values, passed = each[:, index], all(larger.holds for larger in tested)
+        values, is_tested = each[:, index], all(larger.holds for larger in budgets)
         bound = criterion.bound(values)
-        tested.append(
+        budgets.append(
             TestedBudget(
                 config=config,
                 cache_share=float(share),
                 mean=float(values.mean()),
                 bound=bound,
-                above=criterion.share_above(values),
-                tested=passed,
-                holds=passed and criterion.keeps(bound),
+                above=criterion.bound_share_above(values),
+                tested=is_tested,
+                holds=is_tested and criterion.allows(bound),
             )
         )
-    result = Verdict(criterion, tuple(tested), None)
-    if result.failed is None or not criterion.keeps(result.failed.mean):
+    result = Verdict(criterion, tuple(budgets), None)
+    if result.first_failure is None or not criterion.allows(result.first_failure.mean):
         return result
-    index = curve.indices[curve.configs.index(result.failed.config)]
+    index = curve.indices[curve.configs.index(result.first_failure.config)]
     return Verdict(criterion, result.budgets, criterion.samples_for(each[:, index]))

@@ -18,7 +18,7 @@ from perturbkv.analyses.budget.criteria import (
     TestedBudget,
     Verdict,
     criteria,
-    verdict,
+    judge_curve,
     worst_state,
 )
 from perturbkv.analyses.columns import Line, Record, column, derived, record
@@ -47,7 +47,8 @@ _BOUNDS = {
     "drop": "Drop: a bound for any distribution of scores; {few}.",
     "top1": "Same token: exact for single steps, for means over steps a bound for any distribution.",
 }
-_SIDES = {SAFE: verdicts.MORE, NONE: verdicts.LESS, FEW: verdicts.FEW}
+_VERDICTS = {SAFE: verdicts.MORE, NONE: verdicts.LESS, FEW: verdicts.FEW}
+"""State of a selection -> verdict of its claim."""
 _WORDS = {verdicts.MORE: "a safe budget", verdicts.LESS: "no safe budget"}
 _EXIT_CODES = {SAFE: 0, NONE: 1, FEW: 2}
 
@@ -64,24 +65,26 @@ class CacheSize(Record):
     entries: float = column("mean entries of the trace's prompts")
     dtype: str = column("type of the numbers that are counted")
 
-    @derived(key="full_bytes")
-    def full(self) -> float:
+    @derived()
+    def full_bytes(self) -> float:
         """Bytes of the full caches."""
         return self.token_bytes * self.length * self.batch
 
-    def evicted(self, config: EvictionConfig, cache_share: float) -> float:
+    def evicted_bytes(self, config: EvictionConfig, cache_share: float) -> float:
         """Return the bytes of a configuration's evicted caches; `cache_share`: its cache share on the trace's prompts.
 
-        A budget in entries keeps as many at every length: the share then implies the number of kept sets.
+        A budget that is a share of the prompt has the same cache share at every length. A budget in entries keeps as
+        many entries at every length, so that its share falls with the length; what stays is the number of kept sets
+        per key/value head: 1, or more where every query head keeps a set of its own.
         """
         if isinstance(config.budget.value, float):
-            return self.full * cache_share
-        sets = cache_share * self.entries / min(config.budget.value, self.entries)
-        return self.full * sets * min(config.budget.value, self.length) / self.length
+            return self.full_bytes * cache_share
+        sets_per_kv_head = cache_share * self.entries / min(config.budget.value, self.entries)
+        return self.full_bytes * sets_per_kv_head * min(config.budget.value, self.length) / self.length
 
 
 def check_size(length: int | None, batch: int) -> None:
-    """Raise ConfigError for a length or batch below 1, and for a batch without a length."""
+    """Raise ConfigError for a length or batch that is no number or below 1, and for a batch without a length."""
     if length is None and batch != 1:
         raise ConfigError(f"for_batch (--for-batch {batch}) has no effect without for_length (--for-length); give both")
     for name, number in (("for_length (--for-length)", length), ("for_batch (--for-batch)", batch)):
@@ -92,15 +95,15 @@ def check_size(length: int | None, batch: int) -> None:
 
 
 def cache_size(measured: Measurements, length: int, batch: int) -> CacheSize:
-    """Return the size of the trace's caches at another length and batch.
+    """Return the size of full caches of another length and batch, by the bytes of an entry in the trace's caches.
 
-    Bytes of an entry are the bytes of the run's evicted caches over their entries. Raises TraceError where the trace
-    lacks the caches' bytes.
+    Bytes of an entry are the bytes of the run's evicted caches, of all configurations and without padding, over their
+    entries. Raises TraceError where the trace lacks the caches' bytes.
     """
-    taken = measured["cache_bytes"] - measured["cache_padding_bytes"]
+    cache_bytes = measured["cache_bytes"] - measured["cache_padding_bytes"]
     tokens = measured["prompt_tokens"]
-    entries = (measured["held_share"].sum(axis=1) * tokens).sum()
-    token_bytes = float(taken.sum() / entries)
+    entries = (measured["held_share"].sum(axis=1) * tokens).sum()  # in units of the full cache's, of all layers
+    token_bytes = float(cache_bytes.sum() / entries)
     return CacheSize(length, batch, token_bytes, float(tokens.mean()), measured.trace.run.dtype)
 
 
@@ -121,12 +124,12 @@ class SafeBudget(Record):
     @derived()
     def state(self) -> str:
         """Worst of its limits: safe, too few samples, or none."""
-        return worst_state(limited.state for limited in self.verdicts)
+        return worst_state(verdict.state for verdict in self.verdicts)
 
     @property
     def safe(self) -> TestedBudget | None:
         """The smallest budget at which all limits hold; None if some limit holds at no budget."""
-        known = [limited.safe for limited in self.verdicts if limited.safe is not None]
+        known = [verdict.safe for verdict in self.verdicts if verdict.safe is not None]
         return max(known, key=lambda tested: tested.config.budget.value) if len(known) == len(self.verdicts) else None
 
     @derived()
@@ -147,16 +150,16 @@ class SafeBudget(Record):
     def case(self) -> Case:
         """Return the smallest safe budget as a case, or the first limit that fails, at the largest budget."""
         if self.safe is not None:
-            return Case("", self.safe.config.budget.value, f"{self.safe.config.budget} or more", _SIDES[SAFE])
-        failing = next(limited for limited in self.verdicts if limited.state == self.state)
+            return Case("", self.safe.config.budget.value, f"{self.safe.config.budget} or more", _VERDICTS[SAFE])
+        failing = next(verdict for verdict in self.verdicts if verdict.state == self.state)
         budget, _, why = " ".join(failing.failure.split()).replace(";", ",").partition(": ")
         text = f"at {budget}, the largest, {failing.criterion.quantity} is {why}"
-        return Case("", 0.0, text, _SIDES[self.state])
+        return Case("", 0.0, text, _VERDICTS[self.state])
 
     @derived()
     def evicted_bytes(self) -> float | None:
         """Bytes of its caches at the length and batch of `cache`."""
-        return None if self.safe is None or self.size is None else self.size.evicted(
+        return None if self.safe is None or self.size is None else self.size.evicted_bytes(
             self.safe.config, self.safe.cache_share)  # fmt: skip
 
     @derived(heading="#evicted /\nfull bytes", json=False)
@@ -164,7 +167,7 @@ class SafeBudget(Record):
         """Bytes of the caches at the smallest budget that every limit allows, over those of the full caches."""
         if self.size is None:
             return ""
-        full = _format_gib(self.size.full)
+        full = _format_gib(self.size.full_bytes)
         return f"– / {full}" if self.evicted_bytes is None else f"{_format_gib(self.evicted_bytes)} /\n{full} GiB"
 
 
@@ -203,7 +206,7 @@ class SafeBudgets(Sequenced[SafeBudget], Result):
 
     def scope(self) -> Sequence[str]:
         """Return what is safe, the kind of bounds, and the number of samples."""
-        limits = " and ".join(str(limited.criterion) for limited in self[0].verdicts)
+        limits = " and ".join(str(verdict.criterion) for verdict in self[0].verdicts)
         samples = f"n = {plural(self.identity.samples, 'sample')}"
         return [f"safe: {limits}", f"95 % bounds{_kl_assumption(self)}", samples]
 
@@ -227,7 +230,7 @@ class SafeBudgets(Sequenced[SafeBudget], Result):
 
     def caveats(self) -> Sequence[str]:
         """Return notes on answers that eviction cannot change, cache shares above 1, and what limits do not bound."""
-        names = [limited.criterion.name for limited in self[0].verdicts]
+        names = [verdict.criterion_name for verdict in self[0].verdicts]
         shares = [tested.cache_share for selection in self for tested in selection.verdicts[0].budgets]
         return [
             *measurements.first_token_caveat(self.alike, self.identity.samples),
@@ -237,17 +240,24 @@ class SafeBudgets(Sequenced[SafeBudget], Result):
 
     def details(self) -> Sequence[Part]:
         """Return a table of samples above the limit, and notes on the order of tests, the bounds and cache shares."""
-        names = [limited.criterion.name for limited in self[0].verdicts]
+        names = [verdict.criterion_name for verdict in self[0].verdicts]
         samples = self.identity.samples
         few = f"{samples} samples without any loss leave room for {_lossless_bound(samples):.3g} points"
-        kl = [Line(selection.name, (limited,)) for selection in self for limited in selection.verdicts if limited.above]
+        above = [
+            Line(selection.name, (verdict,))
+            for selection in self
+            for verdict in selection.verdicts
+            if verdict.above_shown
+        ]
         shares = [tested.cache_share for selection in self for tested in selection.verdicts[0].budgets]
         if self.size is not None:
             shares += [
-                selection.evicted_bytes / self.size.full for selection in self if selection.evicted_bytes is not None
+                selection.evicted_bytes / self.size.full_bytes
+                for selection in self
+                if selection.evicted_bytes is not None
             ]
         return [
-            *([columns.table("KL above the limit", kl, ("budget", "above"), self.FIRST)] if kl else []),
+            *([columns.table("KL above the limit", above, ("budget", "above_shown"), self.FIRST)] if above else []),
             _ORDER,
             *(_BOUNDS[name].format(few=few) for name in names),
             *filter(None, [measurements.first_token_note(self.alike, samples)]),
@@ -261,16 +271,16 @@ class SafeBudgets(Sequenced[SafeBudget], Result):
         the share of samples above the limit; `tested` is 0 below the first failure, and `holds` means nothing there.
         """
         return [
-            {"name": selection.name, **config_columns(at.config), "criterion": limited.limited, "limit": limited.limit,
-             "held": at.cache_share, "mean": at.mean, "bound": at.bound, "above": at.above, "tested": int(at.tested),
-             "holds": int(at.holds)}
-            for selection in self.members for limited in selection.verdicts for at in limited.budgets
+            {"name": selection.name, **config_columns(tested.config), "criterion": verdict.criterion_name,
+             "limit": verdict.limit, "held": tested.cache_share, "mean": tested.mean, "bound": tested.bound,
+             "above": tested.above, "tested": int(tested.tested), "holds": int(tested.holds)}
+            for selection in self.members for verdict in selection.verdicts for tested in verdict.budgets
         ]  # fmt: skip
 
 
 def _kl_assumption(result: SafeBudgets) -> str:
     """Return the assumption of the bound on KL, as a phrase; empty without a limit on KL."""
-    return ", of KL if lognormal" if any(limited.criterion.name == "kl" for limited in result[0].verdicts) else ""
+    return ", of KL if lognormal" if any(verdict.criterion_name == "kl" for verdict in result[0].verdicts) else ""
 
 
 def _format_gib(size: float) -> str:
@@ -326,7 +336,8 @@ def safe_budget(
     each = {limit: limit.sample_means(measured) for limit in limits}
     size = None if for_length is None else cache_size(measured, for_length, for_batch)
     members = tuple(
-        SafeBudget(name, tuple(verdict(limit, each[limit], curve) for limit in limits), size) for name, curve in curves
+        SafeBudget(name, tuple(judge_curve(limit, each[limit], curve) for limit in limits), size)
+        for name, curve in curves
     )
     configs = [config for _, curve in curves for config in curve.configs]
     alike = 0 if max_drop is None else int(has_only_first_token(measured.trace).sum())

@@ -62,16 +62,19 @@ NOTHING = 0.1
 """A difference of ρ, or of a share of pairs, whose interval lies within this of 0 is as good as nothing."""
 _BELOW = {LESS: "below 0", MORE: "above 0", ALIKE: "0"}
 _ABOVE = {MORE: "above 0", LESS: "below 0", ALIKE: "0"}
+"""Verdict -> side of 0 in words, the expected one first: of ρ the former, of shares of pairs the latter."""
 
 
 def _beyond_claim(statistic: str, beyond: Estimate, shown: str, words: Mapping[str, str], margin: str) -> Claim:
-    """Return the claim that a statistic differs from its method identity baseline, which is negligible within `margin`.
+    """Return the claim that a statistic differs from its method identity baseline.
+
+    An undecided difference whose whole interval lies within `NOTHING` of 0 is EQUIVALENT.
 
     Args:
         statistic: its name.
         beyond: the statistic less its baseline.
-        shown: its text.
-        words: of its sides of 0.
+        shown: text of the difference.
+        words: verdict -> side of 0 in words, the expected one first.
         margin: `NOTHING` as text.
     """
     ends, verdict = beyond.interval, verdict_at(beyond.interval, 0)
@@ -118,39 +121,39 @@ class Correlation(Result):
 
     def claims(self) -> Sequence[Claim]:
         """Return the correlation of propagated L1 with scores and lost answers, also less the identity baseline."""
-        samples, answered = (sum(getattr(part, name) for part in self.parts) for name in ("samples", "answered"))
-        if not answered:
-            none = f"the full cache answers none of {plural(samples, 'prompt')} (score > {self.rule.right:g})"
+        if not self._total("answered"):
+            prompts = plural(self._total("samples"), "prompt")
+            none = f"the full cache answers none of {prompts} (score > {self.rule.right:g})"
             return [Claim(_WHO, "score", [], _SCORE, missing=f"{none}, so {NOTHING_TO_LOSE}")]
-        strength, names = self.overall[0].strength(HEADLINE), self.overall[0].identity_baselines(HEADLINE)
-        rho, area, less_rho, less_area = strength.rho, strength.auc, names.rho.beyond, names.auc.beyond
+        return [*self._rank_claims(), *self._area_claims()]
+
+    def _rank_claims(self) -> list[Claim]:
+        """Return the claims on ρ with scores, and on ρ less its identity baseline where any prompt has a ρ."""
+        rho = self.overall[0].strength(HEADLINE).rho
+        beyond = self.overall[0].identity_baselines(HEADLINE).rho.beyond
         unranked = dict.fromkeys(filter(None, (one.no_ranks_reason() for one in self.settings)))
-        unpaired = dict.fromkeys(one.no_areas_reason() for one in self.settings)
         scores = Case("", rho.value, f"ρ = {format_estimate(rho, ' ')}", verdict_at(rho.interval, 0))
+        claim = Claim(_WHO, "score", [scores], _SCORE, missing=" or ".join(unranked) or _EQUAL)
+        if isnan(rho.value):
+            return [claim]
+        return [claim, _beyond_claim("ρ", beyond, format_estimate(beyond, " "), _BELOW, f"within {NOTHING:g}")]
+
+    def _area_claims(self) -> list[Claim]:
+        """Return the claims on pairs of a lost and a kept answer, and on their share less its identity baseline."""
+        area = self.overall[0].strength(HEADLINE).auc
+        beyond = self.overall[0].identity_baselines(HEADLINE).auc.beyond
+        unpaired = dict.fromkeys(one.no_areas_reason() for one in self.settings)
         pairs = Case.number("", area.value, area.interval, text.percent, _CHANCE)
         more = "is perturbed more than a kept one of its prompt"
-        return [
-            Claim(_WHO, "score", [scores], _SCORE, missing=" or ".join(unranked) or _EQUAL),
-            *(
-                []
-                if isnan(rho.value)
-                else [_beyond_claim("ρ", less_rho, format_estimate(less_rho, " "), _BELOW, f"within {NOTHING:g}")]
-            ),
-            Claim("a lost answer", more, [pairs], _LOST, missing=" or ".join(unpaired)),
-            *(
-                []
-                if isnan(area.value)
-                else [
-                    _beyond_claim(
-                        "this share",
-                        less_area,
-                        f"{format_points(less_area)} points",
-                        _ABOVE,
-                        f"within {100 * NOTHING:g} points",
-                    )
-                ]
-            ),
-        ]
+        claim = Claim("a lost answer", more, [pairs], _LOST, missing=" or ".join(unpaired))
+        if isnan(area.value):
+            return [claim]
+        margin = f"within {100 * NOTHING:g} points"
+        return [claim, _beyond_claim("this share", beyond, f"{format_points(beyond)} points", _ABOVE, margin)]
+
+    def _total(self, name: str) -> int:
+        """Return a count of prompts, the field `name` of `GradedTrace`, summed over the traces."""
+        return sum(getattr(part, name) for part in self.parts)
 
     def scope(self) -> Sequence[str]:
         """Return what the claims are of: the budgets, and the prompts behind ρ and behind pairs of answers."""
@@ -162,7 +165,7 @@ class Correlation(Result):
         return [*several, *(deciding or super().scope())]
 
     def title(self) -> str:
-        """Return the single setting, or that the table shows each prompt's mean over all budgets."""
+        """Return the table's title: the single setting, or that it shows each prompt's mean over all budgets."""
         if len(self.settings) == 1:
             return correlation_tables.describe_setting(self.settings[0])
         return "all budgets, one at a time: each prompt's mean over them"
@@ -175,18 +178,16 @@ class Correlation(Result):
         """Return which budgets have no ranks and why, and the limits of the budgets that have."""
         deciding = [one for one in self.settings if one.decides]
         few = f"No ranks of fewer than {LEAST_CONFIGS} methods: b={', '.join(self.too_few)}."
-        alike, answered = (sum(getattr(part, name) for part in self.parts) for name in ("alike", "answered"))
         return [
             *correlation_tables.undecided_notes(self.settings),
             *([few] if self.too_few else []),
-            *measurements.first_token_caveat(alike, answered),
+            *measurements.first_token_caveat(self._total("alike"), self._total("answered")),
             *correlation_tables.few_methods_note(deciding),
         ]
 
     def details(self) -> Sequence[Part]:
         """Return the number of answered prompts, the further tables, and notes on the tests."""
         deciding = [one for one in self.settings if one.decides]
-        alike, answered = (sum(getattr(part, name) for part in self.parts) for name in ("alike", "answered"))
         return [
             self._answered_note(),
             *(correlation_tables.lowest_rho_notes(self.overall[0]) if deciding else []),
@@ -194,7 +195,7 @@ class Correlation(Result):
             *correlation_tables.further_tables(self.settings, self.overall, self.across),
             *([_TESTS] if deciding else []),
             text.CACHE_SHARE_NOTE,
-            *filter(None, [measurements.first_token_note(alike, answered)]),
+            *filter(None, [measurements.first_token_note(self._total("alike"), self._total("answered"))]),
         ]
 
     def records(self) -> list[dict[str, Any]]:
@@ -247,7 +248,7 @@ def correlation(
         bins: of the calibration curves.
 
     Raises TraceError for traces without graded answers, that do not belong together, or without three configurations
-    of one setting; ConfigError for a rule or bins that make no sense.
+    of one setting; ConfigError for thresholds out of their range and for fewer than two bins.
 
     Example, of a `trace` of answers under three methods and more of one budget:
         >>> import perturbkv as pk
@@ -300,11 +301,11 @@ def _select_methods(trace: Trace, only: Sequence[str]) -> Trace:
 def _overall(prompts: PooledPrompts, settings: Sequence[Setting]) -> tuple[Overall, ...]:
     """Return the correlations of all prompts, then of each data set if there are several."""
     datasets = list(dict.fromkeys(part.dataset for part in prompts.parts))
-    names = np.array([prompts.parts[part].dataset for part in prompts.part], dtype=str)
-    rows = {"": np.ones(len(names), dtype=bool)}
+    dataset_of = np.array([prompts.parts[part].dataset for part in prompts.part], dtype=str)  # (prompt,)
+    rows = {"": np.ones(len(dataset_of), dtype=bool)}
     if len(datasets) > 1:
-        rows |= {name: names == name for name in datasets}
-    return tuple(_overall_correlations(prompts, settings, name, chosen) for name, chosen in rows.items())
+        rows |= {dataset: dataset_of == dataset for dataset in datasets}
+    return tuple(_overall_correlations(prompts, settings, dataset, chosen) for dataset, chosen in rows.items())
 
 
 def _overall_correlations(
@@ -316,8 +317,10 @@ def _overall_correlations(
     """
     each = select_prompts({name: mean_over_settings([one.within[name] for one in settings]) for name in NAMES}, rows)
     tables = [{name: table.select(rows) for name, table in one.tables.items()} for one in settings]
-    names, own = identity_baselines(tables, prompts.same_dataset[np.ix_(rows, rows)]), strengths(each)
-    return Overall(dataset, own, contrasts(each), names if dataset else mark_significant([names], [own])[0])
+    baselines, own = identity_baselines(tables, prompts.same_dataset[np.ix_(rows, rows)]), strengths(each)
+    if not dataset:
+        (baselines,) = mark_significant([baselines], [own])
+    return Overall(dataset, own, contrasts(each), baselines)
 
 
 def _identity(traces: Sequence[Trace], settings: Sequence[Setting]) -> RunIdentity:

@@ -73,14 +73,16 @@ class PooledPrompts:
 
     Attributes:
         parts: the traces.
-        part: (prompt,) index in `parts` of the prompt's trace.
+        part: (prompt,) index of the prompt's trace in `parts`.
         names: (prompt,) sample ids.
         run: of the first trace; its configurations are the axis `config`.
         cache_shares: (config,) entries of each cache over those of the full cache; NaN where a trace lacks them.
         kept: (prompt, config) share of a prompt's entries that is kept.
         measured: measure -> (prompt, config), as `first_step_measures` defines them.
-        theta_hat, sigma: (prompt, config, layer, head); `norm` (prompt, layer, head), of the full run's outputs.
-        full: (prompt,) scores in [0, 1]; `evicted` (prompt, config).
+        theta_hat, sigma: (prompt, config, layer, head).
+        norm: (prompt, layer, head) norm of the full run's outputs.
+        full: (prompt,) score of the full cache's answer, in [0, 1].
+        evicted: (prompt, config) scores of the evicted caches' answers.
     """
 
     parts: tuple[GradedTrace, ...]
@@ -110,11 +112,11 @@ class PooledPrompts:
     def relative_theta_hat(self, indices: Sequence[int]) -> tuple[Floats, float]:
         """Return (prompt, config) Σ θ̂ over Σ ‖o_h‖ of the counted heads, and their share of all heads.
 
-        A head counts where σ > 0.5 in all of the configurations at these indices.
+        A head counts where σ > 0.5 in all of the configurations at these indices. NaN for a prompt without such a head.
         """
         counted = np.asarray((self.sigma[:, indices] > EVIDENCE).all(axis=1))
-        top = np.where(counted[:, None], self.theta_hat[:, indices], 0).sum(axis=(2, 3))
-        relative = ratio(top, np.where(counted, self.norm, 0).sum(axis=(1, 2))[:, None])
+        sums = np.where(counted[:, None], self.theta_hat[:, indices], 0).sum(axis=(2, 3))
+        relative = ratio(sums, np.where(counted, self.norm, 0).sum(axis=(1, 2))[:, None])
         return np.asarray(relative), float(ratio(counted.sum(), counted.size))
 
 
@@ -123,15 +125,16 @@ def pool_prompts(traces: Sequence[Trace], rule: Rule) -> PooledPrompts:
     check_combinable(traces, ANALYSIS)
     run = traces[0].run
     whole = [Measurements(trace, ANALYSIS, 0) for trace in traces]
-    each = [_answered_prompts(one, run.configs, rule) for one in whole]
-    arrays = {name: np.concatenate([own[name] for _, own, _ in each]) for name in each[0][1]}
+    parts, arrays_of_parts, names_of_parts = zip(
+        *(_answered_prompts(one, run.configs, rule) for one in whole), strict=True
+    )
+    arrays = {name: np.concatenate([own[name] for own in arrays_of_parts]) for name in arrays_of_parts[0]}
     shares = np.stack([one.cache_shares[_config_indices(one.trace, run.configs)] for one in whole])
-    parts = tuple(part for part, _, _ in each)
     measured = {name: arrays.pop(name) for name in (*measurements.FIRST_STEP_MEASURES, *measurements.CIRCULAR_MEASURES)}
     return PooledPrompts(
         parts=parts,
         part=np.repeat(np.arange(len(parts)), [part.answered for part in parts]),
-        names=tuple(name for _, _, names in each for name in names),
+        names=tuple(name for names in names_of_parts for name in names),
         run=run,
         cache_shares=np.asarray(np.average(shares, axis=0, weights=[part.samples for part in parts])),
         measured=measured,
@@ -140,26 +143,35 @@ def pool_prompts(traces: Sequence[Trace], rule: Rule) -> PooledPrompts:
 
 
 def _answered_prompts(
-    own: Measurements, configs: Sequence[EvictionConfig], rule: Rule
+    measured: Measurements, configs: Sequence[EvictionConfig], rule: Rule
 ) -> tuple[GradedTrace, dict[str, Floats], list[str]]:
-    """Return one trace's part of the pool: its summary, arrays of answered prompts, and their sample ids."""
-    trace = own.trace
+    """Return one trace's part of the pool: its summary, arrays of answered prompts, and their sample ids.
+
+    The axis `config` of the arrays is in the order of `configs`.
+    """
+    trace = measured.trace
     graded, order = scores(trace, ANALYSIS), _config_indices(trace, configs)
     answered = graded.full > rule.right
-    kept, tokens = own["kept_count"], own["prompt_tokens"]
+    kept, tokens = measured["kept_count"], measured["prompt_tokens"]
     by_config = {
         **measurements.first_step_measures(trace, ANALYSIS),
         "kept": kept.mean(axis=(2, 3)) / tokens[:, None],
-        "theta_hat": own["theta_hat"],
-        "sigma": own["sigma_stage1"],
+        "theta_hat": measured["theta_hat"],
+        "sigma": measured["sigma_stage1"],
         "evicted": graded.evicted,
     }
     arrays = {name: array[answered][:, order] for name, array in by_config.items()}
-    arrays |= {"norm": own["output_norm"][answered], "full": graded.full[answered]}
-    counts = (len(answered), int(answered.sum()))
-    alike = int(has_only_first_token(trace)[answered].sum())
-    part = GradedTrace(trace.run.dataset, trace.source, trace.digest, *counts, median(graded.full[answered]), alike)
-    return part, arrays, [name for name, right in zip(own.sample_ids, answered, strict=True) if right]
+    arrays |= {"norm": measured["output_norm"][answered], "full": graded.full[answered]}
+    part = GradedTrace(
+        dataset=trace.run.dataset,
+        trace=trace.source,
+        trace_digest=trace.digest,
+        samples=len(answered),
+        answered=int(answered.sum()),
+        median_full=median(graded.full[answered]),
+        alike=int(has_only_first_token(trace)[answered].sum()),
+    )
+    return part, arrays, [name for name, counts in zip(measured.sample_ids, answered, strict=True) if counts]
 
 
 def _config_indices(trace: Trace, configs: Sequence[EvictionConfig]) -> list[int]:
@@ -183,11 +195,11 @@ class Control(Record):
     )
 
 
-class ByMeasure:
-    """Statistics of several measures, looked up by the measure's name."""
+class MeasureLookup:
+    """The methods that look up a measure's statistics by its name."""
 
     strengths: tuple[Strength, ...]
-    names: tuple[IdentityBaselines, ...]
+    baselines: tuple[IdentityBaselines, ...]
 
     def strength(self, measure: str) -> Strength:
         """Return the correlation of one measure with the score."""
@@ -195,16 +207,17 @@ class ByMeasure:
 
     def identity_baselines(self, measure: str) -> IdentityBaselines:
         """Return a measure's method identity baselines."""
-        return next(one for one in self.names if one.measure == measure)
+        return next(one for one in self.baselines if one.measure == measure)
 
 
 @record
-class Setting(ByMeasure, Record):
+class Setting(MeasureLookup, Record):
     """The correlations between the configurations of one budget, granularity and protection.
 
     Attributes:
         measured: measure -> (prompt, config).
-        full, evicted: (prompt,) and (prompt, config) scores; `lost` where an answer is lost.
+        full, evicted: (prompt,) and (prompt, config) scores.
+        lost: (prompt, config) True where an answer is lost.
         within: measure -> its statistics in each prompt.
         tables: measure -> its statistics with every prompt's measure and every prompt's answers.
     """
@@ -223,7 +236,7 @@ class Setting(ByMeasure, Record):
     strengths: tuple[Strength, ...] = column("one per measure, those that are circular last")
     contrasts: tuple[Contrast, ...] = column("every two measures that are not circular, on the same prompts")
     tables: dict[str, CrossPromptTables]
-    names: tuple[IdentityBaselines, ...] = column("method identity baseline, one per measure")
+    baselines: tuple[IdentityBaselines, ...] = column("method identity baseline, one per measure", key="names")
     controls: tuple[Control, ...] = column("other causes, one per measure")
     curves: dict[str, tuple[Bin, ...]] = column("measure → bins, least perturbed first")
 
@@ -278,7 +291,7 @@ def correlate_setting(prompts: PooledPrompts, name: str, indices: Sequence[int],
     """Correlate every measure with the score, within each prompt, between the configurations at `indices`."""
     theta_hat, evidence = prompts.relative_theta_hat(indices)
     measured = {**{measure: array[:, indices] for measure, array in prompts.measured.items()}, "theta_hat": theta_hat}
-    measured = {measure: measured[measure] for measure in NAMES}
+    measured = {measure: measured[measure] for measure in NAMES}  # in the order of tables
     scored = prompts.evicted[:, indices]
     lost, drop = rule.lost_of(prompts.full, scored), prompts.full[:, None] - scored
     each = {measure: correlate_within_prompts(array, scored, lost) for measure, array in measured.items()}
@@ -296,7 +309,7 @@ def correlate_setting(prompts: PooledPrompts, name: str, indices: Sequence[int],
         strengths=strengths(each),
         contrasts=contrasts(each),
         tables=crossed,
-        names=identity_baselines([crossed], prompts.same_dataset),
+        baselines=identity_baselines([crossed], prompts.same_dataset),
         controls=_controls(measured, scored, lost),
         curves={measure: calibration_curve(array, lost, drop, bins) for measure, array in measured.items()},
     )
@@ -304,8 +317,8 @@ def correlate_setting(prompts: PooledPrompts, name: str, indices: Sequence[int],
 
 def mark_significant_settings(settings: Sequence[Setting]) -> tuple[Setting, ...]:
     """Return the settings with `significant` set, the tests of all settings corrected together."""
-    marked = mark_significant([one.names for one in settings], [one.strengths for one in settings])
-    return tuple(replace(one, names=names) for one, names in zip(settings, marked, strict=True))
+    marked = mark_significant([one.baselines for one in settings], [one.strengths for one in settings])
+    return tuple(replace(one, baselines=own) for one, own in zip(settings, marked, strict=True))
 
 
 def _controls(measured: dict[str, Floats], scored: Floats, lost: NDArray[np.bool_]) -> tuple[Control, ...]:
@@ -330,8 +343,8 @@ def _centred_ranks(values: Floats) -> Floats:
 
 def _rho_weights(measured: Floats, scored: Floats) -> Floats:
     """Return (prompt, config) weights; Σ weights × centred ranks of the scores is Spearman's ρ. NaN without a ρ."""
-    ranks, others = _centred_ranks(measured), _centred_ranks(scored)
-    size = np.sqrt((ranks**2).sum(axis=1) * (others**2).sum(axis=1))
+    ranks, score_ranks = _centred_ranks(measured), _centred_ranks(scored)
+    size = np.sqrt((ranks**2).sum(axis=1) * (score_ranks**2).sum(axis=1))
     return _nan_where_unmeasured(measured, np.asarray(ratio(ranks, size[:, None])))
 
 
@@ -361,7 +374,10 @@ class AcrossBudgets(Record):
 
 
 def across_budgets(prompts: PooledPrompts) -> tuple[AcrossBudgets, ...]:
-    """Return each measure's correlation over budgets, the kept share's first; empty for fewer than three budgets."""
+    """Return each measure's correlation over budgets, after that of the evicted share, which is the budget itself.
+
+    Empty where no method has three budgets.
+    """
     curves = [indices for indices in sweeps(prompts.run, None) if len(indices) >= LEAST_CONFIGS]
     if not curves:
         return ()

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from perturbkv.analyses import columns, text
 from perturbkv.analyses.columns import Line, Record, column, record
-from perturbkv.analyses.correlation.correlation_settings import EVICTED, AcrossBudgets, ByMeasure, Control, Setting
+from perturbkv.analyses.correlation.correlation_settings import EVICTED, AcrossBudgets, Control, MeasureLookup, Setting
 from perturbkv.analyses.correlation.lost_answers import Bin
 from perturbkv.analyses.correlation.method_identity import (
     MEASURES,
@@ -26,10 +26,11 @@ from perturbkv.display import Part, Table
 
 HEADLINE = "propagated"
 """The measure of conclusions and of curves on the screen, chosen beforehand."""
-AGAINST = "lost"
+REFERENCE = "lost"
 """The measure that every other measure is compared with: the evicted attention 1 − S, which ignores values."""
 SHOWN = ("rho", "rho_beyond", "rho_prompts", "auc", "auc_beyond", "auc_prompts")
 _FEW_METHODS = 5
+"""Number of methods below which a caveat tells that they have few orders."""
 _EQUAL = 1e-9
 """Means that differ by less were added in another order."""
 
@@ -46,12 +47,12 @@ def format_points(one: Estimate, separator: str = " ") -> str:
 
 
 def format_share(one: Estimate) -> str:
-    """Return a share in percent with its interval."""
+    """Return a share in percent with its interval on a second line."""
     return text.percent(one.value, one.interval, "\n")
 
 
 @record
-class Overall(ByMeasure, Record):
+class Overall(MeasureLookup, Record):
     """The correlations of all settings together: each prompt counts with its mean over them."""
 
     SECTION: ClassVar[str] = "overall correlation"
@@ -59,7 +60,7 @@ class Overall(ByMeasure, Record):
     dataset: str = column("whose prompts; empty: all")
     strengths: tuple[Strength, ...] = column("one per measure")
     contrasts: tuple[Contrast, ...] = column("every two measures that are not circular, on the same prompts")
-    names: tuple[IdentityBaselines, ...] = column("method identity baseline, one per measure")
+    baselines: tuple[IdentityBaselines, ...] = column("method identity baseline, one per measure", key="names")
 
     def contrast(self, first: str, second: str) -> Contrast:
         """Return the difference between two measures."""
@@ -93,13 +94,13 @@ class MeasureRow(Record):
 
 def measure_row(measure: str, results: Overall | Setting) -> MeasureRow:
     """Return a measure's record for the table of measures."""
-    strength, names = results.strength(measure), results.identity_baselines(measure)
+    strength, baselines = results.strength(measure), results.identity_baselines(measure)
     return MeasureRow(
         rho=strength.rho,
-        rho_beyond=_with_star(format_estimate(names.rho.beyond), names.rho),
+        rho_beyond=_with_star(format_estimate(baselines.rho.beyond), baselines.rho),
         rho_prompts=strength.rho.prompts,
         auc=strength.auc,
-        auc_beyond=_with_star(format_points(names.auc.beyond, "\n"), names.auc),
+        auc_beyond=_with_star(format_points(baselines.auc.beyond, "\n"), baselines.auc),
         auc_prompts=strength.auc.prompts,
     )
 
@@ -125,22 +126,25 @@ def describe_setting(one: Setting) -> str:
     return f"b={one.name}: {len(one.configs)} methods, cache share {shares}; {one.lost_count} of {one.answers} lost"
 
 
-def lowest_rho_notes(every: Overall) -> list[str]:
-    """Return a note on the measures with the lowest ρ, and a note on ρ of propagated L1 less ρ of 1 − S."""
-    known = [one for one in every.strengths if one.measure in MEASURES and one.rho.prompts]
+def lowest_rho_notes(overall: Overall) -> list[str]:
+    """Return a note on the measures with the lowest ρ, and one on ρ of propagated L1 less ρ of 1 − S.
+
+    Both are left out where no measure has a ρ, the second also where no prompt has both.
+    """
+    known = [one for one in overall.strengths if one.measure in MEASURES and one.rho.prompts]
     if not known:
         return []
     least = min(one.rho.value for one in known)
     tied = [one for one in known if one.rho.value - least < _EQUAL]
     names = text.join_names([NAMES[one.measure] for one in tied])
-    contrast = every.contrast(HEADLINE, AGAINST).rho
+    contrast = overall.contrast(HEADLINE, REFERENCE).rho
     first = f"lowest ρ, by looking: {names}{' alike' * (len(tied) > 1)}, {format_estimate(tied[0].rho, ' ')}"
-    against = f"ρ of {NAMES[HEADLINE]} less that of {NAMES[AGAINST]}: {format_estimate(contrast, ' ')}"
+    against = f"ρ of {NAMES[HEADLINE]} less that of {NAMES[REFERENCE]}: {format_estimate(contrast, ' ')}"
     return [first, *([against] if contrast.prompts else [])]
 
 
 def few_methods_note(settings: Sequence[Setting]) -> list[str]:
-    """Return the caveat that few methods have few possible orders, so that measures easily agree."""
+    """Return the caveat that few methods have few possible orders, so that measures easily agree; else nothing."""
     fewest = min((len(one.configs) for one in settings), default=_FEW_METHODS)
     if fewest >= _FEW_METHODS:
         return []
@@ -157,11 +161,12 @@ def undecided_notes(settings: Sequence[Setting]) -> list[str]:
 
 
 def _with_star(value: str, baseline: IdentityBaseline) -> str:
-    """Return a value's text with a star after its number if the statistic is significant."""
+    """Return a number's text, its interval on a second line, with a star after the number if it is significant."""
     first, newline, ends = value.partition("\n")
     return f"{first}{'*' * baseline.significant}{newline}{ends}"
 
 
+# headings of the tables; # aligns a column to the right
 _STRENGTH = ("measure", "#ρ", "#τ-b", "#p", "#n", "#lost above\nkept", "#p", "#n")
 _CONTROL = (
     "measure", "#ρ of permuted\nscores", "#ρ of other\nprompts' measure", "#lost above kept,\nof others' measure",
@@ -209,26 +214,26 @@ def _setting_tables(one: Setting) -> list[Part]:
     ]
 
 
-def _strength_row(one: Strength, names: IdentityBaselines) -> list[str]:
+def _strength_row(one: Strength, baselines: IdentityBaselines) -> list[str]:
     """Return a measure's cells in the table of correlations."""
-    ranks = [format_estimate(one.rho), format_estimate(one.tau), _format_p(names.rho), str(one.rho.prompts)]
-    return [NAMES[one.measure], *ranks, format_share(one.auc), _format_p(names.auc), str(one.auc.prompts)]
+    ranks = [format_estimate(one.rho), format_estimate(one.tau), _format_p(baselines.rho), str(one.rho.prompts)]
+    return [NAMES[one.measure], *ranks, format_share(one.auc), _format_p(baselines.auc), str(one.auc.prompts)]
 
 
 def _format_p(baseline: IdentityBaseline) -> str:
-    """Return the p-value of a permutation null: '0.012', with a star where the statistic is significant."""
+    """Return the p-value of a baseline's permutation null: '0.012*', with a star if significant; a dash for NaN."""
     p = baseline.exchanged.p
     return "–" if isnan(p) else ("<0.001" if p < 0.001 else f"{p:.3f}") + "*" * baseline.significant
 
 
-def _control_row(one: Control, names: IdentityBaselines) -> list[str]:
+def _control_row(one: Control, baselines: IdentityBaselines) -> list[str]:
     """Return a measure's cells in the table of controls."""
-    others, between = map(format_share, (names.auc.others, one.between))
-    return [NAMES[one.measure], _format_null(one.rho), format_estimate(names.rho.others), others, between]
+    others, between = map(format_share, (baselines.auc.others, one.between))
+    return [NAMES[one.measure], _format_null(one.rho), format_estimate(baselines.rho.others), others, between]
 
 
 def _format_null(one: PermutationNull) -> str:
-    """Return the middle 95 % of a permutation null: '−0.31 … 0.30'."""
+    """Return the middle 95 % of a permutation null: '−0.31 … 0.30'; a dash for NaN."""
     return "–" if isnan(one.low) else f"{text.decimal(one.low)} … {text.decimal(one.high)}"
 
 
@@ -239,9 +244,9 @@ def _contrast_table(overall: Overall, settings: Sequence[Setting]) -> Table:
     rows = [
         row
         for name, contrasts in [*named, *every]
-        for row in _with_first_name(name, [_contrast_row(one) for one in contrasts if one.second == AGAINST])
+        for row in _with_first_name(name, [_contrast_row(one) for one in contrasts if one.second == REFERENCE])
     ]
-    return Table(f"measures on the same prompts, each against {MEASURES[AGAINST]}", _CONTRAST, rows)
+    return Table(f"measures on the same prompts, each against {MEASURES[REFERENCE]}", _CONTRAST, rows)
 
 
 def _contrast_row(one: Contrast) -> list[str]:

@@ -24,6 +24,7 @@ from perturbkv.analyses.stats.rank_correlation import mean_ranks
 from perturbkv.errors import ConfigError
 
 LOST = 0.5
+"""Share of the full cache's score below which an answer is lost, unless another is given."""
 _ROUNDING = 1e-9
 """Scores that differ by less than this share of themselves are equal."""
 AREA = share_kind(0)
@@ -32,7 +33,10 @@ AREA = share_kind(0)
 
 @record
 class Rule(Record):
-    """The thresholds of which prompts count and which answers are lost. Raises ConfigError for values out of range."""
+    """The thresholds that decide which prompts count and which answers are lost.
+
+    Raises ConfigError for values out of range.
+    """
 
     right: float = column("a prompt counts where the full cache's score is above this, in [0, 1)", default=0.0)
     lost: float = column(
@@ -55,7 +59,7 @@ class Rule(Record):
 
 
 def area_within_prompts(measured: Floats, lost: NDArray[np.bool_]) -> Floats:
-    """Return (prompt,) ROC areas of lost against kept answers; NaN for prompts without both kinds."""
+    """Return (prompt,) ROC areas of lost against kept answers, from (prompt, config) arrays; NaN without both kinds."""
     count = lost.sum(axis=1)
     ranks = np.where(lost, mean_ranks(measured.T).T, 0).sum(axis=1)
     return np.asarray(ratio(ranks - count * (count + 1) / 2, count * (lost.shape[1] - count)))
@@ -64,7 +68,8 @@ def area_within_prompts(measured: Floats, lost: NDArray[np.bool_]) -> Floats:
 def area_between_prompts(measured: Floats, lost: NDArray[np.bool_]) -> Estimate:
     """Return the ROC area over pairs of answers to different prompts, with the jackknife's interval over prompts.
 
-    The scarcer side decides how wide that is: the prompts with lost answers, or those with kept ones.
+    The scarcer side decides how wide the interval is, and is the estimate's number of prompts: those with lost answers,
+    or those with kept ones. `measured` is (prompt, config) without NaN.
     """
     wins, pairs = _between_pairs(measured, lost)
 
@@ -72,18 +77,18 @@ def area_between_prompts(measured: Floats, lost: NDArray[np.bool_]) -> Estimate:
         top, bottom = (np.einsum("wi,ij,wj->w", weights, each, weights, optimize=True) for each in (wins, pairs))
         return np.asarray(ratio(top, bottom))
 
-    sides = [ratio(wins.sum(axis=axis), pairs.sum(axis=axis)) for axis in (0, 1)]
-    each = min((side[~np.isnan(side)] for side in sides), key=len)
-    value = float(ratio(wins.sum(), pairs.sum()))
-    if len(each) < MIN_SAMPLES:
-        return Estimate(value, intervals.of_mean(each, AREA), len(each))
-    return Estimate(value, intervals.of_statistic(area, len(measured), AREA, len(each)), len(each))
+    by_side = [ratio(wins.sum(axis=axis), pairs.sum(axis=axis)) for axis in (0, 1)]  # per kept, per lost prompt
+    scarcer = min((areas[~np.isnan(areas)] for areas in by_side), key=len)
+    value, prompts = float(ratio(wins.sum(), pairs.sum())), len(scarcer)
+    if prompts < MIN_SAMPLES:
+        return Estimate(value, intervals.of_mean(scarcer, AREA), prompts)
+    return Estimate(value, intervals.of_statistic(area, len(measured), AREA, prompts), prompts)
 
 
 def _between_pairs(measured: Floats, lost: NDArray[np.bool_]) -> tuple[Floats, Floats]:
-    """Return numbers of pairs between prompts, (lost answer's prompt, kept answer's prompt): of wins, and of all pairs.
+    """Return numbers of wins and of pairs, (lost answer's prompt, kept answer's prompt); 0 within a prompt.
 
-    First of the pairs whose lost answer is more perturbed, ties at one half; then of all pairs.
+    A win is a pair whose lost answer is more perturbed; a tie is half of one.
     """
     prompts = len(measured)
     wins, pairs = np.zeros((prompts, prompts)), np.zeros((prompts, prompts))
@@ -97,6 +102,7 @@ def _between_pairs(measured: Floats, lost: NDArray[np.bool_]) -> tuple[Floats, F
 
 
 BINS = 5
+"""Number of bins of a calibration curve, unless another is given."""
 _DROP = StatisticKind(3 / 8, limits=(-1, 1))
 """A mean of drops of a score from 0 to 1."""
 
@@ -128,7 +134,14 @@ def check_bins(bins: int) -> int:
 def calibration_curve(measured: Floats, lost: NDArray[np.bool_], drop: Floats, bins: int = BINS) -> tuple[Bin, ...]:
     """Return the calibration curve of (prompt, config) arrays in quantile bins, least perturbed first.
 
-    Equal perturbations stay in one bin; prompts without a measure (NaN) are left out.
+    Equal perturbations stay in one bin, so that there can be fewer; prompts without the measure (NaN) are left out, and
+    the curve is empty where all are.
+
+    Args:
+        measured: perturbation.
+        lost: True where an answer is lost.
+        drop: how much of its score is lost.
+        bins: how many.
     """
     known = measured[~np.isnan(measured)]
     if not len(known):
@@ -139,7 +152,7 @@ def calibration_curve(measured: Floats, lost: NDArray[np.bool_], drop: Floats, b
 
 
 def _calibration_bin(measured: Floats, lost: NDArray[np.bool_], drop: Floats, inside: NDArray[np.bool_]) -> Bin:
-    """Return the calibration bin of the answers selected by `inside` (prompt, config)."""
+    """Return the calibration bin of the answers selected by `inside`; all arrays are (prompt, config)."""
     perturbed = measured[inside]
     lost_share, lost_interval = _mean_in_bin(lost, inside, share_kind(0))
     mean_drop, drop_interval = _mean_in_bin(drop, inside, _DROP)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from math import isnan
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,9 +44,9 @@ from perturbkv.analyses.stats.permutation import (
 from perturbkv.analyses.stats.rank_correlation import kendall, mean_ranks, spearman
 from perturbkv.analyses.verdicts import interval_verdict
 
-DIFFERENCES = StatisticKind(3 / 8, limits=(-2, 2))
+RHO_DIFFERENCES = StatisticKind(3 / 8, limits=(-2, 2))
 """A mean of differences between two rank correlations of the same prompt."""
-AREAS = StatisticKind(3 / 8, limits=(-1, 1))
+AREA_DIFFERENCES = StatisticKind(3 / 8, limits=(-1, 1))
 """A mean of differences between two areas of the same prompt."""
 
 
@@ -70,16 +70,20 @@ class IdentityBaseline(Record):
 
 def rank_baseline(tables: Sequence[Floats], permutations: PromptPermutations) -> IdentityBaseline:
     """Return the method identity baseline of Spearman's ρ, from one `rank_table` per setting."""
-    return _identity_baseline(tables, permutations, CORRELATION, DIFFERENCES)
+    return _identity_baseline(tables, permutations, CORRELATION, RHO_DIFFERENCES)
 
 
 def area_baseline(tables: Sequence[Floats], permutations: PromptPermutations) -> IdentityBaseline:
     """Return the method identity baseline of the areas, from one `area_table` per setting."""
-    return _identity_baseline(tables, permutations, AREA, AREAS)
+    return _identity_baseline(tables, permutations, AREA, AREA_DIFFERENCES)
 
 
 def rank_table(measured: Floats, scored: Floats) -> Floats:
-    """Return (prompt scored, prompt measured) Spearman's ρ of (prompt, config) arrays; NaN where a side is constant."""
+    """Return (prompt scored, prompt measured) Spearman's ρ of one prompt's scores with another's measure.
+
+    Both arrays are (prompt, config). NaN where a side is constant, where the prompt measured lacks the measure, and in
+    rows of prompts whose own ρ is NaN.
+    """
     units = []
     for side in (scored, measured):
         ranks = mean_ranks(side.T).T
@@ -91,7 +95,9 @@ def rank_table(measured: Floats, scored: Floats) -> Floats:
 def area_table(measured: Floats, lost: NDArray[np.bool_]) -> Floats:
     """Return (prompt scored, prompt measured) area: the share of pairs whose lost answer is perturbed more.
 
-    NaN where all answers of the prompt scored fared alike.
+    Pairs are of the prompt scored, perturbation is that of the prompt measured; both arrays are (prompt, config). NaN
+    where all answers of the prompt scored are lost or all are kept, where the prompt measured lacks the measure, and in
+    rows of prompts without an area of their own.
     """
     count = lost.sum(axis=1)[:, None]
     ranks = lost @ mean_ranks(measured.T)
@@ -99,7 +105,7 @@ def area_table(measured: Floats, lost: NDArray[np.bool_]) -> Floats:
 
 
 def _drop_undecided(table: Floats, measured: Floats) -> Floats:
-    """Return the table with NaN in columns of prompts without the measure, and rows of prompts without a statistic."""
+    """Return the table with NaN in columns of prompts without the measure, and rows whose own statistic is NaN."""
     missing = np.isnan(measured).any(axis=1)
     known = np.where(missing, np.nan, table)
     return np.where(np.isnan(np.diag(known))[:, None], np.nan, known)
@@ -108,7 +114,10 @@ def _drop_undecided(table: Floats, measured: Floats) -> Floats:
 def _identity_baseline(
     tables: Sequence[Floats], permutations: PromptPermutations, kind: StatisticKind, differences: StatisticKind
 ) -> IdentityBaseline:
-    """Return a statistic's method identity baseline, with its excess and permutation null, from a table per setting."""
+    """Return a statistic's method identity baseline, with its excess and permutation null, from a table per setting.
+
+    `kind` is that of the statistic's mean, `differences` that of the mean of its differences.
+    """
     same_dataset, prompts = permutations.same_dataset, len(permutations.same_dataset)
 
     def others(weights: Floats) -> Floats:
@@ -125,9 +134,14 @@ def _identity_baseline(
 
 
 def _mean_of_others(table: Floats, same_dataset: NDArray[np.bool_], weights: Floats) -> Floats:
-    """Return the (row of weights, prompt) weighted mean of a statistic over the data set's other prompts.
+    """Return the weighted mean of a statistic over the measures of the data set's other prompts, (row, prompt scored).
 
-    NaN where the prompt does not decide.
+    Args:
+        table: (prompt scored, prompt measured).
+        same_dataset: (prompt, prompt) True where both are of one data set.
+        weights: (row, prompt measured).
+
+    NaN for a prompt that does not decide, or has no others.
     """
     counted = same_dataset & ~np.isnan(table) & ~np.eye(len(table), dtype=bool)
     return np.asarray(ratio(weights @ np.where(counted, table, 0).T, weights @ counted.T.astype(np.float64)))
@@ -167,7 +181,8 @@ class PromptStatistics:
     """The statistics of one measure in each prompt: (prompt,) each, NaN where the prompt does not decide.
 
     Attributes:
-        rho: Spearman's ρ with the score; `tau` Kendall's τ-b.
+        rho: Spearman's ρ with the score.
+        tau: Kendall's τ-b with the score.
         area: share of pairs of a lost and a kept answer in which the lost one is more perturbed.
     """
 
@@ -205,7 +220,15 @@ class Contrast(Record):
 
 
 def correlate_within_prompts(measured: Floats, scored: Floats, lost: NDArray[np.bool_]) -> PromptStatistics:
-    """Return each prompt's statistics of (prompt, config) arrays; NaN where the prompt lacks the measure."""
+    """Correlate a measure with the score in each prompt, and with which of its answers are lost.
+
+    All arrays are (prompt, config). NaN where the prompt lacks the measure, or has no such statistic.
+
+    Args:
+        measured: the measure, NaN in prompts without it.
+        scored: scores.
+        lost: True where an answer is lost.
+    """
     return PromptStatistics(
         rho=apply_to_measured(measured, lambda known, rows: spearman(known.T, scored[rows].T)),
         tau=apply_to_measured(measured, lambda known, rows: kendall(known.T, scored[rows].T)),
@@ -214,7 +237,10 @@ def correlate_within_prompts(measured: Floats, scored: Floats, lost: NDArray[np.
 
 
 def apply_to_measured(measured: Floats, compute: Callable[[Floats, NDArray[np.bool_]], Floats]) -> Floats:
-    """Return (prompt,) values of `compute(measures, rows)` for prompts with the measure; NaN for prompts without."""
+    """Return (prompt,) values computed from the prompts that have the measure; NaN for the others.
+
+    `compute` gets their part of `measured` (prompt, config), and a mask (prompt,) to select the like of other arrays.
+    """
     rows = np.asarray(~np.isnan(measured).any(axis=1))
     values = np.full(len(measured), np.nan)
     if rows.any():
@@ -223,7 +249,7 @@ def apply_to_measured(measured: Floats, compute: Callable[[Floats, NDArray[np.bo
 
 
 def mean_over_settings(each: Sequence[PromptStatistics]) -> PromptStatistics:
-    """Return each prompt's statistics, averaged over settings."""
+    """Return each prompt's statistics, averaged over the settings in which the prompt has them."""
     return PromptStatistics(
         *(mean_where_known([getattr(one, name) for one in each]) for name in ("rho", "tau", "area"))
     )
@@ -253,8 +279,8 @@ def contrasts(each: Mapping[str, PromptStatistics]) -> tuple[Contrast, ...]:
         Contrast(
             first,
             second,
-            rho=estimate_mean(each[first].rho - each[second].rho, DIFFERENCES),
-            auc=estimate_mean(each[first].area - each[second].area, AREAS),
+            rho=estimate_mean(each[first].rho - each[second].rho, RHO_DIFFERENCES),
+            auc=estimate_mean(each[first].area - each[second].area, AREA_DIFFERENCES),
         )
         for first, second in combinations(MEASURES, 2)
     )
@@ -323,19 +349,19 @@ def mark_significant(
     Significant is a statistic that is decided itself and beyond its baseline. `strengths`: the measures' own, group by
     group in the same order.
     """
-    tested = [
-        (index, one.measure, field, getattr(one, field), getattr(strength, field))
+    tests = [
+        _Test(index, one.measure, statistic, getattr(one, statistic), getattr(strength, statistic))
         for index, (group, own) in enumerate(zip(groups, strengths, strict=True))
         for one, strength in zip(group, own, strict=True)
         if one.measure in MEASURES
-        for field in _EXPECTED
-        if not isnan(getattr(one, field).exchanged.p)
+        for statistic in _EXPECTED
+        if not isnan(getattr(one, statistic).exchanged.p)
     ]
-    passing = benjamini_hochberg(np.array([baseline.exchanged.p for *_, baseline, _ in tested]))
+    passing = benjamini_hochberg(np.array([test.baseline.exchanged.p for test in tests]))
     significant = {
-        (index, measure, field)
-        for (index, measure, field, baseline, strength), passes in zip(tested, passing, strict=True)
-        if passes and _is_decided(baseline, strength, *_EXPECTED[field])
+        (test.group, test.measure, test.statistic)
+        for test, passes in zip(tests, passing, strict=True)
+        if passes and test.is_decided
     }
     return [tuple(_with_significance(one, index, significant) for one in group) for index, group in enumerate(groups)]
 
@@ -344,15 +370,36 @@ _EXPECTED = {"rho": (-1, 0.0), "auc": (1, 0.5)}
 """Statistic -> (side, number): where more perturbed answers score less, it lies on that side of the number."""
 
 
-def _is_decided(baseline: IdentityBaseline, strength: Estimate, side: int, at: float) -> bool:
-    """Return whether a statistic is decided against `at` and its excess against 0, both on the expected `side`."""
-    both = (interval_verdict(strength.interval, at), interval_verdict(baseline.beyond.interval, 0))
-    return both == (side, side)
+class _Test(NamedTuple):
+    """The test of one statistic of one measure.
+
+    Attributes:
+        group: index of the group of baselines.
+        measure: name of the measure.
+        statistic: a key of `_EXPECTED`.
+        baseline: of the statistic; its permutation null has the p-value.
+        strength: the statistic itself.
+    """
+
+    group: int
+    measure: str
+    statistic: str
+    baseline: IdentityBaseline
+    strength: Estimate
+
+    @property
+    def is_decided(self) -> bool:
+        """True where the statistic, and its excess over the baseline, are decided on the expected side."""
+        side, null = _EXPECTED[self.statistic]
+        own = interval_verdict(self.strength.interval, null)
+        excess = interval_verdict(self.baseline.beyond.interval, 0)
+        return own == excess == side
 
 
-def _with_significance(one: IdentityBaselines, index: int, significant: set[tuple[int, str, str]]) -> IdentityBaselines:
-    """Return a measure's baselines with `significant` set by membership of (index, measure, statistic)."""
+def _with_significance(one: IdentityBaselines, group: int, significant: set[tuple[int, str, str]]) -> IdentityBaselines:
+    """Return a measure's baselines with `significant` set where (group, measure, statistic) is in the set."""
     rho, auc = (
-        replace(getattr(one, field), significant=(index, one.measure, field) in significant) for field in ("rho", "auc")
+        replace(getattr(one, statistic), significant=(group, one.measure, statistic) in significant)
+        for statistic in ("rho", "auc")
     )
     return replace(one, rho=rho, auc=auc)

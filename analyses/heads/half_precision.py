@@ -104,6 +104,7 @@ def _compare(
     exact: Measurements, rounded: Measurements, same: NDArray[np.bool_], kind: str, distance: str, pair: Pair
 ) -> Ties:
     """Return the agreement of two traces for one measure and pair, over the samples selected by `same` (sample,)."""
+    baseline, treatment = pair
     expected, _ = (verdict[same] for verdict in _verdicts_by_rule(exact, kind, distance, pair))
     by_difference, alone = (verdict[same] for verdict in _verdicts_by_rule(rounded, kind, distance, pair))
     samples = zip(expected, by_difference, strict=True)
@@ -111,8 +112,8 @@ def _compare(
     return Ties(
         kind=kind,
         distance=distance,
-        baseline=pair[0],
-        treatment=pair[1],
+        baseline=baseline,
+        treatment=treatment,
         samples=int(same.sum()),
         left_out=int((~same).sum()),
         heads=expected.size,
@@ -124,11 +125,11 @@ def _compare(
 
 def _verdicts_by_rule(measured: Measurements, kind: str, distance: str, pair: Pair) -> tuple[Verdicts, Verdicts]:
     """Return the verdicts at step 0, (sample, layer, head), under two rules: by difference, and by value alone."""
-    sides = measured.index(pair[0]), measured.index(pair[1])
-    both, floor = compared_perturbation(measured, kind, distance, sides)
-    sign = np.sign(both[0] - both[1]).astype(np.int8)
-    alone = np.where(np.maximum(*both) < ALONE_FLOORS * floor, np.int8(0), sign)
-    return verdicts(*both, floor, distance), alone
+    first, second = map(measured.index, pair)
+    (baseline, treatment), floor = compared_perturbation(measured, kind, distance, (first, second))
+    sign = np.sign(baseline - treatment).astype(np.int8)
+    alone = np.where(np.maximum(baseline, treatment) < ALONE_FLOORS * floor, np.int8(0), sign)
+    return verdicts(baseline, treatment, floor, distance), alone
 
 
 def _agreement(expected: Verdicts, rounded: Verdicts) -> Agreement:

@@ -32,7 +32,7 @@ class HeadKind(Record):
     """A baseline against a treatment head by head, in isolated or in propagated perturbation.
 
     Attributes:
-        name: isolated, propagated, or empty.
+        name: isolated, propagated, or empty where the kind has no name.
         baseline_mean, treatment_mean, noise_floor: (layer, head) means over samples, in the distance's unit.
         verdict: (layer, head) of these means: 1 improved, 0 tied, −1 worsened.
         differences: (sample, layer, head) baseline − treatment, 0 where they are tied.
@@ -134,11 +134,12 @@ def compare_kind(
         name: of the kind.
     """
     samples = len(baseline)
-    means = [part.mean(axis=0) for part in (baseline, treatment, floor)]
+    baseline_mean, treatment_mean, floor_mean = (part.mean(axis=0) for part in (baseline, treatment, floor))
     by_sample = verdicts(baseline, treatment, floor, distance)
     better = (by_sample == 1).reshape(samples, -1)
-    relative = floor_over_norm(floor, norm)
-    share, total = better_share(by_sample), sum_ratio(baseline, treatment)
+    better_heads, better_interval = better_share(by_sample)
+    sums, sums_interval = sum_ratio(baseline, treatment)
+    relative_median, relative_max = floor_over_norm(floor, norm)
 
     def weighted_median(weights: Floats) -> Floats:
         first, second = (weights @ part.reshape(samples, -1) for part in (baseline, treatment))
@@ -146,29 +147,28 @@ def compare_kind(
 
     return HeadKind(
         name=name,
-        baseline_mean=means[0],
-        treatment_mean=means[1],
-        noise_floor=means[2],
-        verdict=verdicts(means[0], means[1], means[2], distance),
-        better_share=share[0],
-        better_share_interval=share[1],
+        baseline_mean=baseline_mean,
+        treatment_mean=treatment_mean,
+        noise_floor=floor_mean,
+        verdict=verdicts(baseline_mean, treatment_mean, floor_mean, distance),
+        better_share=better_heads,
+        better_share_interval=better_interval,
         unflagged_better_share=float(better[:, ~flagged.reshape(-1)].mean()) if not flagged.all() else float("nan"),
-        sum_ratio=total[0],
-        sum_ratio_interval=total[1],
-        median_ratio=median(ratio(means[1], means[0])),
+        sum_ratio=sums,
+        sum_ratio_interval=sums_interval,
+        median_ratio=median(ratio(treatment_mean, baseline_mean)),
         median_ratio_interval=intervals.of_statistic(weighted_median, samples, RATIO),
-        half_share=half_share(means[0]),
+        half_share=half_share(baseline_mean),
         differences=np.where(by_sample == 0, 0, baseline - treatment),
         sample_sums=(baseline.sum(axis=(1, 2)), treatment.sum(axis=(1, 2))),
-        floor_relative_median=relative[0],
-        floor_relative_max=relative[1],
+        floor_relative_median=relative_median,
+        floor_relative_max=relative_max,
     )
 
 
 def sum_ratio(baseline: Floats, treatment: Floats) -> tuple[float, OptionalInterval]:
     """Return Σ treatment over Σ baseline of (sample, layer, head) values with its interval; NaN for a baseline of 0."""
     first, second = (part.sum(axis=(1, 2)) for part in (baseline, treatment))
-
     value = float(ratio(treatment.mean(axis=0).sum(), baseline.mean(axis=0).sum()))
     return value, intervals.of_ratio(second, first)
 
@@ -180,7 +180,7 @@ def better_share(verdict: NDArray[np.int8]) -> tuple[float, OptionalInterval]:
 
 
 def floor_over_norm(floor: Floats, norm: Floats) -> tuple[float, float]:
-    """Return the ratio of mean noise floor to mean ‖o_h‖, of the median head and of the largest ratio."""
+    """Return mean noise floor over mean ‖o_h‖, of the median head and the largest; both are (sample, layer, head)."""
     middle, largest = quantiles(ratio(floor.mean(axis=0), norm.mean(axis=0)), (0.5, 1.0))
     return float(middle), float(largest)
 
@@ -206,11 +206,11 @@ class ChangedLoss(Record):
     def note(self, name: str) -> str:
         """Return both ratios as a sentence about the configuration `name`."""
         whole = decimal(self.whole_ratio, self.whole_ratio_interval)
-        change = decimal(self.change_ratio, self.change_ratio_interval)
+        shift = decimal(self.change_ratio, self.change_ratio_interval)
         config = self.config
         done = {"moving keys": config.in_cache, "few bits": config.quantised, "correcting": config.corrected}
-        what = " and ".join(name for name, is_done in done.items() if is_done)
-        return f"{name}, isolated: {whole} times the loss of eviction alone; {what} shifts by {change} times that."
+        what = " and ".join(change for change, is_done in done.items() if is_done)
+        return f"{name}, isolated: {whole} times the loss of eviction alone; {what} shifts by {shift} times that."
 
 
 def changed_losses(measured: Measurements, configs: Sequence[EvictionConfig]) -> tuple[ChangedLoss, ...]:
@@ -330,21 +330,21 @@ def summarise(
 
 
 def compare_pair(measured: Measurements, about: RunIdentity, distance: str = "l1") -> HeadComparison:
-    """Compare the configurations of `about` (baseline, treatment) head by head. Raises as `summarise`."""
-    distance_of(distance)
+    """Compare the two configurations of `about`, baseline and treatment, head by head. Raises as `summarise`."""
+    distance_of(distance)  # raises before anything is read
     baseline, treatment = about.configs
     sides = (measured.index(baseline), measured.index(treatment))
     flagged = measured["sigma_stage1"][:, sides[1]].mean(axis=0) <= EVIDENCE
     mass = measured["retained_mass"].mean(axis=(0, 2, 3))
     shares, (seconds, full) = measured.cache_shares, measured.prefill_seconds
-    kinds = [_head_kind(measured, kind, distance, sides, flagged) for kind in ("isolated", "propagated")]
+    isolated, propagated = (_head_kind(measured, kind, distance, sides, flagged) for kind in ("isolated", "propagated"))
     return HeadComparison(
         baseline=baseline,
         treatment=treatment,
         distance=distance,
         step=measured.step or 0,
-        isolated=kinds[0],
-        propagated=kinds[1],
+        isolated=isolated,
+        propagated=propagated,
         flagged=flagged,
         retained_mass=(float(mass[sides[0]]), float(mass[sides[1]])),
         cache_shares=(float(shares[sides[0]]), float(shares[sides[1]])),
@@ -387,6 +387,12 @@ def perturbation_and_floor(measured: Measurements, kind: str, distance: str) -> 
 
 
 def select_sides(values: Floats, sides: tuple[int, int], same: NDArray[np.bool_]) -> tuple[Floats, Floats]:
-    """Return the values of baseline and treatment, (sample, layer, head); the baseline's in both where `same`."""
+    """Return the values of baseline and treatment, (sample, layer, head); the baseline's in both where `same`.
+
+    Args:
+        values: (sample, config, layer, head).
+        sides: indices of baseline and treatment.
+        same: (sample, layer, head) True where kept sets imply equal values.
+    """
     baseline = values[:, sides[0]]
     return baseline, np.where(same, baseline, values[:, sides[1]])

@@ -146,10 +146,10 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
     def _prefill_note(self) -> list[str]:
         """Return the note on the durations of configurations' own prefills; empty without own prefills."""
         seconds = {
-            config: own
+            config: duration
             for pair in self.members
-            for config, own in zip((pair.baseline, pair.treatment), pair.prefill_seconds, strict=False)
-            if not isnan(own)
+            for config, duration in zip((pair.baseline, pair.treatment), pair.prefill_seconds[:2], strict=True)
+            if not isnan(duration)
         }
         if not seconds:
             return []

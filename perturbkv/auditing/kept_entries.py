@@ -257,7 +257,7 @@ class EntryComparison:
         """Return the kept sets, distances and changes of the row's entries (METHOD: Audit, 1 and 2)."""
         shape = len(self.layers), len(self.layers[0].positions)
         padded, strangers, duplicates, hidden = (np.zeros(shape, dtype=np.int64) for _ in range(4))
-        duplicated, first_hidden = np.full(shape, -1), np.full(shape, -1)
+        first_duplicate, first_hidden = np.full(shape, -1), np.full(shape, -1)
         distance = np.zeros((2, *shape))
         kept_sets: list[tuple[Integers, ...]] = []
         altered: list[Alteration] = []
@@ -274,7 +274,7 @@ class EntryComparison:
                 padded[place] = int((is_padding & seen).sum())
                 strangers[place] = int((positions[seen] == NOWHERE).sum())
                 duplicates[place] = len(matched) - len(set(matched.tolist()))
-                duplicated[place] = int(twice[0]) if len(twice) else -1
+                first_duplicate[place] = int(twice[0]) if len(twice) else -1
                 hidden[place], first_hidden[place] = len(masked), min(masked, default=-1)
                 for kind, own in enumerate(distances):
                     distance[kind, layer, head] = float(own[seen].amax()) if bool(seen.any()) else 0.0
@@ -283,7 +283,7 @@ class EntryComparison:
         adapter, layers = self.tracker.adapter, range(shape[0])
         return CacheEntries(
             kept_sets=tuple(kept_sets), tokens=self.tracker.situation.entries - self.padding, kv_heads=adapter.kv_heads,
-            padded=padded, strangers=strangers, duplicates=duplicates, duplicated=duplicated,
+            padded=padded, strangers=strangers, duplicates=duplicates, first_duplicate=first_duplicate,
             hidden=hidden, first_hidden=first_hidden,
             unordered=tuple(layer for layer in layers if not all(self.layers[layer].ascending)),
             key_distance=distance[0], value_distance=distance[1],

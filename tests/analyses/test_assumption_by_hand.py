@@ -32,7 +32,7 @@ def test_shares_and_heads_below() -> None:
     reading = summarise(made()).configs[0].readings["sigma_stage1"]
     np.testing.assert_allclose(reading.mean, [[0.4, 0.4], [0.8, 0.8]])
     assert reading.below.tolist() == [[2, 1], [0, 0]]  # exactly 0.5 is below: Theorem 3 needs more
-    assert reading.failing.tolist() == [[True, True], [False, False]]
+    assert reading.is_weak.tolist() == [[True, True], [False, False]]
     assert reading.share == 5 / 8
     assert reading.layer_share.tolist() == [0.25, 1.0]
     assert reading.share_interval == Interval(0.5, 0.75, "range")  # of two samples: 3/4 and 2/4
@@ -45,7 +45,7 @@ def test_three_readings_stand_side_by_side_under_their_names() -> None:
     found = result.configs[0].readings
     assert list(found) == list(READINGS) == ["sigma_topk", "sigma_stage1", "retained_mass"]
     assert found["sigma_topk"].share == 1
-    assert not found["sigma_topk"].failing.any()
+    assert not found["sigma_topk"].is_weak.any()
     np.testing.assert_allclose(found["retained_mass"].mean, np.full((2, 2), 0.4))  # S, of the whole kept set
     assert found["retained_mass"].share == 0
     assert result.to_dict()["configurations"][0]["retained_mass"]["share_above_half"] == 0

@@ -135,8 +135,8 @@ def test_of_a_trace_by_hand() -> None:
     assert [one.value for one in staged.crossings] == pytest.approx([math.sqrt(0.145), math.sqrt(0.0145)])
     assert [one.ratio for one in staged.ratios] == pytest.approx([0.5, 0.5], rel=1e-6)
     assert attention.ratios == ()
-    assert attention.at(0.2, attention.cache_shares) == pytest.approx(0.2)
-    assert math.isnan(attention.at(0.0, attention.cache_shares))
+    assert attention.interpolate(0.2, attention.cache_shares) == pytest.approx(0.2)
+    assert math.isnan(attention.interpolate(0.0, attention.cache_shares))
     assert found.identity.samples == 6
     assert found.conclusion() == (
         "Median KL of the next token below 0.1 nat needs a budget of 0.38 [0.35, 0.41] at two-stage to 0.76 [0.69, "

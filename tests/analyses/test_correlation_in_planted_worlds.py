@@ -142,7 +142,7 @@ def test_a_link_that_the_methods_names_make_is_told_as_such_and_has_no_star() ->
     assert rho.interval.high < -0.4
     assert result.settings[0].control("propagated").rho.p < 0.001  # the methods do differ
     assert verdicts(result)[1::2] == [EQUIVALENT, EQUIVALENT]
-    assert not any(one.significant for names in result.settings[0].names for one in (names.rho, names.auc))
+    assert not any(one.significant for names in result.settings[0].baselines for one in (names.rho, names.auc))
     assert "*" not in repr(result).replace("*: it and less names", "").replace("*: it\nand less", "")
 
 

@@ -13,7 +13,7 @@ from scipy import stats
 import perturbkv as pk
 from perturbkv.analyses import verdicts
 from perturbkv.analyses.budget.budget_axis import Axis
-from perturbkv.analyses.budget.criteria import FEW, NONE, SAFE, Criterion, verdict
+from perturbkv.analyses.budget.criteria import FEW, NONE, SAFE, Criterion, judge_curve
 from perturbkv.errors import ConfigError, TraceError
 from perturbkv.selection.grid import configuration
 from tests.support.swept import BUDGETS, TOKEN_BYTES, swept
@@ -35,12 +35,12 @@ def levels(*means: float, samples: int = 40, seed: int = 0) -> np.ndarray:
 
 
 def test_budgets_are_tested_down_to_the_first_that_fails() -> None:
-    found = verdict(KL, levels(0.001, 0.5, 0.02, 0.01), curve(4))  # the smallest would pass again
+    found = judge_curve(KL, levels(0.001, 0.5, 0.02, 0.01), curve(4))  # the smallest would pass again
     assert [one.tested for one in found.budgets] == [True, True, True, False]
     assert [one.holds for one in found.budgets] == [True, True, False, False]
     assert found.safe is not None
-    assert found.failed is not None
-    assert (found.safe.config.budget.value, found.failed.config.budget.value) == (
+    assert found.first_failure is not None
+    assert (found.safe.config.budget.value, found.first_failure.config.budget.value) == (
         pytest.approx(0.6),
         pytest.approx(0.4),
     )
@@ -50,18 +50,18 @@ def test_budgets_are_tested_down_to_the_first_that_fails() -> None:
 
 def test_a_mean_within_its_limit_whose_bound_is_not_says_how_many_samples_would_do() -> None:
     each = levels(0.08, samples=8)
-    found = verdict(KL, each, curve(1))
+    found = judge_curve(KL, each, curve(1))
     assert (found.safe, found.state) == (None, FEW)
     enough = found.samples_for
     assert enough is not None
-    assert KL.keeps(KL.bound(each[:, 0], enough))
-    assert not KL.keeps(KL.bound(each[:, 0], enough - 1))
+    assert KL.allows(KL.bound(each[:, 0], enough))
+    assert not KL.allows(KL.bound(each[:, 0], enough - 1))
 
 
 def test_a_mean_beyond_its_limit_has_none_and_no_number_of_samples() -> None:
-    found = verdict(KL, levels(0.01, 0.2), curve(2))
+    found = judge_curve(KL, levels(0.01, 0.2), curve(2))
     assert (found.safe, found.state, found.samples_for) == (None, NONE, None)
-    assert verdict(KL, levels(0.01, 0.02), curve(2)).failed is None
+    assert judge_curve(KL, levels(0.01, 0.02), curve(2)).first_failure is None
 
 
 @pytest.mark.slow
@@ -71,9 +71,9 @@ def test_the_fixed_order_keeps_the_level_and_taking_the_smallest_that_passes_wou
     limit, axis = Criterion("kl", unsafe * (1 - 1e-9)), curve(5)
     fixed = searched = 0
     for _ in range(draws):
-        found = verdict(limit, source.lognormal(sigma=1.5, size=(16, 5)), axis)
+        found = judge_curve(limit, source.lognormal(sigma=1.5, size=(16, 5)), axis)
         fixed += found.safe is not None
-        searched += any(limit.keeps(one.bound) for one in found.budgets)
+        searched += any(limit.allows(one.bound) for one in found.budgets)
     assert fixed / draws <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / draws)
     assert searched / draws > 0.08
 
@@ -176,7 +176,7 @@ def test_the_level_of_a_kl_bound_names_what_it_assumes_and_the_share_above_the_l
     exact = stats.binomtest(3, 40, alternative="less").proportion_ci(0.95, method="exact").high
     assert smaller.above == pytest.approx(exact)
     (safe,) = {one.safe.above for one in found if one.safe is not None}
-    assert found[0].verdicts[0].above == f"≤ {100 * (1 - 0.05 ** (1 / 40)):.0f} %"
+    assert found[0].verdicts[0].above_shown == f"≤ {100 * (1 - 0.05 ** (1 / 40)):.0f} %"
     assert safe == pytest.approx(1 - 0.05 ** (1 / 40))
     drop = pk.safe_budget(swept(score=np.ones((40, 2, 5))), max_drop=20)
     assert "lognormal" not in repr(drop)
@@ -201,7 +201,7 @@ def test_limits_of_single_steps_are_not_taken_for_whole_answers() -> None:
 def test_a_budget_that_never_fails_is_not_one_that_was_not_measured() -> None:
     kl = np.stack([levels(0.05, 0.04, 0.03, 0.02, 0.01)] * 2, axis=1)
     found = pk.safe_budget(swept(kl), max_kl=0.1)
-    assert [(one.verdicts[0].failed, one.verdicts[0].failure) for one in found] == [(None, "none")] * 2
+    assert [(one.verdicts[0].first_failure, one.verdicts[0].failure) for one in found] == [(None, "none")] * 2
 
 
 def test_caches_that_hold_more_than_the_full_one_are_explained_where_they_stand() -> None:

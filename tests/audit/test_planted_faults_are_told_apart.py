@@ -110,7 +110,7 @@ def test_entries_kept_twice_and_in_another_order_are_told() -> None:
     (run,) = shuffled.runs
     assert run.entries is not None
     assert run.entries.unordered == (0, 1, 2)
-    assert run.entries.odd == "in another order"
+    assert run.entries.oddities == "in another order"
 
 
 @pytest.mark.slow

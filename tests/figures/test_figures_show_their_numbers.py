@@ -52,7 +52,7 @@ def test_assumption_maps_hold_sigma_and_dots_where_it_is_at_most_a_half(width: i
         reading = config.readings[name]
         np.testing.assert_allclose(artist(figure, panel, "map").get_array(), reading.mean)
         dots = artist(figure, panel, "marks").get_offsets()
-        np.testing.assert_array_equal(dots, np.argwhere(reading.failing)[:, ::-1] + 0.5)
+        np.testing.assert_array_equal(dots, np.argwhere(reading.is_weak)[:, ::-1] + 0.5)
         assert f"{100 * reading.share:.0f} %" in figure.axes[panel].get_title(loc="left")
 
 

@@ -39,7 +39,7 @@ def test_kept_shares_are_drawn_by_layer_and_position(result: Audit) -> None:
 def test_a_line_per_situation_and_the_limit(result: Audit, width_mm: float) -> None:
     lines = {str(line.get_gid()): line for line in drawn(result, width_mm).axes[1].lines}
     assert list(lines) == ["single", "block", "batch", "limit"]
-    for name, floors in result.by_layer().items():
+    for name, floors in result.floors_by_layer().items():
         np.testing.assert_allclose(np.asarray(lines[name].get_ydata()), np.fmax(floors, 0.05))
         assert floors[0] < FLOORS < floors[1]
     assert set(np.asarray(lines["limit"].get_ydata())) == {FLOORS}
