@@ -198,7 +198,7 @@ class _DumpComparison:
         for name, own in entries.items():
             expected = self.plain.expected.get(name)
             allowed = limits if expected is None else expected[index].limits(own.positions, limits)
-            far = allowed.differing(own, measured[name])
+            far = allowed.differing_entries(own, measured[name])
             self.faults += duplicate_faults(name, index, own)
             self.faults += find_faults(name, index, own, far.any(dim=0), reference, allowed)
             far |= measured[name].present & torch.tensor(scaled, device=far.device)[:, None, None]
