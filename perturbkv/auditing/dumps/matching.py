@@ -147,7 +147,10 @@ def find_faults(
     reference: LayerReference,
     limits: Limits,
 ) -> list[DumpFault]:
-    """Return what was done to the entries of a request, in one layer, that are `far` from the plain model's."""
+    """Return what was done to the entries of a request, in one layer, that are `far` from the plain model's.
+
+    `limits` are the distances above which entries of this layer differ.
+    """
     if not bool(far.any()):
         return []
     found = []
@@ -155,7 +158,7 @@ def find_faults(
         described: dict[tuple[str, str], Tensor] = {}
         for mask in run.fault_masks():
             kind, what = _FaultSearch(request, run.select(mask), reference, limits.together).describe()
-            if kind == "unknown" and _INFINITE in described:  # of a block that was overwritten
+            if kind == "unknown" and _INFINITE in described:  # counted with those of its block
                 kind, what = _INFINITE
             described[kind, what] = described.get((kind, what), torch.zeros_like(mask)) | mask
         for (kind, what), mask in described.items():
