@@ -35,7 +35,7 @@ import perturbkv as pk
 from perturbkv.analyses.audit.audited_runs import AuditedRun
 from perturbkv.analyses.audit.cache_entries import FLOORS
 from perturbkv.auditing import reference
-from perturbkv.auditing.evictions import eviction
+from perturbkv.auditing.evictions import callable_eviction
 from perturbkv.auditing.external_run import run_eviction
 from perturbkv.auditing.forward_passes import make_situation, token_count
 from perturbkv.auditing.model_state import ModelState
@@ -226,7 +226,7 @@ def measure(setting: Setting, adapter: Adapter) -> dict[str, float]:
     ids = prompt_ids(setting, adapter)
     tokens, _ = reference.decode_greedily(adapter, ids, token_count(STEPS, ["block"]))
     situation = make_situation(setting.situation, ids, tokens, STEPS)
-    external = eviction(clean_eviction(setting), "clean")
+    external = callable_eviction(clean_eviction(setting), "clean")
     prompts, before = reference.prompt_entries(adapter, situation), ModelState.capture(adapter.model)
     runs = run_eviction(adapter, external, situation, prompts, before).results("p")
     each = [worst(run) for run in runs]

@@ -23,6 +23,10 @@ _BITS = (8, 4, 2)
 _COARSER = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 _BASES = tuple(10 ** (exponent / 100) for exponent in range(200, 801))
 """Rotary bases that are tried, a fortieth apart."""
+_SAME_BASE = 0.002
+"""Largest relative difference of two bases that are one."""
+_MUCH_NEARER = 0.2
+"""Largest ratio of the distance that a change leaves to the one without it, at which the change explains entries."""
 
 
 def excess_rotations(
@@ -33,20 +37,20 @@ def excess_rotations(
 ) -> Int[Tensor, " entry"] | None:
     """Return the number of positions by which each key is rotated too far, between −most and most.
 
-    None where no rotation explains the difference of the keys from those of the full cache, `full`. Component i pairs
-    with i + frequencies, as in `perturbkv.cache.entries.rotate_keys`.
+    `full` are the full cache's keys of the same tokens. None where such rotations do not explain every key, and where
+    one is NaN. Component i pairs with i + len(frequencies), as in `perturbkv.cache.entries.rotate_keys`.
     """
     half = len(frequencies)
     pairs, full_pairs = _complex_pairs(keys, half), _complex_pairs(full, half)
     cross = pairs * full_pairs.conj()
     shifts = torch.arange(-most, most + 1, device=keys.device)
     angles = shifts.double().unsqueeze(-1) * frequencies.to(keys.device).double()
-    matched = angles.cos() @ cross.real.T + angles.sin() @ cross.imag.T
+    matched = angles.cos() @ cross.real.T + angles.sin() @ cross.imag.T  # (shift, entry): product with the rotated key
     best = matched.argmax(dim=0)
     rotated = full_pairs * torch.polar(torch.ones_like(angles[best]), angles[best])
     length = torch.linalg.vector_norm(full.double(), dim=-1)
-    rest = torch.linalg.vector_norm(keys[:, 2 * half :].double() - full[:, 2 * half :].double(), dim=-1)
-    distance = torch.hypot(torch.linalg.vector_norm(pairs - rotated, dim=-1), rest)
+    unrotated = torch.linalg.vector_norm(keys[:, 2 * half :].double() - full[:, 2 * half :].double(), dim=-1)
+    distance = torch.hypot(torch.linalg.vector_norm(pairs - rotated, dim=-1), unrotated)
     return shifts[best] if bool((distance <= NEAR * length).all()) else None
 
 
@@ -56,8 +60,8 @@ def _complex_pairs(keys: Float[Tensor, "entry d_head"], half: int) -> Tensor:
     return torch.complex(components[:, :half], components[:, half : 2 * half])
 
 
-def _neighbours_apart(keys: Float[Tensor, "entry d_head"]) -> Tensor:
-    """Return keys in an order that has neighbouring components half a head apart."""
+def _deinterleave(keys: Float[Tensor, "entry d_head"]) -> Float[Tensor, "entry d_head"]:
+    """Return keys with the components 2i and 2i + 1 moved to i and i + d/2."""
     return keys.reshape(len(keys), -1, 2).transpose(1, 2).flatten(1)
 
 
@@ -70,49 +74,53 @@ def describe_rotation(
 ) -> str:
     """Return a description of the rotation between the keys and the full cache's; empty if none explains it.
 
-    `keys` are those of a head in the order of its cache, `full` those of the full cache at `positions`.
+    `keys` are those of a head in the order of its cache, `full` those of the full cache at `positions`; `most` is the
+    largest number of positions that is tried.
     """
     chosen = torch.linspace(0, len(keys) - 1, min(len(keys), _MOST_TESTED), device=keys.device).round().long()
     shifts = excess_rotations(keys[chosen], full[chosen], frequencies, most)
     if shifts is None:
-        own, known = _neighbours_apart(keys[chosen]), _neighbours_apart(full[chosen])
-        shifts = excess_rotations(own, known, frequencies, most)
+        shifts = excess_rotations(_deinterleave(keys[chosen]), _deinterleave(full[chosen]), frequencies, most)
         return "rotated with neighbouring components as pairs" if shifts is not None and bool(shifts.any()) else ""
     if not bool(shifts.any()):
         return ""
-    own = positions[chosen]
-    if bool((shifts == own).all()):
+    before = positions[chosen]
+    if bool((shifts == before).all()):
         return "rotated again, each by its own position"
     if bool((shifts == shifts[0]).all()):
         return f"rotated by {int(shifts[0])} more positions"
-    if bool((shifts == chosen - own).all()):
+    if bool((shifts == chosen - before).all()):
         return "moved to their places inside the cache"
     return "rotated, each by a number of positions of its own"
 
 
 def describe_base(
-    own: Float[Tensor, "entry d_head"],
-    expected: Float[Tensor, "entry d_head"],
+    keys: Float[Tensor, "entry d_head"],
+    full: Float[Tensor, "entry d_head"],
     positions: Int[Tensor, " entry"],
     frequencies: Float[Tensor, " frequency"],
 ) -> str:
-    """Return the base that keys were rotated with instead of the model's; empty if none explains them."""
+    """Return in words the base that keys were rotated with instead of the model's; empty if none explains them.
+
+    `full` are the full cache's keys at `positions`. Empty, too, where the model's `frequencies` are not the powers of
+    one base, as after scaling for long contexts.
+    """
     pairs = len(frequencies)
     exponents = -torch.arange(pairs, dtype=torch.float64) / pairs
-    model = float(frequencies[1].double() ** -pairs) if pairs > 1 else 0.0
-    if not model or not torch.allclose(model**exponents, frequencies.cpu().double(), rtol=1e-3):
-        return ""  # scaled for long contexts
+    model_base = float(frequencies[1].double() ** -pairs) if pairs > 1 else 0.0
+    if not model_base or not torch.allclose(model_base**exponents, frequencies.cpu().double(), rtol=1e-3):
+        return ""
 
     def distance(base: float) -> float:
-        """Return how far the keys are from those expected, rotated with a base."""
+        """Return how far the keys are from the full cache's, were these rotated with a base."""
         angle = positions.cpu().unsqueeze(-1) * (base**exponents - frequencies.cpu().double())
-        return float(torch.linalg.vector_norm(rotate_keys(expected.cpu().double(), angle) - own.cpu().double()))
+        return float(torch.linalg.vector_norm(rotate_keys(full.cpu().double(), angle) - keys.cpu().double()))
 
     best = min(_BASES, key=distance)
-    for step in (1.005, 1.0005):
+    for step in (1.005, 1.0005):  # finer and finer around the best so far
         best = min((best * step**count for count in range(-5, 6)), key=distance)
-    explained = distance(best) <= 0.2 * distance(model) and abs(best / model - 1) > 0.002
-    return f"rotated with base {float(f'{best:.3g}'):,.0f}, the model's is {model:,.0f}" if explained else ""
+    explained = distance(best) <= _MUCH_NEARER * distance(model_base) and abs(best / model_base - 1) > _SAME_BASE
+    return f"rotated with base {float(f'{best:.3g}'):,.0f}, the model's is {model_base:,.0f}" if explained else ""
 
 
 def round_towards_zero(numbers: Tensor, dtype: torch.dtype) -> Tensor:
@@ -125,7 +133,7 @@ def round_towards_zero(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def describe_rounding(entries: Float[Tensor, "entry d_head"], full: Float[Tensor, "entry d_head"]) -> str:
-    """Return a description of the coarser type that the entries went through; empty if none explains the difference."""
+    """Return in words the coarser type that the entries went through; empty if none explains the difference."""
     for dtype in _COARSER:
         if torch.finfo(dtype).eps > torch.finfo(entries.dtype).eps and _explains(full.to(dtype).float(), entries, full):
             return f"rounded to {str(dtype).removeprefix('torch.')}"
@@ -137,11 +145,11 @@ def describe_scale(entries: Float[Tensor, "entry d_head"], full: Float[Tensor, "
 
     `floor` is the noise floor of an entry, relative to its length.
     """
-    own, known = entries.double(), full.double()
+    own, expected = entries.double(), full.double()
     if not bool(own.any()):
         return "multiplied by 0"
-    factor = float((own * known).sum() / known.square().sum().clamp(min=torch.finfo(torch.float64).tiny))
-    rest = torch.linalg.vector_norm(own - factor * known) / torch.linalg.vector_norm(own)
+    factor = float((own * expected).sum() / expected.square().sum().clamp(min=torch.finfo(torch.float64).tiny))
+    rest = torch.linalg.vector_norm(own - factor * expected) / torch.linalg.vector_norm(own)
     if abs(factor - 1) <= FLOORS * floor or not bool(rest <= FLOORS * max(floor, torch.finfo(entries.dtype).eps)):
         return ""
     return f"multiplied by {factor:.4g}"
@@ -154,8 +162,8 @@ def describe_quantisation(
 ) -> str:
     """Return a description of the quantisation from `full` to `entries`; empty if none explains the difference.
 
-    Scales are taken per entry, per channel and per head, over the kept entries and over all entries of the `head`, from
-    the largest magnitude or from the range.
+    Scales are taken per entry, per channel and per head, over the kept entries and over all of the full cache's entries
+    of the `head`, from the largest magnitude or from the range.
     """
     for bits in _BITS:
         for scale, quantised in _quantisations(full.float(), head.float(), bits):
@@ -165,23 +173,29 @@ def describe_quantisation(
 
 
 def _explains(candidate: Tensor, entries: Tensor, full: Tensor) -> bool:
-    """Return whether nearly all entries are much nearer to their candidate than the full cache's entry is."""
+    """Return whether nearly all entries are much nearer to their candidate than the full cache's entry is.
+
+    All are (entry, d_head); what the entries' type rounds is allowed.
+    """
     distance = torch.linalg.vector_norm(entries.float() - candidate, dim=-1)
-    plain = torch.linalg.vector_norm(full.float() - candidate, dim=-1)
+    full_distance = torch.linalg.vector_norm(full.float() - candidate, dim=-1)
     rounding = 2 * torch.finfo(entries.dtype).eps * torch.linalg.vector_norm(entries.float(), dim=-1)
-    return bool((distance <= torch.maximum(0.2 * plain, rounding)).float().mean() > 0.95)
+    return bool((distance <= torch.maximum(_MUCH_NEARER * full_distance, rounding)).float().mean() > 0.95)
 
 
 def _quantisations(full: Tensor, head: Tensor, bits: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name of a scale, such as `per entry`; the entries quantised to `bits` bits with that scale)."""
+    """Yield (name of a scale, such as `per entry`; the entries quantised to `bits` bits with that scale).
+
+    The entries are `full` (entry, d_head); a scale is taken over them, or over all entries `head` (position, d_head).
+    """
     for scale, dims, scaled in (("per entry", (-1,), full), ("per channel", (0,), head), ("per channel", (0,), full),
                                 ("per head", (0, 1), head), ("per head", (0, 1), full)):  # fmt: skip
         low, high = scaled.amin(dim=dims, keepdim=True), scaled.amax(dim=dims, keepdim=True)
         largest = torch.maximum(high, -low)
         for step, zero in (
-            (largest / (2 ** (bits - 1) - 1), torch.zeros_like(low)),
-            (largest / 2 ** (bits - 1), torch.zeros_like(low)),
-            ((high - low) / (2**bits - 1), low),
+            (largest / (2 ** (bits - 1) - 1), torch.zeros_like(low)),  # symmetric
+            (largest / 2 ** (bits - 1), torch.zeros_like(low)),  # symmetric, with the lowest whole number in use
+            ((high - low) / (2**bits - 1), low),  # from the range
         ):
             safe = step.clamp(min=torch.finfo(torch.float32).tiny)
             yield scale, ((full - zero) / safe).round() * safe + zero
@@ -191,13 +205,13 @@ def describe_head(
     entries: Float[Tensor, "entry d_head"], full: Float[Tensor, "kv_head position d_head"], own: int
 ) -> str:
     """Return the head of the full cache, other than `own`, that holds all `entries` to the bit; empty if none does."""
-    same = entries.to(full.dtype)
-    heads = (f"of head {head}" for head, known in enumerate(full) if head != own and holds(known, same))
+    cast = entries.to(full.dtype)
+    heads = (f"of head {head}" for head, known in enumerate(full) if head != own and are_among(cast, known))
     return next(heads, "")
 
 
-def holds(known: Float[Tensor, "position d_head"], entries: Float[Tensor, "entry d_head"]) -> bool:
-    """Return whether every entry is bit-equal to one of those known."""
-    own, full = entries[None, None], known[None, None]
-    (kept,) = recover([(own, own)], [(full, full)])
+def are_among(entries: Float[Tensor, "entry d_head"], full: Float[Tensor, "position d_head"]) -> bool:
+    """Return whether every entry is bit-equal to one of the full cache's."""
+    cached, known = entries[None, None], full[None, None]  # with a row and a head
+    (kept,) = recover([(cached, cached)], [(known, known)])
     return not bool(kept.key_distance[0].any())

@@ -54,7 +54,8 @@ def audit_eviction(
 ) -> Audit:
     """Audit an eviction on every prompt; of an unreadable one return the reason and the runs before.
 
-    `source` is the provenance of the prompts. Raises ConfigError and DatasetError for prompts that do not fit,
+    `settings` say what is audited; `source` is the provenance of the prompts; `resources` are those of the runs that
+    measure losses; `progress` is called per prompt. Raises ConfigError and DatasetError for prompts that do not fit,
     ModelError for an attention that takes no masks.
     """
     check_attention(adapter)
@@ -81,7 +82,7 @@ def audit_eviction(
             if runs[-1].damage:  # there is no reference any more
                 return dataclasses.replace(blank, runs=tuple(runs), lossless=runs[-1].damage)
         if settings.plain_use and isinstance(eviction, Eviction) and eviction.decode is None:
-            plain, damage = _measure_plain_use(adapter, used[0], eviction, runs[0], before)
+            plain, damage = _plain_use_and_damage(adapter, used[0], eviction, runs[0], before)
     except UnreadableCacheError as error:
         return dataclasses.replace(blank, runs=tuple(runs), unreadable=error.reason)
     audit = dataclasses.replace(blank, runs=tuple(runs), plain_use=plain, lossless=damage)
@@ -95,7 +96,7 @@ def estimate_seconds(
     shortest = min(prompts, key=lambda prompt: len(prompt.token_ids))
     seconds = full_prefill_seconds(adapter, shortest.token_ids) / len(shortest.token_ids)
     rows = sum(2 if name == "batch" else 1 for name in settings.situations)
-    alone = any(name != "batch" for name in settings.situations)
+    alone = any(name != "batch" for name in settings.situations)  # the prompt alone is read once for all of these
     prefills = _READINGS * (alone + rows) if not isinstance(eviction, KeptFile) else _READINGS
     prefills += _LOSS_READINGS if settings.losses else 0
     return seconds * prefills * sum(len(prompt.token_ids) for prompt in prompts)
@@ -129,17 +130,20 @@ def provenance(adapter: Adapter, source: Mapping[str, str], samples: int) -> dic
 def _audit_prompt(
     adapter: Adapter, prompt: Prompt, eviction: Eviction | KeptFile, settings: AuditSettings, before: ModelState
 ) -> Iterator[AuditedRun]:
-    """Yield the audited runs of a prompt in all situations; for a file of positions, in the first situation only."""
+    """Yield the audited runs of a prompt in all situations; for a file of positions, in `single` only.
+
+    `before` is the model before any eviction ran. The run that damages the model is the last.
+    """
     ids = torch.tensor(prompt.token_ids, device=adapter.device)
     if isinstance(eviction, KeptFile):
         yield dataclasses.replace(audit_file(adapter, ids, eviction, prompt.sample_id), allowed=settings.allow)
         return
     tokens, full = decode_greedily(adapter, ids, token_count(settings.steps, settings.situations))
-    alone = None
+    alone = None  # the entries of the prompt by itself, which several situations share
     for name in settings.situations:
         situation = make_situation(name, ids, tokens, settings.steps)
         if situation.rows == 1:
-            alone = prompts = alone or prompt_entries(adapter, situation, full)
+            prompts = alone = alone or prompt_entries(adapter, situation, full)
         else:
             prompts = prompt_entries(adapter, situation)
         run = run_eviction(adapter, eviction, situation, prompts, before, settings)
@@ -148,12 +152,13 @@ def _audit_prompt(
             break
 
 
-def _measure_plain_use(
+def _plain_use_and_damage(
     adapter: Adapter, prompt: Prompt, eviction: Eviction, run: AuditedRun, before: ModelState
 ) -> tuple[PlainUse | None, str]:
-    """Return how plain model calls use the evicted cache, and how that changed the model, in words.
+    """Return how plain model calls use the evicted cache, None for a failing eviction; and how they changed the model.
 
-    None for a failing eviction. `run` is the prompt's first run, which shows at which position the next token belongs.
+    The latter in words, empty where they did not; the model is put back as it was `before`. `run` is the prompt's first
+    run, which shows at which position the next token belongs.
     """
     ids = torch.tensor(prompt.token_ids, device=adapter.device)
     single = make_situation("single", ids, ids[-1:], 1)
@@ -161,7 +166,7 @@ def _measure_plain_use(
         single = dataclasses.replace(single, cached=(max(len(kept) for kept in run.entries.kept_sets[0]),))
     plain = None
     try:
-        plain = plain_use(adapter, eviction, single)
+        plain = measure_plain_use(adapter, eviction, single)
     except (FailedError, RefusedError):  # the runs record what reading raises
         pass
     finally:
@@ -169,10 +174,11 @@ def _measure_plain_use(
     return plain, damage
 
 
-def plain_use(adapter: Adapter, eviction: Eviction, situation: Situation) -> PlainUse:
+def measure_plain_use(adapter: Adapter, eviction: Eviction, situation: Situation) -> PlainUse:
     """Return how a model call and `generate` use the cache after the prompt, in a situation `single`.
 
-    Each call of `generate` gets a new cache; exceptions are recorded.
+    Each call of `generate` gets a new cache. Exceptions of its calls are recorded; those of the eviction's reading are
+    raised.
     """
     lengths: list[int] = []
     token = situation.new_tokens(0)[:, :1]
@@ -187,9 +193,9 @@ def plain_use(adapter: Adapter, eviction: Eviction, situation: Situation) -> Pla
     return PlainUse(
         position=position,
         expected=situation.entries if situation.cached is None else situation.cached[0],
-        failed=_failure(lambda: _generate(adapter, first, prompt_and_token, lengths)),
+        failed=_failure_text(lambda: _generate(adapter, first, prompt_and_token, lengths)),
         fed=lengths[0] if lengths else 0,
-        continued=_failure(lambda: _generate(adapter, new_cache(), token, [])),
+        continued=_failure_text(lambda: _generate(adapter, new_cache(), token, [])),
     )
 
 
@@ -206,7 +212,7 @@ def _generate(adapter: Adapter, cache: Cache, ids: Tensor, lengths: list[int]) -
         adapter.model.generate(ids, past_key_values=cache, **options)
 
 
-def _failure(call: Callable[[], object]) -> str:
+def _failure_text(call: Callable[[], object]) -> str:
     """Return the exception raised by a call as one line of text; empty if none is raised."""
     try:
         with external_code("", FailedError):

@@ -30,7 +30,8 @@ from perturbkv.selection.policies.kvpress import is_press
 
 _LOGIT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FUNCTION, CLASS, PRESS = "function", "cache class", "press"
-_TAKES = ("model", "input_ids", "attention_mask")
+_INPUTS = ("model", "input_ids", "attention_mask")
+"""Arguments of an eviction that is a function."""
 
 Evict = Callable[[Any, Tensor, Tensor], Any]
 """`(model, input_ids, attention_mask)`, both (batch, token), padding on the left → cache."""
@@ -82,7 +83,11 @@ class Eviction:
         return cache
 
     def logits(self, model: Any, cache: Cache, token: Tensor, step: int, what: str) -> Tensor:
-        """Return the logits (batch, new, vocab) of its own decoding. Raises FailedError, which begins with `what`."""
+        """Return the logits (batch, new, vocab) of its own decoding, or those of the last new token alone.
+
+        `token` (batch, new) are the new tokens, decoded after `step` others. Raises FailedError, whose text begins with
+        `what`, for an exception and for anything but such logits.
+        """
         assert self.decode is not None
         with external_code(f"{what} raises", FailedError):
             logits = self.decode(model, cache, token.clone(), step)
@@ -101,13 +106,13 @@ class Eviction:
         return logits
 
 
-def eviction(
+def callable_eviction(
     target: Any, name: str, options: Mapping[str, Any] | None = None, decode: Decode | None = None
 ) -> Eviction:
     """Return the eviction by a function or a cache class, `target`, called with the keyword arguments `options`.
 
-    `decode` is its decoding where the target has none of its own; with an attribute `masks = True` it
-    masks entries that its cache holds. Raises ConfigError for any other object, and for
+    `name` is the text that names it, `decode` its decoding where the target has none of its own. A target with an
+    attribute `masks = True` masks entries that its cache holds. Raises ConfigError for any other object, and for
     options that the target does not take.
     """
     arguments, decode = dict(options or {}), getattr(target, "decode", None) or decode
@@ -125,14 +130,17 @@ def eviction(
         return Eviction(name, CLASS, evict, decode, masks)
     if inspect.isclass(target) or not callable(target):
         raise ConfigError(
-            f"expected {name} to be a function ({', '.join(_TAKES)}) or a transformers Cache class, got {target!r}"
+            f"expected {name} to be a function ({', '.join(_INPUTS)}) or a transformers Cache class, got {target!r}"
         )
-    _check_options(target, name, arguments, _TAKES)
+    _check_options(target, name, arguments, _INPUTS)
     return Eviction(name, FUNCTION, lambda *inputs: target(*inputs, **arguments), decode, masks)
 
 
 def _check_options(target: Any, name: str, options: Mapping[str, Any], inputs: tuple[str, ...] = ()) -> None:
-    """Raise ConfigError for options that the function or class cannot be called with."""
+    """Raise ConfigError for options that the function or class does not take, or whose values are of another type.
+
+    `inputs` are the names of the positional arguments before the options.
+    """
     signature = inspect.signature(target)
     try:
         signature.bind(*inputs, **options)
@@ -152,7 +160,10 @@ def _check_options(target: Any, name: str, options: Mapping[str, Any], inputs: t
 
 
 def _option_type(parameter: inspect.Parameter) -> type | None:
-    """Return an option's plain type, float for an unannotated number; None for an unknown type or a union."""
+    """Return an option's plain type: its annotation, else its default's type; None for an unknown type or a union.
+
+    A default such as 1 without annotation stands for any number: float. Of `int | None` the type is int.
+    """
     annotation, default = parameter.annotation, parameter.default
     if annotation is inspect.Parameter.empty:
         return float if type(default) is int else type(default) if type(default) in KINDS else None
@@ -165,7 +176,8 @@ def press_eviction(text: str, budget: Budget) -> Eviction:
 
     Raises ConfigError or UnknownNameError for a press or options that kvpress does not have.
     """
-    choice = kvpress.policy_class(parse(text).name).complete(parse(text))
+    parsed = parse(text)
+    choice = kvpress.policy_class(parsed.name).complete(parsed)
 
     def evict(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
         cache, press, tokens = DynamicCache(), kvpress.build(choice), input_ids.shape[1]
@@ -187,6 +199,7 @@ def _padding_arguments(attention_mask: Tensor) -> dict[str, Tensor]:
 
 
 _FORMS = "file.py:name(option=value, …), a .npz or .json file of kept positions, or kvpress:Press(…)"
+"""Texts that name an eviction, for messages."""
 
 
 def load_eviction(source: Any, budget: Budget | None = None) -> Eviction | KeptFile:
@@ -206,7 +219,7 @@ def load_eviction(source: Any, budget: Budget | None = None) -> Eviction | KeptF
     if isinstance(source, Eviction | KeptFile):
         return source
     if not isinstance(source, str | Path):
-        return eviction(source, getattr(source, "__name__", type(source).__name__))
+        return callable_eviction(source, getattr(source, "__name__", type(source).__name__))
     text = str(source)
     if Path(text).suffix in KEPT_SUFFIXES:
         return read_positions(Path(text))
@@ -223,4 +236,4 @@ def load_eviction(source: Any, budget: Budget | None = None) -> Eviction | KeptF
         raise ConfigError(
             f"expected every option of '{text}' by its name, as {choice.name}(option=value), got one without"
         )
-    return eviction(getattr(module, name), text, choice.options, getattr(module, "decode", None))
+    return callable_eviction(getattr(module, name), text, choice.options, getattr(module, "decode", None))

@@ -19,8 +19,8 @@ from perturbkv.auditing.kept_entries import EntryComparison, EntryTracker, first
 from perturbkv.auditing.model_state import ModelState, describe_damage
 from perturbkv.auditing.positions import (
     UNROTATED,
-    cache_positions,
     decode_moving,
+    held_positions,
     match_all_at_zero,
     match_at_zero,
     move_to_cache_positions,
@@ -28,10 +28,10 @@ from perturbkv.auditing.positions import (
 from perturbkv.auditing.reference import (
     Distances,
     PromptEntries,
-    compare,
     decode,
     decode_entries,
     noise_floors,
+    pass_distances,
     prompt_entries,
     read_prompts,
 )
@@ -42,8 +42,11 @@ from perturbkv.errors import UnreadableCacheError
 from perturbkv.models.adapter import Adapter
 
 _MOST_SHIFT = 4096
-_CLEARLY = 10
-"""How many times nearer one convention of positions is than others where it is told from rounding."""
+"""Largest number of positions that keys of new tokens are tested to lag behind."""
+_CLEAR_RATIO = 10
+"""Ratio of the distances from two conventions of positions above which rounding does not explain which is nearer."""
+_KEYS = 0
+"""Index of keys in noise floors (kind, layer)."""
 _DEFAULT = AuditSettings()
 
 
@@ -114,23 +117,26 @@ class ExternalRun:
             layers = self._attended_layers(cache)
             self._count_padding_as_the_eviction(layers)
             self._expect_keys_in_cache(layers)
-            self._check_keys(cache)
+            self._check_layers(cache)
         lengths = _layer_lengths(cache)
         for chunk in range(len(self.situation.chunks)):
             record = ForwardPass()
             try:
                 if chunk and self.situation.cached is not None:
                     with external_code("looking at its cache raises", FailedError):
-                        self._expect_after(self._cached_before(cache, chunk))
+                        self._expect_new_tokens_after(self._entries_before(cache, chunk))
                 with record_pass(self.adapter, record):
                     record.logits = self._logits(cache, chunk)
             except FailedError as error:
-                self._explain_failure(str(error), lengths)
+                self._record_failure(str(error), lengths)
                 return
             self._add_pass(record, cache)
 
     def results(self, sample: str) -> list[AuditedRun]:
-        """Return the audited run of each row of the situation's batch; `sample` is the prompt's id."""
+        """Return the audited run of each row of the situation's batch; `sample` is the prompt's id.
+
+        Without entries and steps where no pass was completed or the model is damaged.
+        """
         masks = [] if self.damage else self.tracker.masks
         completed = replace(self.situation, chunks=self.situation.chunks[: len(self.passes)])
         reference, noise = self._reference(completed, masks) if masks else ([], None)
@@ -148,7 +154,7 @@ class ExternalRun:
             for row, padding in enumerate(self.situation.padding)
         ]  # fmt: skip
 
-    def _expect_after(self, entries: int) -> None:
+    def _expect_new_tokens_after(self, entries: int) -> None:
         """Expect the new tokens of the forward pass that comes, or just came, after that many entries of the cache."""
         self.situation = replace(self.situation, cached=(*(self.situation.cached or ())[: len(self.passes)], entries))
         self.tracker.situation = self.situation
@@ -156,39 +162,44 @@ class ExternalRun:
     def _reference(
         self, situation: Situation, masks: Sequence[Sequence[Tensor]]
     ) -> tuple[list[ForwardPass], Distances]:
-        """Return the masked reference's forward passes and their noise floors."""
+        """Return the masked reference's forward passes and their noise floors.
+
+        `situation` has the completed passes only, `masks` a mask (row, kept_head, entry) for each pass and layer.
+        """
         if self.original is not None and self.tracker.keys_move:
             return decode_moving(self.adapter, self.original, situation, masks, self.tracker.held)
         passes = list(decode(self.adapter, self.prompts.full, situation, masks))
         return passes, noise_floors(self.adapter, passes, self.prompts, situation, masks)
 
     def _compare_steps(self, row: int, reference: Sequence[ForwardPass], noise: Distances) -> tuple[DecodingStep, ...]:
-        """Return the distances between a row's forward passes and the masked reference's, in noise floors."""
+        """Return the distances between a row's forward passes and those of a reference, in units of `noise`."""
         steps, layers = [], len(self.prompts.full)
-        for step, (record, masked) in enumerate(zip(self.passes, reference, strict=True)):
-            distances = compare(record, masked, row, layers)
+        for step, (record, expected) in enumerate(zip(self.passes, reference, strict=True)):
+            distances = pass_distances(record, expected, row, layers)
             head, hidden, logits = (_to_numpy(getattr(distances, name)) for name in ("head", "hidden", "logits"))
             steps.append(
                 DecodingStep(
                     step=step, tokens=len(self.situation.chunks[step]),
                     head_floors=head / _to_numpy(noise.head), hidden=hidden / _to_numpy(noise.hidden),
                     logits=float(logits / _to_numpy(noise.logits)),
-                    same_token=bool(record.logits[row, -1].argmax() == masked.logits[row, -1].argmax()),
-                    behind=self._position_lag(record, masked, row),
+                    same_token=bool(record.logits[row, -1].argmax() == expected.logits[row, -1].argmax()),
+                    behind=self._position_lag(record, expected, row),
                 )
             )  # fmt: skip
         return tuple(steps)
 
     def _position_lag(self, record: ForwardPass, reference: ForwardPass, row: int) -> float:
-        """Return the number of positions by which keys of new tokens lag behind the reference in the first layer.
+        """Return the number of positions by which a row's new keys lag behind the reference's in the first layer.
 
-        It is 0 where the keys are the reference's, NaN where the number differs between heads or tokens.
+        It is 0 where the keys are the reference's up to rounding, and NaN where no single number of positions explains
+        the keys of all heads and tokens.
         """
-        expected = reference.new_entries(0)[0]
-        keys, expected = first_of_groups(record.new_entries(0), expected.shape[1])[0][row], expected[row]
+        reference_keys = reference.new_entries(0)[0]
+        expected = reference_keys[row]
+        keys = first_of_groups(record.new_entries(0), reference_keys.shape[1])[0][row]
         length = torch.linalg.vector_norm(expected.float(), dim=-1)
         distance = torch.linalg.vector_norm(keys.float() - expected.float(), dim=-1) / length
-        if float(distance.amax()) <= FLOORS * float(self.prompts.floors[0, 0]):
+        if float(distance.amax()) <= FLOORS * float(self.prompts.floors[_KEYS, 0]):
             return 0.0
         most = min(2 * self.situation.entries, _MOST_SHIFT)
         shifts = excess_rotations(keys.flatten(0, 1), expected.flatten(0, 1), self.adapter.frequencies, most)
@@ -197,14 +208,14 @@ class ExternalRun:
     def _attended_layers(self, cache: Cache) -> Layers:
         """Return the entries that new tokens attend to; empty where a cache does not show them.
 
-        Those are what the cache holds. From one that holds keys without positions, another one decodes a token for a
-        trial.
+        They are those that the cache holds, unless its keys are without positions: then the eviction reads the prompts
+        once more and decodes a token, and they are those that the attention gets.
         """
         try:
             layers = layer_tensors(cache)
         except UnreadableCacheError:
             return []
-        if not _has_layers_of(layers, self.prompts.full):
+        if not _fit_full_cache(layers, self.prompts.full):
             return layers
         distances = self.tracker.convention_distances(layers[0])
         if min(distances[IN_CACHE], distances[ORIGINAL]) <= distances[UNROTATED]:
@@ -219,14 +230,17 @@ class ExternalRun:
         return layers
 
     def _check_not_relative(self, layer: tuple[Tensor, Tensor]) -> None:
-        """Raise UnreadableCacheError for keys of a first layer that end where new tokens begin, wherever that is."""
+        """Raise UnreadableCacheError for first-layer keys that stand right before the new tokens, wherever these are.
+
+        Such keys are much nearer to the full cache's at those places than at either convention's.
+        """
         situation, full = self.situation, self.prompts.full[0]
         places = torch.arange(-layer[0].shape[2], 0, device=layer[0].device) + situation.positions(0)[0, 0]
         before, frequencies = situation.prompt_positions(), self.adapter.frequencies
         kept = match_at_zero(layer, full, 0, situation.padding[0], before, frequencies, places)
         relative = sum(float(distance.sum()) for distance in kept.key_distance)
         distances = self.tracker.convention_distances(layer)
-        if _CLEARLY * relative < min(distances[ORIGINAL], distances[IN_CACHE]):
+        if _CLEAR_RATIO * relative < min(distances[ORIGINAL], distances[IN_CACHE]):
             raise UnreadableCacheError(
                 f"its keys follow the new tokens: they stand at {int(places[0])} … {int(places[-1])}, as these stand "
                 f"at {int(places[-1]) + 1}, which an audit does not judge; hand them out at 0, 1, …, for new tokens "
@@ -249,18 +263,18 @@ class ExternalRun:
     def _expect_keys_in_cache(self, layers: Layers) -> None:
         """Expect keys at 0, 1, … and new tokens after them where the user says so, or the first layer shows it."""
         full, situation = self.prompts.full, self.situation
-        if self.settings.positions == ORIGINAL or not _has_layers_of(layers, full):
+        if self.settings.positions == ORIGINAL or not _fit_full_cache(layers, full):
             return
         distances = self.tracker.convention_distances(layers[0])
         if self.settings.positions == IN_CACHE or distances[IN_CACHE] < distances[ORIGINAL]:
             before = situation.prompt_positions()
-            held = cache_positions(match_all_at_zero(layers, full, situation.padding, before, self.adapter.frequencies))
+            held = held_positions(match_all_at_zero(layers, full, situation.padding, before, self.adapter.frequencies))
             self.original = self.prompts
             self.prompts = move_to_cache_positions(self.adapter, held, self.prompts, situation, before)
             self.tracker = replace(self.tracker, full=self.prompts.full, original=full)
-            self._expect_after(layers[0][0].shape[2])
+            self._expect_new_tokens_after(layers[0][0].shape[2])
 
-    def _check_keys(self, cache: Cache) -> None:
+    def _check_layers(self, cache: Cache) -> None:
         """Raise UnreadableCacheError for layers that contradict the cache's reported length, or exceed the full cache.
 
         A cache without keys as attributes may still pass them to the attention, and is not checked.
@@ -273,20 +287,23 @@ class ExternalRun:
         for row in range(self.situation.rows):
             matching_rows(cache, full, row)
 
-    def _cached_before(self, cache: Cache, chunk: int) -> int:
+    def _entries_before(self, cache: Cache, chunk: int) -> int:
         """Return the number of entries after which a chunk's tokens stand, where positions are those in the cache.
 
-        An eviction while decoding lowers it where the keys stand at their places in the cache, or have no positions.
+        It is the number so far, those decoded since included. An eviction while decoding lowers it to what the cache
+        holds where the keys stand at their places in the cache, or have no positions.
         """
-        positions, lengths = self.situation.positions(chunk), _layer_lengths(cache)
-        fixed = int(positions[0, 0])
-        if not lengths or lengths[0] >= fixed:
-            return fixed
+        so_far, lengths = int(self.situation.positions(chunk)[0, 0]), _layer_lengths(cache)
+        if not lengths or lengths[0] >= so_far:
+            return so_far
         distances = self.tracker.convention_distances(layer_tensors(cache)[0])
-        return lengths[0] if min(distances[IN_CACHE], distances[UNROTATED]) < distances[ORIGINAL] else fixed
+        return lengths[0] if min(distances[IN_CACHE], distances[UNROTATED]) < distances[ORIGINAL] else so_far
 
-    def _explain_failure(self, error: str, lengths: Sequence[int]) -> None:
-        """Record an exception behind what causes it: a layer that was not evicted, or layers of several lengths."""
+    def _record_failure(self, error: str, lengths: Sequence[int]) -> None:
+        """Record an exception, after what caused it: a layer that was not evicted, or layers of several lengths.
+
+        `lengths` are the numbers of entries of the layers after the prompt was read.
+        """
         self.failed = error
         whole = [layer for layer, length in enumerate(lengths) if length == self.situation.entries]
         if whole and len(whole) < len(lengths):
@@ -302,7 +319,8 @@ class ExternalRun:
     def _add_pass(self, record: ForwardPass, cache: Cache) -> None:
         """Add a forward pass; its entries, as large as the cache, are matched at once and then freed.
 
-        Where changes are allowed, the plain model decodes from the same entries.
+        Where changes are allowed, the plain model decodes from the same entries. Raises UnreadableCacheError where the
+        pass was not made by the model's attention, or not of all new tokens at once.
         """
         full, chunk = self.prompts.full, len(self.passes)
         if not record.is_complete(len(full)):
@@ -310,14 +328,14 @@ class ExternalRun:
                 f"no keys to look at: the attention of the model was not used by {type(cache).__name__}'s decoding"
             )
         given = self.situation.new_tokens(chunk).shape
-        if (seen := record.query[0].shape[::2]) != given:  # of the last call, where there were several
+        if (seen := record.query[0].shape[::2]) != given:  # (row, new), of the last call where there were several
             one, all_at_once = (f"{rows} × {tokens}" for rows, tokens in (seen, given))
             raise UnreadableCacheError(
                 f"its decoding gives the model {one} tokens in a call, expected {all_at_once} at once"
             )
         attended = self.tracker.add_pass(record)
         if self.tracker.keys_move:
-            self._expect_after(record.entries[0] - record.query[0].shape[2])
+            self._expect_new_tokens_after(record.entries[0] - record.query[0].shape[2])
         entries = [record.previous_entries(layer) for layer in range(len(full))]
         if self.settings.allow and entries[0][0].shape[1] == full[0][0].shape[1]:
             plain = decode_entries(self.adapter, entries, self.situation, chunk, attended)
@@ -329,7 +347,7 @@ class ExternalRun:
     def _logits(self, cache: Cache, chunk: int, what: str = "") -> Tensor:
         """Return the logits (row, new, vocab) of a chunk's forward pass, by the eviction's own decoding if it has any.
 
-        Raises FailedError, which begins with `what`, by default with what the chunk is.
+        Raises FailedError for an exception; its text begins with `what`, by default with what the chunk is.
         """
         ids, decoded = self.situation.new_tokens(chunk), sum(map(len, self.situation.chunks[:chunk]))
         what = what or ("a block of tokens" if ids.shape[1] > 1 else f"decoding token {decoded}")
@@ -342,8 +360,8 @@ class ExternalRun:
         return output.logits  # type: ignore[no-any-return]
 
 
-def _has_layers_of(layers: Layers, full: Layers) -> bool:
-    """Return whether the layers have the full cache's key/value heads, and at most as many entries."""
+def _fit_full_cache(layers: Layers, full: Layers) -> bool:
+    """Return whether the layers have the full cache's key/value heads and, each, some but no more entries than it."""
     return len(layers) == len(full) and all(
         keys.ndim == 4 and keys.shape[1] == known.shape[1] and 0 < keys.shape[2] <= known.shape[2]
         for (keys, _), (known, _) in zip(layers, full, strict=True)
@@ -351,7 +369,10 @@ def _has_layers_of(layers: Layers, full: Layers) -> bool:
 
 
 def _key_distance(layers: Layers, full: Layers) -> float:
-    """Return the first-layer distance of the last row's keys from the full cache's; 0 for a cache without keys."""
+    """Return the distance of the last row's keys from the full cache's in the first layer, summed over its entries.
+
+    The last row is the padded one. 0 for a cache without keys.
+    """
     try:
         first = layers[0]
         (kept,) = recover([first], [repeat_heads(full[0], first[0].shape[1])], row=len(full[0][0]) - 1)

@@ -69,12 +69,16 @@ class Situation:
         return (self.attention_mask.cumsum(dim=-1) - 1).clamp(min=0)
 
     def positions(self, chunk: int) -> Int[Tensor, "row new"]:
-        """Return the positions of a chunk's tokens: n, n + 1, … in each row, or as many as are cached, and so on."""
-        first, known = self.prompt_positions()[:, -1:] + 1, 0
+        """Return the positions of a chunk's tokens, which follow those of the prompt and of the chunks before.
+
+        Where positions are those in the cache, they follow the entries that it held at the newest known pass, and the
+        chunks since.
+        """
+        first, newest = self.prompt_positions()[:, -1:] + 1, 0
         if self.cached is not None:
-            known = min(chunk, len(self.cached) - 1)
-            first = torch.full_like(first, self.cached[known])
-        previous = sum(len(tokens) for tokens in self.chunks[known:chunk])
+            newest = min(chunk, len(self.cached) - 1)
+            first = torch.full_like(first, self.cached[newest])
+        previous = sum(len(tokens) for tokens in self.chunks[newest:chunk])
         return first + previous + torch.arange(len(self.chunks[chunk]), device=self.ids.device)
 
     def new_tokens(self, chunk: int) -> Int[Tensor, "row new"]:
@@ -102,7 +106,7 @@ def make_situation(name: str, ids: Int[Tensor, " token"], tokens: Int[Tensor, " 
 
 
 def token_count(steps: int, names: Sequence[str]) -> int:
-    """Return the maximum number of tokens that a named situation decodes in `steps` forward passes."""
+    """Return the number of tokens that `steps` forward passes decode, in that of the named situations with the most."""
     return steps + (BLOCK - 1 if "block" in names else 0)
 
 
@@ -174,7 +178,10 @@ def record_pass(adapter: Adapter, record: ForwardPass, attend: Attend | None = N
 
 
 def boolean_mask(mask: Tensor | None, entries: int, new: int) -> Bool[Tensor, "row head new all"] | None:
-    """Return an attention mask as booleans, True for visible entries; None without a mask."""
+    """Return an attention mask as booleans, True for visible entries; None without a mask.
+
+    Of the queries the first `new` are returned, of the keys the first `entries`.
+    """
     if mask is None:
         return None
     allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
@@ -182,11 +189,13 @@ def boolean_mask(mask: Tensor | None, entries: int, new: int) -> Bool[Tensor, "r
 
 
 def attends_to_later(record: ForwardPass) -> bool:
-    """Return whether the mask lets any new token attend to a later token."""
+    """Return whether the mask lets any new token attend to a later token; False for a pass of one token."""
     new = record.query[0].shape[2]
+    if new == 1:
+        return False
     for layer, mask in record.mask.items():
         allowed = boolean_mask(mask, record.entries[layer], new)
-        if new > 1 and allowed is not None:
+        if allowed is not None:
             later = torch.ones(new, new, dtype=torch.bool, device=allowed.device).triu(1)
             if bool((allowed[..., -new:] & later).any()):
                 return True
@@ -194,16 +203,22 @@ def attends_to_later(record: ForwardPass) -> bool:
 
 
 def hides_entries(record: ForwardPass) -> bool:
-    """Return whether the mask hides a new token from itself, or an entry that is visible to a different new token."""
+    """Return whether the mask hides a new token from itself or a later one, or an earlier entry from only some of them.
+
+    False for a pass of one token.
+    """
     new = record.query[0].shape[2]
+    if new == 1:
+        return False
     for layer, mask in record.mask.items():
         entries = record.entries[layer]
-        if new > 1 and mask is None and entries > new:
-            return True
         allowed = boolean_mask(mask, entries, new)
-        if new > 1 and allowed is not None:
-            previous, own = allowed[..., :-new], allowed[..., -new:]
-            causal = torch.ones(new, new, dtype=torch.bool, device=own.device).tril()
-            if bool((previous.any(dim=-2, keepdim=True) & ~previous).any()) or bool((~own & causal).any()):
+        if allowed is None:
+            if entries > new:  # causal attention without a mask counts tokens from the first entry on
                 return True
+            continue
+        previous, own = allowed[..., :-new], allowed[..., -new:]
+        causal = torch.ones(new, new, dtype=torch.bool, device=own.device).tril()
+        if bool((previous.any(dim=-2, keepdim=True) & ~previous).any()) or bool((~own & causal).any()):
+            return True
     return False

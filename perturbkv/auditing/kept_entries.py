@@ -18,19 +18,19 @@ from perturbkv.analyses.audit.cache_entries import FLOORS, Alteration, CacheEntr
 from perturbkv.analyses.measurements import Floats
 from perturbkv.auditing.changes import (
     NEAR,
+    are_among,
     describe_head,
     describe_quantisation,
     describe_rotation,
     describe_rounding,
     describe_scale,
-    holds,
 )
 from perturbkv.auditing.forward_passes import ForwardPass, Situation, boolean_mask
 from perturbkv.auditing.positions import (
-    Held,
-    cache_positions,
+    HeldPositions,
     convention_distances,
     describe_wrong_rotation,
+    held_positions,
     match_all_at_zero,
 )
 from perturbkv.cache.external_cache import NOWHERE, STRANGE, LayerKept, Layers, recover
@@ -39,6 +39,7 @@ from perturbkv.errors import UnreadableCacheError
 from perturbkv.models.adapter import Adapter
 
 _KEYS = 0
+"""Index of keys in pairs of keys and values."""
 
 
 @dataclass
@@ -46,16 +47,18 @@ class EntryTracker:
     """The entries of an eviction's caches in one situation, matched pass by pass.
 
     Attributes:
+        adapter: the plain model.
+        situation: the situation, with positions counted as the eviction counts them.
         full: the plain model's entries of the prompts.
         masks: per forward pass and layer (row, kept_head, entry) True where an entry of a prompt, or one decoded
             before, is attended to; padding left out.
         first_matches: per row and layer the entries at the first pass.
         attended: per row and layer (kept_head, entry) True where the attention sees that entry.
         first_entries: per layer the keys and values of the cache at the first pass.
-        changed: per row, passes at which entries went or changed.
+        changed: per row, passes at which entries disappeared or reappeared.
         hidden: row, layer and kept_head -> entries of the prompt that the cache holds and a mask hides.
         original: `full` with keys at the prompt's own positions, where `full` has them at places in the cache.
-        held: per pass the entries that the cache holds, where those of `full` are moved.
+        held: per pass the known entries that the cache holds, where keys of `full` are moved; else empty.
         keys_move: whether keys are moved to their places in the cache again after entries went while decoding.
         masks_itself: whether the eviction says that it masks entries instead of removing them.
     """
@@ -70,7 +73,7 @@ class EntryTracker:
     changed: list[list[int]] = field(default_factory=list)
     hidden: dict[tuple[int, int, int], set[int]] = field(default_factory=dict)
     original: Layers | None = None
-    held: list[Held] = field(default_factory=list)
+    held: list[HeldPositions] = field(default_factory=list)
     keys_move: bool = False
     masks_itself: bool = False
     _decoded: list[list[tuple[Tensor, Tensor]]] = field(default_factory=list)
@@ -108,7 +111,8 @@ class EntryTracker:
     def _match(self, entries: Layers, attended: Sequence[Tensor], by_mask: Sequence[Tensor]) -> None:
         """Match all entries with those of the prompt and the decoded tokens, and add the masks of the pass.
 
-        `attended` and `by_mask` say per layer which entries are attended to, as `_attended_entries` does.
+        `attended` and `by_mask` say per layer which entries are attended to, as `_attended_entries` does. Raises
+        UnreadableCacheError for layers with different numbers of heads, and where entries cannot be matched.
         """
         if len(heads := {keys.shape[1] for keys, _ in entries}) > 1:
             raise UnreadableCacheError(f"layers hold different numbers of heads: {', '.join(map(str, sorted(heads)))}")
@@ -118,7 +122,7 @@ class EntryTracker:
             for row, padding in enumerate(self.situation.padding)
         ]
         if self.original is not None:
-            rows = self._match_in_cache(self.original, entries, known, rows)
+            rows = self._rematch_in_cache(self.original, entries, known, rows)
         masks = []
         for layer, seen in enumerate(attended):
             by_row = [layers[layer] for layers in rows]
@@ -143,37 +147,41 @@ class EntryTracker:
                 masked = positions[~by_mask[row, head]]
                 if not len(masked):
                     continue
-                hidden = set(masked.tolist()) - set(positions[attended[row, head]].tolist())
-                if hidden := {position - padding for position in hidden if position >= padding}:
+                unseen = set(masked.tolist()) - set(positions[attended[row, head]].tolist())
+                if hidden := {position - padding for position in unseen if position >= padding}:
                     self.hidden.setdefault((row, layer, head), set()).update(hidden)
 
     def convention_distances(self, layer: tuple[Tensor, Tensor]) -> dict[str, float]:
         """Return how far a first layer's keys, before the next pass, are from each convention of positions."""
         fixed, known = (self._all_entries(full[:1], [layer])[0] for full in (self.full, self.original or self.full))
-        return self._distances(layer, fixed, known)
+        return self._convention_distances(layer, fixed, known)
 
-    def _distances(
+    def _convention_distances(
         self, layer: tuple[Tensor, Tensor], fixed: tuple[Tensor, Tensor], known: tuple[Tensor, Tensor]
     ) -> dict[str, float]:
-        """Return `convention_distances` of a first layer, given the known entries of `full` and of `original`."""
+        """Return `convention_distances` of a first layer, given all entries of `full` and of `original` in it."""
         rotation = self._known_positions(), self.situation.padding, self.adapter.frequencies
         return convention_distances(layer, fixed, known, *rotation)
 
-    def _match_in_cache(
+    def _rematch_in_cache(
         self, original: Layers, entries: Layers, known: Layers, rows: list[list[LayerKept]]
     ) -> list[list[LayerKept]]:
-        """Return the matches of a pass by the places in the cache of now, where these fit better than `rows`."""
-        everything = self._all_entries(original, entries)
-        before_pass = len(self.held[-1][0][0][0]) + self._new_count if self.held else (self.situation.cached or (0,))[0]
-        if self.keys_move or entries[0][0].shape[2] < before_pass:  # keys may have moved up
-            distances = self._distances(entries[0], known[0], everything[0])
+        """Return the matches of a pass, and add what the cache holds by them to `held`.
+
+        `rows` are the matches with `known`, whose keys stand where they stood before. Where entries went, and the keys
+        are nearer to the `original` ones rotated to their present places in the cache, these are matched instead.
+        """
+        at_original = self._all_entries(original, entries)
+        so_far = len(self.held[-1][0][0][0]) + self._new_count if self.held else (self.situation.cached or (0,))[0]
+        if self.keys_move or entries[0][0].shape[2] < so_far:  # keys may have moved up
+            distances = self._convention_distances(entries[0], known[0], at_original[0])
             if distances[IN_CACHE] < distances[ORIGINAL]:
                 rotation = self.situation.padding, self._known_positions(), self.adapter.frequencies
-                rows, self.keys_move = match_all_at_zero(entries, everything, *rotation), True
-        self.held.append(cache_positions(rows))
+                rows, self.keys_move = match_all_at_zero(entries, at_original, *rotation), True
+        self.held.append(held_positions(rows))
         return rows
 
-    def _append_new_positions(self, held: Held) -> Held:
+    def _append_new_positions(self, held: HeldPositions) -> HeldPositions:
         """Return what is held after a pass, given what was held before it: the same, then the new tokens."""
         known, new = self._known_positions().shape[1], self._new_count
         added = torch.arange(known - new, known, device=self._decoded[-1][0][0].device)
@@ -193,21 +201,24 @@ class EntryTracker:
             layers.append(repeat_heads((joined[0], joined[1]), cached[layer][0].shape[1]))
         return layers
 
-    def evicted(self, row: int) -> int:
+    def evicted_count(self, row: int) -> int:
         """Return the number of the prompt's entries that a row lacks, summed over kept sets, the most of all passes."""
         tokens, padding = self.situation.entries, self.situation.padding[row]
         return max(sum(int((~mask[row, :, padding:tokens]).sum()) for mask in masks) for masks in self.masks)
 
     def _record_changes(self, masks: Sequence[Tensor]) -> None:
-        """Record the rows in which entries disappeared or reappeared."""
+        """Record the rows in which entries disappeared or reappeared, given the masks per layer of the present pass."""
         for row, changed in enumerate(self.changed):
             expected = [_append_new(mask[row : row + 1], self._new_count) for mask in self.masks[-1]]
             if any(not torch.equal(old, mask[row : row + 1]) for old, mask in zip(expected, masks, strict=True)):
-                changed.append(len(self.masks))
+                changed.append(len(self.masks))  # the number of this pass
 
 
 def repeat_heads(layer: tuple[Tensor, Tensor], heads: int) -> tuple[Tensor, Tensor]:
-    """Return a layer's keys and values, repeated per query head for a cache with `heads` query heads."""
+    """Return a layer's keys and values, repeated per query head for a cache with `heads` query heads.
+
+    Unrepeated where `heads` is no multiple of the layer's.
+    """
     times = max(1, heads // layer[0].shape[1])
     if times * layer[0].shape[1] != heads:
         return layer
@@ -215,7 +226,10 @@ def repeat_heads(layer: tuple[Tensor, Tensor], heads: int) -> tuple[Tensor, Tens
 
 
 def first_of_groups(layer: tuple[Tensor, Tensor], heads: int) -> tuple[Tensor, Tensor]:
-    """Return keys and values of the first head in each group, for a cache that stores entries once per query head."""
+    """Return keys and values of the first head in each group, of a cache that may store entries once per query head.
+
+    `heads` is the number of groups.
+    """
     group = max(1, layer[0].shape[1] // heads)
     return layer[0][:, ::group], layer[1][:, ::group]
 
@@ -243,7 +257,15 @@ def _attended_entries(
 
 
 class EntryComparison:
-    """A comparison of one row's entries, at the first forward pass, with those of the full cache."""
+    """A comparison of one row's entries, at the first forward pass, with those of the full cache.
+
+    Attributes:
+        tracker: the matched entries of all rows.
+        row: the row.
+        floors: noise floors of keys and of values.
+        layers, attended: the row's `first_matches` and `attended` of the tracker.
+        padding: entries of padding before the row's prompt.
+    """
 
     def __init__(self, tracker: EntryTracker, row: int, floors: Float[Tensor, "kind layer"]) -> None:
         self.tracker = tracker
@@ -255,7 +277,7 @@ class EntryComparison:
 
     def entries(self) -> CacheEntries:
         """Return the kept sets, distances and changes of the row's entries (METHOD: Audit, 1 and 2)."""
-        shape = len(self.layers), len(self.layers[0].positions)
+        shape = len(self.layers), len(self.layers[0].positions)  # (layer, kept_head)
         padded, strangers, duplicates, hidden = (np.zeros(shape, dtype=np.int64) for _ in range(4))
         first_duplicate, first_hidden = np.full(shape, -1), np.full(shape, -1)
         distance = np.zeros((2, *shape))
@@ -264,20 +286,18 @@ class EntryComparison:
         for layer, entries in enumerate(self.layers):
             sets = []
             for head, (positions, seen) in enumerate(zip(entries.positions, self.attended[layer], strict=True)):
-                place, distances = (layer, head), (entries.key_distance[head], entries.value_distance[head])
+                place = layer, head
                 matched = positions[seen & (positions != NOWHERE)]
                 in_prompt = (positions[seen & (positions >= self.padding)] - self.padding).sort().values
                 twice = in_prompt[1:][in_prompt[1:] == in_prompt[:-1]]
-                is_padding = (positions >= 0) & (positions < self.padding) & (torch.maximum(*distances) <= STRANGE)
                 masked = self.tracker.hidden.get((self.row, *place), set())
                 sets.append(np.unique(in_prompt.cpu().numpy()))
-                padded[place] = int((is_padding & seen).sum())
+                padded[place] = int((self._are_padding(*place) & seen).sum())
                 strangers[place] = int((positions[seen] == NOWHERE).sum())
                 duplicates[place] = len(matched) - len(set(matched.tolist()))
                 first_duplicate[place] = int(twice[0]) if len(twice) else -1
                 hidden[place], first_hidden[place] = len(masked), min(masked, default=-1)
-                for kind, own in enumerate(distances):
-                    distance[kind, layer, head] = float(own[seen].amax()) if bool(seen.any()) else 0.0
+                distance[:, layer, head] = self._largest_distances(*place)
                 altered += self._changes(layer, head, distance[:, layer, head])
             kept_sets.append(tuple(sets))
         adapter, layers = self.tracker.adapter, range(shape[0])
@@ -289,8 +309,21 @@ class EntryComparison:
             key_distance=distance[0], value_distance=distance[1],
             key_floor=self.floors[0].double().numpy(), value_floor=self.floors[1].double().numpy(),
             altered=tuple(altered), repeated=tuple(layer for layer in layers if self._is_repeated(layer)),
-            changed=tuple(self.tracker.changed[self.row]), evicted=self.tracker.evicted(self.row),
+            changed=tuple(self.tracker.changed[self.row]), evicted=self.tracker.evicted_count(self.row),
         )  # fmt: skip
+
+    def _are_padding(self, layer: int, head: int) -> Bool[Tensor, " entry"]:
+        """Return which entries of a head are padding's: matched with one of it, and near it."""
+        kept = self.layers[layer]
+        positions, distance = kept.positions[head], torch.maximum(kept.key_distance[head], kept.value_distance[head])
+        return (positions >= 0) & (positions < self.padding) & (distance <= STRANGE)
+
+    def _largest_distances(self, layer: int, head: int) -> tuple[float, float]:
+        """Return the largest distance of a head's keys, and of its values; 0 where it attends to none."""
+        kept, seen = self.layers[layer], self.attended[layer][head]
+        if not bool(seen.any()):
+            return 0.0, 0.0
+        return float(kept.key_distance[head][seen].amax()), float(kept.value_distance[head][seen].amax())
 
     def _is_repeated(self, layer: int) -> bool:
         """Return whether a layer stores entries once per query head, with equal kept sets within each group."""
@@ -301,7 +334,7 @@ class EntryComparison:
         return all(torch.equal(own, positions[head - head % group]) for head, own in enumerate(positions))
 
     def _changes(self, layer: int, head: int, distance: Floats) -> Iterator[Alteration]:
-        """Yield the changes to a head's keys and values, given their largest distances; none if they are intact."""
+        """Yield the changes to a head's keys and values, given the largest distance (kind,) of each; none if intact."""
         far = [kind for kind in range(2) if not float(distance[kind]) <= FLOORS * self.floors[kind, layer]]
         if not far:
             return
@@ -312,13 +345,16 @@ class EntryComparison:
             yield Alteration(layer, head, "mismatch", "values of other entries than their keys", first)
         else:
             for kind in far:
-                explained = (found for found in self._explanations(layer, head, kind) if found[1])
+                explained = ((change, words) for change, words in self._explanations(layer, head, kind) if words)
                 change, words = next(explained, ("changed", "changed"))
                 what, first = f"{('keys', 'values')[kind]} {words}", self._first_changed(layer, head, [kind])
                 yield Alteration(layer, head, change, what, first)
 
     def _first_changed(self, layer: int, head: int, kinds: Sequence[int]) -> int:
-        """Return the position in the prompt of the first entry whose key or value differs; −1 without a position."""
+        """Return the position in the prompt of the first entry that differs; −1 where none of those has a position.
+
+        `kinds` says whether by its key (0), its value (1), or either.
+        """
         kept = self.layers[layer]
         distances = [(kept.key_distance, kept.value_distance)[kind][head] / self.floors[kind, layer] for kind in kinds]
         differs = torch.stack([~(distance <= FLOORS) for distance in distances]).any(dim=0)
@@ -331,7 +367,7 @@ class EntryComparison:
         keys, values = (kind[self.row, head, seen] for kind in self.tracker.first_entries[layer])
         for row in range(self.tracker.situation.rows):
             full = [self._full_entries(kind, layer, head, row) for kind in self.tracker.full[layer]]
-            if row != self.row and all(holds(known, own) for known, own in zip(full, (keys, values), strict=True)):
+            if row != self.row and all(are_among(own, known) for own, known in zip((keys, values), full, strict=True)):
                 return row
         return None
 
@@ -354,10 +390,13 @@ class EntryComparison:
         return head * full.shape[1] // len(self.layers[layer].positions)
 
     def _explanations(self, layer: int, head: int, kind: int) -> Iterator[tuple[str, str]]:
-        """Yield kinds of changes, with words where one explains a head's keys (`kind` 0) or values (1), else none."""
-        tracker, positions = self.tracker, self.layers[layer].positions[head]
-        known = (positions >= 0) & self.attended[layer][head]
-        entries, positions = tracker.first_entries[layer][kind][self.row, head][known], positions[known]
+        """Yield (kind of change, words) for every test of a head's keys (`kind` 0) or values (1).
+
+        The words are empty where the test explains nothing. No test is made where no entry has a position.
+        """
+        tracker, matches = self.tracker, self.layers[layer].positions[head]
+        matched = (matches >= 0) & self.attended[layer][head]
+        entries, positions = tracker.first_entries[layer][kind][self.row, head][matched], matches[matched]
         full, floor = tracker.full[layer][kind], float(self.floors[kind, layer])
         if not len(positions) or int(positions.amax()) >= full.shape[2]:
             return
@@ -368,7 +407,7 @@ class EntryComparison:
         own, places = head_entries[positions], positions - self.padding
         yield "head", describe_head(entries, full[self.row], self._full_head(full, layer, head))
         if kind == _KEYS:
-            frequencies, index = tracker.adapter.frequencies, known.nonzero().squeeze(-1)
+            frequencies, index = tracker.adapter.frequencies, matched.nonzero().squeeze(-1)
             yield "rotation", describe_rotation(entries, own, places, frequencies, 2 * tracker.situation.entries)
             before = self._full_entries((tracker.original or tracker.full)[layer][kind], layer, head)[positions]
             yield "rotation", describe_wrong_rotation(entries, before, places, index, frequencies, NEAR)

@@ -34,7 +34,9 @@ _DEFAULT = Resources()
 CONTROLS = ("attention", "two-stage", "random", "hindsight")
 """Selections of our configurations with which external kept sets are compared."""
 _WINDOW = 32
+"""Largest observation window of the controls."""
 OWN = "its kept sets"
+"""Name of the loss of the external kept sets."""
 Sets = tuple[tuple[Integers, ...], ...]
 """Per layer and key/value head, positions."""
 
@@ -42,8 +44,8 @@ Sets = tuple[tuple[Integers, ...], ...]
 def external_configuration(name: str, budget: float) -> EvictionConfig:
     """Return the configuration `given:NAME` for external kept sets.
 
-    `budget` is the entries of a kept set (an int) or their share of the prompt, as for other configurations of that
-    size; the kept sets determine what is really stored.
+    `budget` is the number of entries in a kept set (an int) or their share of the prompt, by which it is compared with
+    other configurations; the kept sets determine what is really stored.
     """
     return EvictionConfig(budget, Choice(f"given:{name}"), "given", 0, "kv")
 
@@ -88,7 +90,7 @@ class LossComparison:
 
     Attributes:
         losses: the loss of the eviction, then those of the controls.
-        protected: first and most recent entries that every kept set holds.
+        protected: numbers of first and of most recent entries that every kept set holds.
         configs: the eviction's configuration, then the controls'.
         protect_less: whether the controls protect less, as the budget would otherwise leave nothing to choose.
     """
@@ -99,16 +101,16 @@ class LossComparison:
     protect_less: bool = False
 
 
-def protection(kept: Sequence[Sets], tokens: Sequence[int]) -> tuple[int, int]:
+def protected_counts(kept: Sequence[Sets], tokens: Sequence[int]) -> tuple[int, int]:
     """Return the numbers of first and of most recent entries that all kept sets of all prompts contain.
 
-    `tokens` are the lengths of the prompts.
+    `tokens` are the lengths of the prompts. 0 and 0 without kept sets.
     """
     firsts, lasts = [], []
     for sets, n in zip(kept, tokens, strict=True):
-        for positions in (own for layer in sets for own in layer):
+        for positions in (one for layer in sets for one in layer):
             firsts.append(_prefix_length(positions))
-            lasts.append(_prefix_length(n - 1 - positions[::-1]))
+            lasts.append(_prefix_length(n - 1 - positions[::-1]))  # counted from the end
     return min(firsts, default=0), min(lasts, default=0)
 
 
@@ -123,7 +125,7 @@ def measure_losses(
 ) -> LossComparison:
     """Return the losses of kept sets and of control configurations at the first decoding step, means over prompts."""
     tokens = [len(prompt.token_ids) for prompt in prompts]
-    protected, budget = protection(kept, tokens), _mean_budget(kept, tokens)
+    protected, budget = protected_counts(kept, tokens), _mean_budget(kept, tokens)
     external = external_configuration("audited", budget)
     controls, protect_less = _controls(budget, protected, min(tokens))
     masks = [{external: _masks(sets, n)} for sets, n in zip(kept, tokens, strict=True)]
@@ -134,7 +136,10 @@ def measure_losses(
 
 
 def _mean_budget(kept: Sequence[Sets], tokens: Sequence[int]) -> int | float:
-    """Return the mean kept-set size: in entries if all prompts keep equally many, else as a share of the prompt."""
+    """Return the mean kept-set size: in entries if all prompts keep equally many, else as a share of the prompt.
+
+    `tokens` are the lengths of the prompts. At least 1 entry.
+    """
     means = [float(np.mean([len(positions) for layer in sets for positions in layer])) for sets in kept]
     counts = {max(1, round(mean)) for mean in means}
     if len(counts) == 1:
@@ -145,7 +150,8 @@ def _mean_budget(kept: Sequence[Sets], tokens: Sequence[int]) -> int | float:
 def _controls(budget: float, protected: tuple[int, int], tokens: int) -> tuple[tuple[EvictionConfig, ...], bool]:
     """Return control configurations of equal budget and protection, and whether their protection had to be reduced.
 
-    `tokens` is the length of the shortest prompt.
+    `budget` is in entries (an int) or a share of the prompt, `protected` as in `LossComparison`, `tokens` the length of
+    the shortest prompt. There are no controls for a budget of a single entry.
     """
     most = budget if isinstance(budget, int) else int(budget * tokens)
     first, recent = protected
@@ -175,11 +181,14 @@ def _masks(sets: Sets, tokens: int) -> list[Tensor]:
 
 
 def _loss(trace: Trace, config: int, name: str) -> AuditLoss:
-    """Return the loss, called `name`, of the configuration at index `config` of a trace, averaged over samples."""
+    """Return the loss, called `name`, of the configuration at index `config` of a trace: at step 0, mean over samples.
+
+    Its perturbations are sums over layers and heads, its drift that of the last layer.
+    """
     arrays = trace.arrays
 
     def mean_ratio(perturbation: Any, full: Any) -> float:
-        """Return the mean over samples of Σ perturbation / Σ full."""
+        """Return the mean over samples of Σ perturbation / Σ full; samples are the first axis."""
         sums = [np.asarray(array, dtype=np.float64).reshape(len(array), -1).sum(-1) for array in (perturbation, full)]
         return float(np.mean(sums[0] / sums[1]))
 

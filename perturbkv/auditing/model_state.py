@@ -39,6 +39,7 @@ _REGISTRIES = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
 _TOKENS, _PADDING = 12, 4
 """Size of the batch whose logits are compared before and after, and padding of its second row."""
 _PLAIN = (bool, int, float, str, tuple, type(None))
+"""Types of attributes that are compared by value."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,11 +84,14 @@ class ModelState:
             registries=tuple((items, dict(items)) for items in _registries()),
             config=dict(vars(config)),
             checksums={name: _checksum(tensor) for name, tensor in _tensors(model)},
-            logits=_logits(model),
+            logits=_logit_bits(model),
         )
 
     def restore(self) -> list[str]:
-        """Put back what was replaced, and return in words what was changed, such as 'weights of lm_head.weight'."""
+        """Put back what was replaced, and return in words what was changed, such as 'weights of lm_head.weight'.
+
+        Weights that were changed in place stay so.
+        """
         for owner, items in self.code:
             _restore_code(owner, items)
         for present, before in self.registries:
@@ -107,12 +111,12 @@ class ModelState:
         return changed or self._compare_logits()
 
     def _module_name(self, module: nn.Module) -> str:
-        """Return a module's name in the model."""
+        """Return a module's name in the model; its class's where it is no part of it."""
         names = {known: name or "the model" for name, known in self.model.named_modules()}
         return names.get(module, type(module).__name__)
 
     def _restore_attributes(self, module: nn.Module, before: Mapping[str, Any]) -> list[str]:
-        """Put back a module's attributes, and return in words which numbers were others."""
+        """Put back a module's attributes, and return in words which plain values and tensors were others."""
         values, changed = vars(module), []
         for name in [name for name in values if name not in before and name not in _PARTS + _HOOKS]:
             del values[name]
@@ -141,14 +145,14 @@ class ModelState:
         """Return in words how the model computes otherwise than before; nothing where it does not."""
         try:
             with external_code("plain calls of it raise", FailedError):
-                same = torch.equal(_logits(self.model), self.logits)
+                same = torch.equal(_logit_bits(self.model), self.logits)
         except FailedError as error:
             return [str(error)]
         return [] if same else ["plain calls of it give other logits, though its weights and parts are as before"]
 
 
 def foreign_code(model: nn.Module) -> str:
-    """Return which function of a model's code is of no installed library, and its file; empty where none is."""
+    """Return in words which function of a model's code no installed library defines, and its file; empty if none."""
     values = [
         (f"{owner.__name__}.{name}", value) for owner in _code_owners(model) for name, value in vars(owner).items()
     ]
@@ -180,17 +184,17 @@ def _are_equal(value: Any, other: Any) -> bool:
 
 def _code_owners(model: nn.Module) -> Iterator[Any]:
     """Yield the Python modules that define a model's classes, what all models share, and all classes of these."""
-    files = {type(module).__module__ for module in model.modules()}
-    own = sorted(file for file in files if not file.startswith("torch."))
-    for file in [*(sys.modules[name] for name in own), *_SHARED]:
-        yield file
+    names = {type(module).__module__ for module in model.modules()}
+    own = sorted(name for name in names if not name.startswith("torch."))
+    for code in [*(sys.modules[name] for name in own), *_SHARED]:
+        yield code
         yield from (
-            value for value in vars(file).values() if isinstance(value, type) and value.__module__ == file.__name__
+            value for value in vars(code).values() if isinstance(value, type) and value.__module__ == code.__name__
         )
 
 
 def _restore_code(owner: Any, before: Mapping[str, Any]) -> None:
-    """Put back what was replaced in a class or Python module, and remove what was added."""
+    """Put back what was replaced in a class or Python module, and remove what was added, where that can be removed."""
     present = vars(owner)
     for name, value in before.items():
         if present.get(name) is not value:
@@ -210,7 +214,10 @@ def _registries() -> Iterator[dict[Any, Any]]:
 
 
 def _foreign_file(value: Any) -> str:
-    """Return the file that defines a function, where no installed library does; else an empty text."""
+    """Return the name of the file that defines a function, where no installed library does; else an empty text.
+
+    The function may be wrapped, as a property or a partial; empty for any other value.
+    """
     while isinstance(value, functools.partial | staticmethod | classmethod):
         value = value.func if isinstance(value, functools.partial) else value.__func__
     value = value.fget if isinstance(value, property) else value
@@ -221,8 +228,8 @@ def _foreign_file(value: Any) -> str:
 
 
 @torch.no_grad()
-def _logits(model: nn.Module) -> Tensor:
-    """Return the bits of logits of a padded batch, read at once and continued by a token."""
+def _logit_bits(model: nn.Module) -> Tensor:
+    """Return the bits of logits (row, token, vocab) of a padded batch, read at once and continued by a token."""
     ids = torch.arange(_TOKENS, device=next(model.parameters()).device).expand(2, -1)
     mask = torch.ones_like(ids)
     mask[1, :_PADDING] = 0
@@ -245,11 +252,15 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _checksum(tensor: Tensor) -> tuple[int, int]:
-    """Return two integers that change with any number of a tensor, and with the order of its rows or columns."""
+    """Return two integers that change with any number of a tensor, and with the order of its rows or columns.
+
+    0 and 0 for an empty tensor.
+    """
     if not tensor.numel():
         return 0, 0
     rows = bits(tensor.detach()).reshape(len(tensor) if tensor.ndim else 1, -1)
     sums = rows.sum(dim=1, dtype=torch.int64), rows.sum(dim=0, dtype=torch.int64)
+    # times 1, 3, 5, …: the order counts, and an odd factor loses no bit when the sum wraps around
     by_place = (part * torch.arange(1, 2 * len(part), 2, device=part.device) for part in sums)
-    first, second = (int(part.sum()) for part in by_place)
-    return first, second
+    of_rows, of_columns = (int(part.sum()) for part in by_place)
+    return of_rows, of_columns

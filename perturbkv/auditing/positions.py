@@ -22,7 +22,7 @@ from perturbkv.configs.audit_settings import IN_CACHE, ORIGINAL
 from perturbkv.models.adapter import Adapter
 from perturbkv.theory import WORK
 
-Held = Sequence[Sequence[Sequence[Int[Tensor, " entry"]]]]
+HeldPositions = Sequence[Sequence[Sequence[Int[Tensor, " entry"]]]]
 """Per row, layer and key/value head the known entries that a cache holds, in its order; `NOWHERE` for others."""
 Rotate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Keys (entry, d_head), positions from and to (entry,), frequencies (frequency,) → rotated keys."""
@@ -40,27 +40,29 @@ def convention_distances(
     own: tuple[Tensor, Tensor],
     fixed: tuple[Tensor, Tensor],
     known: tuple[Tensor, Tensor],
-    before: Int[Tensor, "row entry"],
+    known_positions: Int[Tensor, "row entry"],
     padding: Sequence[int],
     frequencies: Tensor,
 ) -> dict[str, float]:
     """Return how far the first layer's keys are from each convention: `original`, `in-cache`, and `UNROTATED`.
 
+    A distance is the sum over rows, heads and entries of the key's from the nearest known one.
+
     Args:
-        own: keys and values of the cache.
-        fixed: the known entries where they stand without a gap being closed.
-        known: the known entries at their first positions.
-        before: these positions.
+        own: keys and values of the cache (row, kv_head, entry, d_head).
+        fixed: the known entries, with keys at the positions that they have unless the cache moves them.
+        known: the known entries at `known_positions`.
+        known_positions: positions of the prompts' tokens and of those decoded so far.
         padding: entries of padding before each row's.
         frequencies: (frequency,) of the rotation.
     """
     distances = dict.fromkeys((ORIGINAL, IN_CACHE, UNROTATED), 0.0)
-    index = torch.arange(own[0].shape[2], device=own[0].device)
+    zeros = torch.zeros(own[0].shape[2], dtype=torch.int64, device=own[0].device)
     for row, first in enumerate(padding):
         kept = {
             ORIGINAL: recover([own], [fixed], row, first)[0],
-            IN_CACHE: match_at_zero(own, known, row, first, before, frequencies),
-            UNROTATED: match_at_zero(own, known, row, first, before, frequencies, torch.zeros_like(index)),
+            IN_CACHE: match_at_zero(own, known, row, first, known_positions, frequencies),
+            UNROTATED: match_at_zero(own, known, row, first, known_positions, frequencies, zeros),
         }
         for convention, layer in kept.items():
             distances[convention] += sum(float(distance.sum()) for distance in layer.key_distance)
@@ -72,18 +74,19 @@ def match_at_zero(
     known: tuple[Tensor, Tensor],
     row: int,
     padding: int,
-    before: Int[Tensor, "row entry"],
+    known_positions: Int[Tensor, "row entry"],
     frequencies: Tensor,
     places: Int[Tensor, " entry"] | None = None,
 ) -> LayerKept:
     """Return the known entries that a layer's cache holds in a row, found by keys that are rotated back to position 0.
 
-    Those of the cache stand at `places`, by default at 0, 1, …. Equal tokens have equal keys there in the first layer,
-    and get their positions in the prompt's order.
+    `own` and `known` are keys and values (row, kv_head, entry, d_head) of the cache, which stand at `places`, by
+    default at 0, 1, …, and of the plain model, at `known_positions`. Equal tokens have equal keys at position 0 in the
+    first layer, and get their positions in the prompt's order; these are counted after the row's `padding`.
     """
     places = torch.arange(own[0].shape[2], device=own[0].device) if places is None else places
     at_zero = []
-    for (keys, values), positions in ((own, places), (known, before[row])):
+    for (keys, values), positions in ((own, places), (known, known_positions[row])):
         rotated = [_rotate(head, positions, torch.zeros_like(positions), frequencies) for head in keys[row]]
         at_zero.append((torch.stack(rotated).unsqueeze(0), values[row].unsqueeze(0)))
     (kept,) = recover(at_zero[:1], at_zero[1:], padding=padding)
@@ -91,42 +94,50 @@ def match_at_zero(
 
 
 def match_all_at_zero(
-    cache: Layers, full: Layers, padding: Sequence[int], before: Int[Tensor, "row entry"], frequencies: Tensor
+    cache: Layers, full: Layers, padding: Sequence[int], known_positions: Int[Tensor, "row entry"], frequencies: Tensor
 ) -> list[list[LayerKept]]:
-    """Return per row and layer the known entries that a cache holds, as `match_at_zero` does, padding counted."""
+    """Return per row and layer the known entries that a cache holds, as `match_at_zero` finds them.
+
+    Their positions are counted from the first entry of each row's padding on.
+    """
     return [
         [
-            replace(kept, positions=tuple(own.where(own == NOWHERE, own + first) for own in kept.positions))
+            replace(kept, positions=tuple(found.where(found == NOWHERE, found + first) for found in kept.positions))
             for own, known in zip(cache, full, strict=True)
-            for kept in [match_at_zero(own, known, row, first, before, frequencies)]
+            for kept in [match_at_zero(own, known, row, first, known_positions, frequencies)]
         ]
         for row, first in enumerate(padding)
     ]
 
 
-def cache_positions(rows: Sequence[Sequence[LayerKept]]) -> Held:
-    """Return the entries that a cache holds, from its match per row and layer."""
+def held_positions(rows: Sequence[Sequence[LayerKept]]) -> HeldPositions:
+    """Return the known entries that a cache holds, from the matches `rows` per row and layer."""
     return [[kept.positions for kept in layers] for layers in rows]
 
 
 def move_to_cache_positions(
-    adapter: Adapter, held: Held, prompts: PromptEntries, situation: Situation, before: Int[Tensor, "row entry"]
+    adapter: Adapter,
+    held: HeldPositions,
+    prompts: PromptEntries,
+    situation: Situation,
+    before: Int[Tensor, "row entry"],
 ) -> PromptEntries:
-    """Return the entries of the prompts, at the positions `before`, with the keys of those held at their places.
+    """Return the entries of the prompts with the keys of those held rotated to their places in the cache.
 
-    They are rotated in float64 by the model's own angles; one of the other readings in the type of the keys, by the
-    difference of positions, so that the floors hold what that rounds.
+    `before` are the positions of all entries until then. Keys are rotated in float64 by the model's own angles; in one
+    of the other readings in the type of the keys, by the difference of positions, so that the noise floors include the
+    rounding of both.
     """
     rotations: Sequence[Rotate] = (_rotate, _rotate, _rotate_by_difference)
     readings = [[(keys.clone(), values) for keys, values in layers] for layers in (prompts.full, *prompts.others)]
     for row, layers in enumerate(held):
         for layer, heads in enumerate(layers):
             for head, positions in enumerate(heads):
-                index = (positions != NOWHERE).nonzero().squeeze(-1)
-                place = positions[index]
+                places = (positions != NOWHERE).nonzero().squeeze(-1)
+                known = positions[places]
                 for moved, rotate in zip(readings, rotations, strict=True):
                     keys = moved[layer][0][row, head]
-                    keys[place] = rotate(keys[place], before[row, place], index, adapter.frequencies)
+                    keys[known] = rotate(keys[known], before[row, known], places, adapter.frequencies)
     full, *others = readings
     return PromptEntries(full, tuple(others), entry_floors(full, others, situation, torch.finfo(adapter.dtype).eps))
 
@@ -136,12 +147,12 @@ def decode_moving(
     prompts: PromptEntries,
     situation: Situation,
     kept: Sequence[Sequence[Tensor]],
-    held: Sequence[Held],
+    held: Sequence[HeldPositions],
 ) -> tuple[list[ForwardPass], Distances]:
     """Return the masked reference's forward passes where keys move to their places at every pass, and its noise floors.
 
-    `kept` has a mask (row, kept_head, entry) per pass and layer, `held` the entries of each pass. The tokens decoded
-    before are the reference's own.
+    `prompts` are the entries at the prompt's own positions; `kept` has a mask (row, kept_head, entry) per pass and
+    layer, `held` the entries of each pass. Entries of tokens decoded before are the reference's own.
     """
     passes: list[ForwardPass] = []
     noise: list[Distances] = []
@@ -173,9 +184,9 @@ def _append_entries(layers: Layers, new: Layers) -> Layers:
 
 
 def _rotate(keys: Tensor, before: Tensor, after: Tensor, frequencies: Tensor) -> Float[Tensor, "entry d_head"]:
-    """Return keys rotated from one position to another, by angles rounded as in the model."""
-    exact = frequencies.to(keys.device, torch.float32)
-    angles = [(position.float().unsqueeze(-1) * exact).to(WORK) for position in (before, after)]
+    """Return keys rotated from the positions `before` to `after`, by angles that are rounded as in the model."""
+    single = frequencies.to(keys.device, torch.float32)
+    angles = [(positions.float().unsqueeze(-1) * single).to(WORK) for positions in (before, after)]
     return rotate_keys(keys, angles[1] - angles[0])
 
 
@@ -195,13 +206,16 @@ def describe_wrong_rotation(
     frequencies: Float[Tensor, " frequency"],
     near: float,
 ) -> str:
-    """Return how keys were moved to their places in a cache by other frequencies than the model's; empty if not so.
+    """Return in words how keys were moved to their places in a cache by other frequencies than the model's.
 
-    `before` are the full cache's keys at `positions`, `index` the places in the cache, `near` the largest relative
-    distance at which a rotation explains a key.
+    Empty if no such rotation explains most keys that moved. `before` are the full cache's keys at `positions`, `index`
+    the places in the cache, `near` the largest relative distance at which a rotation explains a key.
     """
     half, d_head = len(frequencies), keys.shape[-1]
     length = torch.linalg.vector_norm(before.double(), dim=-1)
+    moved = index != positions
+    if not bool(moved.any()):
+        return ""
     base = float(frequencies[1].double() ** -half) if half > 1 else _BASES[0]
     candidates = {
         **{
@@ -213,12 +227,11 @@ def describe_wrong_rotation(
         "in all components, the model rotates a part of them": (base, d_head // 2),
     }
     for words, (other, pairs) in candidates.items():
-        angles = other ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
-        if pairs == half and torch.allclose(angles, frequencies.cpu().double(), rtol=1e-3):
-            continue
-        moved = _rotate(before, positions, index, angles)
-        distance = torch.linalg.vector_norm(keys.double() - moved.double(), dim=-1)
-        turned = index != positions
-        if bool(turned.any()) and float((distance <= near * length)[turned].float().mean()) > _EXPLAINED:
+        others = other ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
+        if pairs == half and torch.allclose(others, frequencies.cpu().double(), rtol=1e-3):
+            continue  # the model's own
+        candidate = _rotate(before, positions, index, others)
+        distance = torch.linalg.vector_norm(keys.double() - candidate.double(), dim=-1)
+        if float((distance <= near * length)[moved].float().mean()) > _EXPLAINED:
             return f"moved to their places inside the cache {words}"
     return ""

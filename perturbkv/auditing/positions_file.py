@@ -35,6 +35,7 @@ _READ_ERRORS = (OSError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile
 """Exceptions of zipfile and NumPy for damaged, encrypted and oversized files, beside ValueError."""
 _NUMBER = "(0|[1-9][0-9]*)"
 _KEPT = re.compile(f"layer_{_NUMBER}_head_{_NUMBER}")
+"""Names of arrays of kept positions in an .npz file."""
 _MORE = ("token_ids", "tokens", "logits")
 """Names in a file beside the kept positions."""
 
@@ -58,7 +59,14 @@ class KeptFile:
     logits: NDArray[np.float64] | None = None
 
     def check(self, layers: int, heads: Sequence[int], tokens: int, vocab: int) -> None:
-        """Raise UnreadableCacheError for positions that do not fit the model or a prompt of `tokens` entries."""
+        """Raise UnreadableCacheError for positions, tokens or logits that do not fit the model or the prompt.
+
+        Args:
+            layers: layers of the model.
+            heads: numbers of kept sets that a layer may have.
+            tokens: length of the prompt.
+            vocab: size of the model's vocabulary.
+        """
         if len(self.kept) != layers:
             self._refuse(f"it has {len(self.kept)} layers, the model {layers}")
         for layer, sets in enumerate(self.kept):
@@ -129,7 +137,10 @@ def _parse_row(values: Any, what: str) -> NDArray[Any]:
 
 
 def _parse_logits(values: Any) -> NDArray[np.float64] | None:
-    """Return finite logits (step, vocab); None for None. Raises ValueError or TypeError for other values."""
+    """Return finite logits (step, vocab), of one number or row per step; None for None.
+
+    Raises ValueError or TypeError for other values.
+    """
     if values is None:
         return None
     logits = np.asarray(values)
@@ -173,7 +184,7 @@ def _read_arrays(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def _check_known(names: Iterable[str], known: Sequence[str], positions: str = "") -> None:
-    """Raise ValueError for a name in a file that means nothing there; `positions` are those of arrays, for messages."""
+    """Raise ValueError for a name in a file that is not `known`; `positions` says how kept positions are named, too."""
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"unknown name '{unknown[0]:.40}'; known: {', '.join(filter(None, (positions, *known)))}")
 
@@ -224,7 +235,10 @@ def audit_file(adapter: Adapter, ids: Int[Tensor, " token"], file: KeptFile, sam
 def _compare_logits(
     adapter: Adapter, ids: Int[Tensor, " token"], file: KeptFile, logits: NDArray[np.float64]
 ) -> tuple[DecodingStep, ...]:
-    """Return the distances of a file's logits from the masked reference's; NaN for heads and layers."""
+    """Return the distances of a file's logits (step, vocab) from the masked reference's, in noise floors.
+
+    Those of heads and layers are NaN.
+    """
     if file.tokens:
         decoded, full = torch.tensor(file.tokens[: len(logits)], device=adapter.device), None
     else:

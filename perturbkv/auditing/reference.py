@@ -114,7 +114,7 @@ def _doubling_parts(tokens: int, most: int = 256) -> list[int]:
 
 
 def decode_greedily(adapter: Adapter, ids: Int[Tensor, " token"], count: int) -> tuple[Int[Tensor, " new"], Layers]:
-    """Return the model's own greedy continuation of a prompt, `count` tokens, and the entries of the prompt."""
+    """Return the model's own greedy continuation of a prompt, `count` tokens (1 or more), and the prompt's entries."""
     cache, token, tokens, full = DynamicCache(), ids.unsqueeze(0), [], None
     for _ in range(count):
         logits = adapter.model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
@@ -178,9 +178,9 @@ def noise_floors(
 ) -> Distances:
     """Return the noise floors at the kept sets: distances of the masked reference from runs that only round otherwise.
 
-    Those have the entries in the opposite order, gathered, and of a prompt that was read in other ways. Floors are the
-    maxima over all heads, rows and passes; those of a layer are never below those of an earlier layer, as rounding
-    accumulates.
+    Those have the entries in the opposite order, gathered, and of a prompt that was read in other ways. `kept` has a
+    mask (row, kept_head, entry) per pass and layer. Floors are the maxima over all heads, rows and passes; those of a
+    layer are never below those of an earlier layer, as rounding accumulates.
     """
     others = (
         decode(adapter, prompts.full, situation, kept, _reverse),
@@ -189,8 +189,8 @@ def noise_floors(
     )
     layers, least = len(prompts.full), torch.finfo(adapter.dtype).eps
     distances = [
-        compare(other, passed, row, layers)
-        for passes in others for other, passed in zip(passes, reference, strict=True) for row in range(situation.rows)
+        pass_distances(other, expected, row, layers)
+        for passes in others for other, expected in zip(passes, reference, strict=True) for row in range(situation.rows)
     ]  # fmt: skip
     head, hidden, logits = (
         torch.stack([getattr(distance, name).cpu() for distance in distances]).amax(dim=0).clamp(min=least)
@@ -242,8 +242,11 @@ def entry_distances(
     return torch.where(distance.isfinite(), distance, torch.inf)
 
 
-def compare(record: ForwardPass, reference: ForwardPass, row: int, layers: int) -> Distances:
-    """Return the relative distances of one row of a forward pass from the reference pass; infinite where one is NaN."""
+def pass_distances(record: ForwardPass, reference: ForwardPass, row: int, layers: int) -> Distances:
+    """Return the relative distances of one row of a forward pass from the reference pass; infinite where one is NaN.
+
+    `layers` is the number of the model's.
+    """
     heads, hidden = [], []
     for layer in range(layers):
         outputs = reference.head_output[layer][row].double()
@@ -264,7 +267,7 @@ def _relative_distance(vectors: Float[Tensor, "new column"], reference: Float[Te
 
 
 def logits_distance(one: Float[Tensor, "new vocab"], other: Float[Tensor, "most vocab"]) -> Tensor:
-    """Return the largest relative distance of mean-centred logits, over the last tokens common to both."""
+    """Return the largest relative distance of mean-centred logits `one` from the last as many tokens of `other`."""
     centred = [logits.double() - logits.double().mean(dim=-1, keepdim=True) for logits in (one, other[-len(one) :])]
     return _relative_distance(centred[0], centred[1])
 

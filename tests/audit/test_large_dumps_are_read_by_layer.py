@@ -83,7 +83,7 @@ def test_a_block_may_be_two_floors_away_where_all_others_are_equal(floors: float
     distance[:, 32:] = floors
     entries = Entries(zeros, zeros, positions, torch.full((48,), -1))
     measured = EntryDistances(torch.stack([distance, zeros[..., 0]]), torch.ones(1, 48, dtype=torch.bool))
-    assert int(limits.differing(entries, measured).any(dim=0).sum()) == differ
+    assert int(limits.differing_entries(entries, measured).any(dim=0).sum()) == differ
 
 
 @pytest.mark.slow

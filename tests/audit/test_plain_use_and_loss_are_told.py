@@ -59,9 +59,9 @@ def sets(*places: list[int]) -> loss.Sets:
 
 
 def test_protection_is_what_every_kept_set_holds() -> None:
-    assert loss.protection([sets([0, 1, 2, 8, 9], [0, 1, 5, 7, 8, 9])], [10]) == (2, 2)
-    assert loss.protection([sets([0, 1, 9]), sets([0, 1, 2, 3])], [10, 4]) == (2, 1)
-    assert loss.protection([sets([3, 4])], [10]) == (0, 0)
+    assert loss.protected_counts([sets([0, 1, 2, 8, 9], [0, 1, 5, 7, 8, 9])], [10]) == (2, 2)
+    assert loss.protected_counts([sets([0, 1, 9]), sets([0, 1, 2, 3])], [10, 4]) == (2, 1)
+    assert loss.protected_counts([sets([3, 4])], [10]) == (0, 0)
 
 
 def test_controls_hold_as_much_and_protect_the_same() -> None:

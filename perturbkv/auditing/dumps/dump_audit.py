@@ -129,24 +129,29 @@ class _RequestComparison:
     readings: list[tuple[StoredCache, Tensor]] = field(default_factory=list)
 
     def add_layer(self, positions: Tensor, measured: EntryDistances, stored: EntryDistances, far: Tensor) -> None:
-        """Add one layer's entries: their positions, and distances before and after a common factor was removed.
+        """Add one layer's entries.
 
-        `far` says which keys and values differ, (kind, kv_head, entry); their distances are those of `stored`.
+        Args:
+            positions: tokens that they stand for (kv_head, entry).
+            measured: their distances after a common factor was removed; recorded of those that do not differ.
+            stored: their distances as they were dumped; recorded of those that differ.
+            far: which keys and which values differ (kind, kv_head, entry).
         """
         self.compared += int(measured.present.sum())
         self.differing += int(far.any(dim=0).sum())
         self.kept.append(tuple(np.unique(row[row != REMOVED].cpu().numpy()) for row in positions))
-        for found, distance, chosen in (
+        for by_layer, distance, chosen in (
             (self.distances, measured.distance, measured.present & ~far),
             (self.differing_distances, stored.distance, far),
         ):
             keys, values = (
-                float(own[one].amax()) if bool(one.any()) else np.nan for own, one in zip(distance, chosen, strict=True)
+                float(one[mask].amax()) if bool(mask.any()) else np.nan
+                for one, mask in zip(distance, chosen, strict=True)
             )
-            found.append((keys, values))
+            by_layer.append((keys, values))
 
     def result(self, logprobs: float, logprobs_floor: float) -> DumpedRequest:
-        """Return the request's record, given its log-probabilities' largest difference and noise floor."""
+        """Return the request's record, given its log-probabilities' largest distance and noise floor."""
         tokens = len(self.request.token_ids)
         removed = sum(tokens - len(positions) for layer in self.kept for positions in layer)
         return DumpedRequest(
@@ -158,7 +163,19 @@ class _RequestComparison:
 
 
 class _DumpComparison:
-    """The comparison of a dump, layer by layer."""
+    """The comparison of a dump, layer by layer.
+
+    Attributes:
+        adapter, dump, plain: the model, the dump, and the model's entries of the same tokens.
+        requests: id -> the comparison of a live request.
+        reader: of the dump's entries.
+        faults: those found so far.
+        typical: of each layer, the median distances of its keys and of its values.
+        limits: of each layer, the distances above which a key or a value differs; NaN where each entry has its own.
+        floors_allowed: how many noise floors an entry may differ by.
+        stored: names of the types that entries are stored in.
+        unexplained_layers: layers with median distances that the types do not explain.
+    """
 
     def __init__(self, adapter: Adapter, dump: Dump, plain: PlainEntries) -> None:
         self.adapter, self.dump, self.plain = adapter, dump, plain
@@ -173,21 +190,17 @@ class _DumpComparison:
         self.unexplained_layers: set[int] = set()
 
     def add_layer(self, index: int) -> None:
-        """Compare one layer's entries."""
+        """Compare the entries of the next layer, which is number `index`."""
         layer, plain = self.dump.layer(index), self.plain.layer(index)
         explained = self._explained_distances(layer)
         if index == 0:
-            kinds = {dtype_name(tensor.dtype) for tensors in layer.tensors for tensor in tensors}
-            self.stored = self.dump.dtype or ", ".join(sorted(kinds))
-            if layer.block_tensors:
-                self.faults += self.reader.recognise_layout(layer, plain)
-            if any(explained):
-                self._read_again(set(self.requests), layer)
+            self._examine_first_layer(layer, plain, read_again=any(explained))
         stored = self._entries(index, layer)
         references = self._nearest_references(index, stored, plain)
-        truncated = self._find_rounding(layer, index, stored, references, explained)
+        truncated = self._record_rounding(layer, index, stored, references, explained)
         entries, scaled = self._divide_by_factors(index, stored, references, truncated)
         measured = {name: measure_distances(own, references[name]) for name, own in entries.items()}
+        # rounding towards zero moves numbers twice as far as rounding to the nearest
         explained = (explained[0] * (1 + truncated[0]), explained[1] * (1 + truncated[1]))
         limits = self._layer_limits(index, median_distances(list(measured.values())), explained)
         reference = LayerReference(
@@ -198,7 +211,7 @@ class _DumpComparison:
         for name, own in entries.items():
             expected = self.plain.expected.get(name)
             allowed = limits if expected is None else expected[index].limits(own.positions, limits)
-            far = allowed.differing(own, measured[name])
+            far = allowed.differing_entries(own, measured[name])
             self.faults += duplicate_faults(name, index, own)
             self.faults += find_faults(name, index, own, far.any(dim=0), reference, allowed)
             far |= measured[name].present & torch.tensor(scaled, device=far.device)[:, None, None]
@@ -209,11 +222,20 @@ class _DumpComparison:
             self.faults.append(DumpFault("", "rounded", " and ".join(layer.earlier_rounding), layers=(index,)))
         self._read_again({name for name, request in self.requests.items() if request.differing}, layer)
 
+    def _examine_first_layer(self, layer: LayerDump, plain: Mapping[str, Pair], *, read_again: bool) -> None:
+        """Find the dump's types and layout; with `read_again` recompute all requests with the dumped entries."""
+        dtypes = {dtype_name(tensor.dtype) for tensors in layer.tensors for tensor in tensors}
+        self.stored = self.dump.dtype or ", ".join(sorted(dtypes))
+        if layer.block_tensors:
+            self.faults += self.reader.recognise_layout(layer, plain)
+        if read_again:
+            self._read_again(set(self.requests), layer)
+
     def _read_again(self, names: set[str], layer: LayerDump) -> None:
-        """Recompute requests with the dumped entries in place of the model's own.
+        """Recompute requests, unless done before, with the dumped entries in place of the model's own.
 
         An engine attends to its own entries: with fewer bits they differ more from layer to layer, and after a fault
-        so do all layers above.
+        so do all layers above. Dumped entries have the type of `layer`, any of the dump's.
         """
         stored: dict[str, list[Pair]] = {name: [] for name in sorted(names) if not self.requests[name].readings}
         if not stored:
@@ -232,45 +254,50 @@ class _DumpComparison:
                     self.requests[name].readings.append((cache, logprobs))
 
     def _entries(self, index: int, layer: LayerDump) -> dict[str, Entries]:
-        """Return the entries of all live requests in one layer, keys at their tokens' positions."""
-        known = self.plain.layer(index)
-        entries = self.reader.entries(layer, known)
+        """Return the entries of all live requests in one layer, keys at their tokens' positions.
+
+        Where it is not known yet, record whether a request's keys stand at 0, 1, … in the cache instead.
+        """
+        plain = self.plain.layer(index)
+        entries = self.reader.entries(layer, plain)
         for name, own in entries.items():
-            request, back = self.requests[name], unrotate_to_tokens(own, self.adapter.frequencies)
-            if request.in_cache is None and not torch.equal(back.keys, own.keys):
-                gone = own.positions.shape[1] < known[name][0].shape[1] or bool((own.positions == REMOVED).any())
-                request.in_cache = gone and mean_distance(back, known[name]) < mean_distance(own, known[name])
-            entries[name] = back if request.in_cache else own
+            request, at_tokens = self.requests[name], unrotate_to_tokens(own, self.adapter.frequencies)
+            if request.in_cache is None and not torch.equal(at_tokens.keys, own.keys):
+                gone = own.positions.shape[1] < plain[name][0].shape[1] or bool((own.positions == REMOVED).any())
+                request.in_cache = gone and mean_distance(at_tokens, plain[name]) < mean_distance(own, plain[name])
+            entries[name] = at_tokens if request.in_cache else own
         return entries
 
     def _nearest_references(
         self, index: int, entries: Mapping[str, Entries], plain: Mapping[str, Pair]
     ) -> Mapping[str, Pair]:
-        """Return, per token, whichever of two references is nearer to the dumped entry.
+        """Return, per request and token, the reference that is nearest to the dumped entries.
 
-        They are the plain model's, and the one computed from dumped entries.
+        References are the plain model's entries, and those that it computed from dumped entries, where it did.
         """
         readings = {
-            name: [cache.computed_entries(index) for cache, _ in own.readings] for name, own in self.requests.items()
+            name: [cache.computed_entries(index) for cache, _ in request.readings]
+            for name, request in self.requests.items()
         }
-        return {name: nearest_entries(entries[name], [known, *readings[name]]) if readings.get(name) else known
-                for name, known in plain.items()}  # fmt: skip
+        return {name: nearest_entries(entries[name], [full, *readings[name]]) if readings.get(name) else full
+                for name, full in plain.items()}  # fmt: skip
 
-    def _find_rounding(
+    def _record_rounding(
         self,
         layer: LayerDump,
         index: int,
         entries: Mapping[str, Entries],
-        known: Mapping[str, Pair],
+        references: Mapping[str, Pair],
         explained: Sequence[float],
     ) -> list[bool]:
         """Record keys, or values, that were all rounded towards zero or to fewer bits than the dump's type.
 
-        Returns whether keys, and values, of some head were rounded towards zero.
+        Returns whether keys, and values, of some head were rounded towards zero, which only types coarser than the
+        model's show.
         """
         truncated = [False, False]
         for kind, name in enumerate(("keys", "values")):
-            heads = truncated_heads(kind, entries, known, layer) if explained[kind] else ()
+            heads = truncated_heads(kind, entries, references, layer) if explained[kind] else ()
             if heads:
                 truncated[kind] = True
                 every = "all " if len(heads) == self.dump.kv_heads else ""
@@ -281,13 +308,13 @@ class _DumpComparison:
         return truncated
 
     def _divide_by_factors(
-        self, index: int, entries: Mapping[str, Entries], known: Mapping[str, Pair], truncated: Sequence[bool]
+        self, index: int, entries: Mapping[str, Entries], references: Mapping[str, Pair], truncated: Sequence[bool]
     ) -> tuple[dict[str, Entries], list[bool]]:
-        """Return a layer's keys, and values, over a constant factor that all of them have; and which of them had one.
+        """Return a layer's entries without the constant that all keys, or values, were multiplied by; and which were.
 
-        It is a fault, but for numbers that were rounded towards zero, which explains it.
+        Such a constant is recorded as a fault, but for numbers that were rounded towards zero, which explains it.
         """
-        factors = [common_factor(kind, entries, known) for kind in range(2)]
+        factors = [common_factor(kind, entries, references) for kind in range(2)]
         for name, factor, rounded in zip(("keys", "values"), factors, truncated, strict=True):
             if factor != 1 and not rounded:
                 self.faults.append(DumpFault("", "scale", f"all {name} multiplied by {factor:.2g}", layers=(index,)))
@@ -300,11 +327,13 @@ class _DumpComparison:
     def _layer_limits(self, index: int, typical: tuple[float, float], explained: Sequence[float]) -> Limits:
         """Return the limits of a layer's entries, given their median distances and those that the types explain.
 
-        Records a layer whose entries are farther from the plain model's than its engine's rounding puts them.
+        Both are of keys and of values. Records the medians and limits, and a layer whose entries are farther from the
+        plain model's than rounding puts them.
         """
         floors = [float(floor) for floor in self.plain.floors[index]]
         unexplained = [
-            far > max(self.floors_allowed * max(floors), most) for far, most in zip(typical, explained, strict=True)
+            median > max(self.floors_allowed * max(floors), most)
+            for median, most in zip(typical, explained, strict=True)
         ]
         if any(unexplained):
             self.unexplained_layers.add(index)
@@ -313,28 +342,34 @@ class _DumpComparison:
             if expected is not None and typical[kind] > max(self.floors_allowed * floors[kind], _FARTHER * expected):
                 words = f"{name} farther from the plain model's than rounding to {self.stored} moves them"
                 self.faults.append(DumpFault("", "coarse", words, layers=(index,)))
-        coarse = [most / 2 if odd else far for far, most, odd in zip(typical, explained, unexplained, strict=True)]
-        limits = Limits.of_layer(floors, coarse, self.floors_allowed)
-        own = (np.nan, np.nan) if self.plain.expected else (float(limits.single[0]), float(limits.single[1]))
+        medians = [  # of a layer that the types do not explain, what they do explain counts
+            most / 2 if odd else median for median, most, odd in zip(typical, explained, unexplained, strict=True)
+        ]
+        limits = Limits.of_layer(floors, medians, self.floors_allowed)
+        single = (np.nan, np.nan) if self.plain.expected else (float(limits.single[0]), float(limits.single[1]))
         self.typical.append(typical)
-        self.limits.append(own)
+        self.limits.append(single)
         return limits
 
     def _explained_distances(self, layer: LayerDump) -> tuple[float, float]:
-        """Return the largest median distances of keys and of values that the dump's types explain; 0 for the model's.
+        """Return the largest median distances of keys and of values that the dump's types explain.
 
-        Rounding to a floating-point type moves entries by about a fifth of its ε. Where the engine's own rounding is
-        known, each entry has its own limit (`plain_entries.ExpectedDistances`).
+        Rounding to a floating-point type moves entries by about a fifth of its ε. 0 for types that are not coarser than
+        the model's, and where the engine's own rounding is known: each entry then has its own limit
+        (`plain_entries.ExpectedDistances`).
         """
         if self.plain.expected:
             return 0.0, 0.0
         named = [explained_distance(name) for name in (self.dump.dtype, self.dump.compute)]
-        own = explained_distance(self.adapter.dtype)
+        model = explained_distance(self.adapter.dtype)
         keys, values = (max(*named, *(explained_distance(one.dtype) for one in tensors)) for tensors in layer.tensors)
-        return keys if keys > own else 0.0, values if values > own else 0.0
+        return keys if keys > model else 0.0, values if values > model else 0.0
 
     def _output_perturbation(self, name: str, index: int, own: Entries, full: Pair) -> Floats:
-        """Return the relative perturbation (head,) of the last token's outputs; NaN where entries are gone."""
+        """Return the relative perturbation (head,) of the last token's outputs by the dumped entries.
+
+        NaN where entries are gone or the token's query is not known, infinite where an output is NaN.
+        """
         query = self.plain.queries.get(name, {}).get(index)
         if query is None or not is_complete(own, full[0].shape[1]):
             return np.full(self.adapter.heads, np.nan)
@@ -357,12 +392,13 @@ class _DumpComparison:
 
     def result(self) -> DumpAudit:
         """Return the audit of all layers."""
-        requests, faults = [], [*self._join_coarse(), *self._missing_entries()]
+        requests, faults = [], [*self._join_coarse(), *self._missing_faults()]
         coarseness = max(1.0, float((np.array(self.typical) / self.plain.floors).max()))
         for name, request in self.requests.items():
-            distance, floor, token = self._compare_logprobs(request)
-            leeway = 1.0 if request.readings else coarseness
-            if distance > max(self.floors_allowed * floor, min(self.floors_allowed * floor * leeway, _MOST_LOGPROB)):
+            distance, floor, token = self._largest_logprob_distance(request)
+            limit = self.floors_allowed * floor
+            leeway = 1.0 if request.readings else coarseness  # readings from the dumped entries are as coarse
+            if distance > max(limit, min(limit * leeway, _MOST_LOGPROB)):
                 times = f"{distance / floor:.3g} noise floors"
                 words = f"its log-probability differs by {distance:.3g} nats, {times}: the most of the request"
                 faults.append(DumpFault(name, "decoding", words, token, token))
@@ -378,7 +414,7 @@ class _DumpComparison:
         )  # fmt: skip
 
     def _join_coarse(self) -> Iterator[DumpFault]:
-        """Yield the faults, with those of entries that are all a little too far away as one."""
+        """Yield the faults, with those of changed entries in layers that the types do not explain as one."""
         changed: set[int] = set()
         for fault in self.faults:
             if fault.kind == "changed" and not self.plain.expected and self.unexplained_layers.issuperset(fault.layers):
@@ -391,8 +427,8 @@ class _DumpComparison:
             words = f"{away}: more than the dump's types explain"
             yield DumpFault("", "coarse", words, layers=tuple(sorted(changed)))
 
-    def _missing_entries(self) -> Iterator[DumpFault]:
-        """Yield the requests whose block table is too short for their tokens, and those without an entry in a layer."""
+    def _missing_faults(self) -> Iterator[DumpFault]:
+        """Yield a fault for a request without an entry in some layers, and for one whose block table is too short."""
         for name, comparison in self.requests.items():
             request, tokens = comparison.request, len(comparison.request.token_ids)
             empty = [layer for layer, kept in enumerate(comparison.kept) if not any(map(len, kept))]
@@ -403,15 +439,21 @@ class _DumpComparison:
                 everywhere = tuple(range(self.dump.layers))
                 yield DumpFault(name, "missing", "beyond the block table", held, tokens - 1, (), everywhere)
 
-    def _compare_logprobs(self, comparison: _RequestComparison) -> tuple[float, float, int]:
-        """Return the largest difference of a log-probability from the plain model's, its noise floor, and its token."""
+    def _largest_logprob_distance(self, comparison: _RequestComparison) -> tuple[float, float, int]:
+        """Return the largest distance of a log-probability from the model's range, its noise floor, and its token.
+
+        The range is that of the plain model's log-probability of the token and of those from the dumped entries. The
+        distance from it, in nats, is 0 inside and infinite for a NaN. The token is given by its index in the request.
+        NaN, NaN and 0 where the engine gave no log-probability after the first token.
+        """
         request = comparison.request
-        known = [index for index, value in enumerate(request.logprobs) if value is not None and index]
-        if not known:
+        given = [index for index, value in enumerate(request.logprobs) if value is not None and index > 0]
+        if not given:
             return np.nan, np.nan, 0
-        engine = torch.tensor([request.logprobs[index] for index in known], dtype=torch.float64)
-        plain, *others = (token_logprobs(self.adapter, request.token_ids, parts)[known] for parts in _PARTS)
+        engine = torch.tensor([request.logprobs[index] for index in given], dtype=torch.float64)
+        plain, *others = (token_logprobs(self.adapter, request.token_ids, parts)[given] for parts in _PARTS)
         floor = max(_LEAST_LOGPROB_FLOOR, *(float((plain - other).abs().amax()) for other in others))
-        every = torch.stack([plain, *(logprobs[known] for _, logprobs in comparison.readings)])
-        far = torch.maximum(engine - every.amax(dim=0), every.amin(dim=0) - engine).clamp(min=0).nan_to_num(torch.inf)
-        return float(far.amax()), floor, known[int(far.argmax())]
+        model = torch.stack([plain, *(logprobs[given] for _, logprobs in comparison.readings)])
+        above, below = engine - model.amax(dim=0), model.amin(dim=0) - engine
+        distances = torch.maximum(above, below).clamp(min=0).nan_to_num(torch.inf)
+        return float(distances.amax()), floor, given[int(distances.argmax())]

@@ -38,7 +38,7 @@ _ALIASES = {
 }  # fmt: skip
 """Other names of torch's types."""
 _ROUNDING = 0.35
-"""Largest median distance that rounding to a floating-point type explains, in units of its ε; it is about 0.2."""
+"""Largest median distance that rounding to a floating-point type explains, in units of its ε; typical is 0.2."""
 _BITS = {8: 0.015, 7: 0.03, 6: 0.05, 5: 0.1, 4: 0.2, 3: 0.3, 2: 0.3}
 """Bits -> largest median distance that rounding to whole numbers of so many bits, in blocks with a scale, explains."""
 _IN_NAME = re.compile(r"(?<![a-z0-9])(?:i?q|u?int|nf)?([2-8])(?![0-9])")
@@ -62,6 +62,8 @@ _DIRECTION = 0.95
 """Least cosine of an entry with the model's, by which it is recognised."""
 _RECOGNISED, _SURE = 0.25, 0.9
 """Least share of tried entries that are recognised in a layout that may be right, and in one that is for certain."""
+_TIE = 0.05
+"""Difference of two such shares up to which the named layout is as good as another."""
 Pair = tuple[Float[Tensor, "kv_head entry d_head"], Float[Tensor, "kv_head entry d_head"]]
 
 
@@ -101,12 +103,15 @@ class EntryDistances:
     present: Bool[Tensor, "kv_head entry"]
 
 
-def measure_distances(entries: Entries, known: Pair) -> EntryDistances:
-    """Return the distances of entries from the plain model's entries of the tokens that they stand for."""
+def measure_distances(entries: Entries, plain: Pair) -> EntryDistances:
+    """Return the distances of entries from the plain model's entries of the tokens that they stand for.
+
+    `plain` are keys and values (kv_head, token, d_head). The distance is 0 where there is no entry.
+    """
     present = entries.positions != REMOVED
     distances = [
         entry_distances(own, _at_positions(full, entries.positions), full).masked_fill(~present, 0)
-        for own, full in zip(entries.pair, known, strict=True)
+        for own, full in zip(entries.pair, plain, strict=True)
     ]
     return EntryDistances(torch.stack(distances), present)
 
@@ -118,31 +123,34 @@ def _at_positions(
     return full.float().gather(1, positions.clamp(min=0).unsqueeze(-1).expand(-1, -1, full.shape[-1]))
 
 
-def mean_distance(entries: Entries, known: Pair) -> float:
-    """Return the mean distance of a request's keys and values; one above 1 counts as 1."""
-    measured = measure_distances(entries, known)
+def mean_distance(entries: Entries, plain: Pair) -> float:
+    """Return the mean distance of a request's keys and values from the plain model's; one above 1 counts as 1."""
+    measured = measure_distances(entries, plain)
     return float(measured.distance[:, measured.present].clamp(max=1).mean())
 
 
-def nearest_entries(entries: Entries, every: Sequence[Pair]) -> Pair:
-    """Return, of each token, the keys and values in `every` that are nearest to its entries, over all heads."""
-    if len(every) == 1:
-        return every[0]
-    far = []
-    for full in every:
-        both = measure_distances(entries, full).distance.sum(dim=0).clamp(max=_FARTHEST)
-        by_token = both.new_zeros(len(both), full[0].shape[1])
-        far.append(by_token.scatter_add(1, entries.positions.clamp(min=0), both).sum(dim=0))
-    chosen = torch.stack(far).argmin(dim=0)
-    tokens = torch.arange(len(chosen), device=chosen.device)
-    keys, values = (torch.stack([full[kind] for full in every])[chosen, :, tokens] for kind in range(2))
+def nearest_entries(entries: Entries, references: Sequence[Pair]) -> Pair:
+    """Return, of each token, the keys and values of the reference that is nearest to its entries, over all heads.
+
+    Each of the `references` has keys and values (kv_head, token, d_head) of all tokens.
+    """
+    if len(references) == 1:
+        return references[0]
+    distances = []
+    for reference in references:
+        both = measure_distances(entries, reference).distance.sum(dim=0).clamp(max=_FARTHEST)
+        by_token = both.new_zeros(len(both), reference[0].shape[1])
+        distances.append(by_token.scatter_add(1, entries.positions.clamp(min=0), both).sum(dim=0))
+    nearest = torch.stack(distances).argmin(dim=0)
+    tokens = torch.arange(len(nearest), device=nearest.device)
+    keys, values = (torch.stack([pair[kind] for pair in references])[nearest, :, tokens] for kind in range(2))
     return keys.transpose(0, 1), values.transpose(0, 1)
 
 
 def median_distances(measured: Sequence[EntryDistances]) -> tuple[float, float]:
-    """Return the medians of the distances of a layer's keys and of its values; 0 without entries."""
-    every = torch.cat([each.distance[:, each.present] for each in measured], dim=1)
-    keys, values = every.median(dim=1).values if every.numel() else (0.0, 0.0)
+    """Return the medians of the distances of a layer's keys and of its values, over all requests; 0 without entries."""
+    distances = torch.cat([one.distance[:, one.present] for one in measured], dim=1)
+    keys, values = distances.median(dim=1).values if distances.numel() else (0.0, 0.0)
     return float(keys), float(values)
 
 
@@ -160,21 +168,29 @@ class Limits:
 
     @classmethod
     def of_layer(cls, floors: Sequence[float], medians: Sequence[float], allowed: int) -> Self:
-        """Return the limits, given noise floors, median distances, and the floors that are `allowed` to an entry."""
-        coarse = [MEDIANS * median if median <= LARGEST_MEDIAN else 0.0 for median in medians]
-        single = [max(allowed * floor, more) for floor, more in zip(floors, coarse, strict=True)]
-        least = [_GROUP_FLOORS * floor for floor in floors]
-        together = [min(one, max(low, more)) for one, low, more in zip(single, least, coarse, strict=True)]
+        """Return the limits of a layer's entries.
+
+        Args:
+            floors: noise floors of keys and of values.
+            medians: median distances of keys and of values; one above `LARGEST_MEDIAN` is no rounding and not counted.
+            allowed: how many noise floors an entry may differ by.
+        """
+        by_median = [MEDIANS * median if median <= LARGEST_MEDIAN else 0.0 for median in medians]
+        single = [max(allowed * floor, limit) for floor, limit in zip(floors, by_median, strict=True)]
+        together = [
+            min(one, max(_GROUP_FLOORS * floor, limit))
+            for one, floor, limit in zip(single, floors, by_median, strict=True)
+        ]
         return cls((single[0], single[1]), (together[0], together[1]))
 
-    def differing(self, entries: Entries, measured: EntryDistances) -> Bool[Tensor, "2 kv_head entry"]:
-        """Return which keys, and which values, differ, by themselves or with their neighbours."""
+    def differing_entries(self, entries: Entries, measured: EntryDistances) -> Bool[Tensor, "2 kv_head entry"]:
+        """Return which keys, and which values, differ, by themselves or with their block or neighbours."""
         size = entries.block_size if entries.block_size >= LEAST_BLOCK else 2 * LEAST_BLOCK
         tokens = measured.present.shape[1]
         differing = []
         for distance, single, together in zip(measured.distance, self.single, self.together, strict=True):
-            known = distance.masked_fill(~measured.present, torch.nan)
-            groups = nn.functional.pad(known, (0, -tokens % size), value=torch.nan).reshape(len(known), -1, size)
+            present = distance.masked_fill(~measured.present, torch.nan)
+            groups = nn.functional.pad(present, (0, -tokens % size), value=torch.nan).reshape(len(present), -1, size)
             many = groups.isfinite().sum(dim=-1) >= LEAST_BLOCK
             above = many & (groups.nanmedian(dim=-1).values > together)
             in_group = above.repeat_interleave(size, dim=-1)[:, :tokens] & (distance > together)
@@ -182,50 +198,63 @@ class Limits:
         return torch.stack(differing)
 
 
-def common_factor(kind: int, entries: Mapping[str, Entries], known: Mapping[str, Pair]) -> float:
-    """Return the constant that all keys (`kind` 0) or values (1) of a layer were multiplied by; 1 without one."""
-    dumped_entries, full = _dumped_and_plain(kind, entries, known)
-    factor = float(((dumped_entries * full).sum(dim=-1) / full.square().sum(dim=-1)).nanmedian()) if len(full) else 1.0
+def common_factor(kind: int, entries: Mapping[str, Entries], plain: Mapping[str, Pair]) -> float:
+    """Return the constant that all keys (`kind` 0) or values (1) of a layer were multiplied by; 1 without one.
+
+    `entries` and `plain` are, per request, the dumped entries and the plain model's. 1, too, for too few entries and
+    for a factor that is not positive or too near to 1 to be told.
+    """
+    dumped, full = _dumped_and_plain(kind, entries, plain)
+    factor = float(((dumped * full).sum(dim=-1) / full.square().sum(dim=-1)).nanmedian()) if len(full) else 1.0
     if len(full) < _LEAST_ENTRIES or not factor > 0 or abs(factor - 1) < _LEAST_FACTOR:
         return 1.0
-    before, after = (
-        torch.linalg.vector_norm(dumped_entries / scale - full, dim=-1).nanmedian() for scale in (1.0, factor)
-    )
+    before, after = (torch.linalg.vector_norm(dumped / scale - full, dim=-1).nanmedian() for scale in (1.0, factor))
     return factor if bool(after < _NEARER * before) else 1.0
 
 
 def _dumped_and_plain(
-    kind: int, entries: Mapping[str, Entries], known: Mapping[str, Pair], heads: slice = slice(None)
+    kind: int, entries: Mapping[str, Entries], plain: Mapping[str, Pair], heads: slice = slice(None)
 ) -> tuple[Float[Tensor, "entry d_head"], Float[Tensor, "entry d_head"]]:
-    """Return all keys (`kind` 0) or values (1) of a layer, and the plain model's of the same tokens."""
-    own, expected = [], []
-    for name, dumped in entries.items():
-        positions = dumped.positions[heads]
+    """Return all keys (`kind` 0) or values (1) of a layer, and the plain model's of the same tokens.
+
+    They are those of all requests and of the given heads, one after the other.
+    """
+    dumped, expected = [], []
+    for name, own in entries.items():
+        positions = own.positions[heads]
         there = positions != REMOVED
-        own.append(dumped.pair[kind][heads][there])
-        expected.append(_at_positions(known[name][kind][heads], positions)[there])
-    return torch.cat(own), torch.cat(expected)
+        dumped.append(own.pair[kind][heads][there])
+        expected.append(_at_positions(plain[name][kind][heads], positions)[there])
+    return torch.cat(dumped), torch.cat(expected)
 
 
 def truncated_heads(
-    kind: int, entries: Mapping[str, Entries], known: Mapping[str, Pair], layer: LayerDump
+    kind: int, entries: Mapping[str, Entries], plain: Mapping[str, Pair], layer: LayerDump
 ) -> tuple[int, ...]:
-    """Return the heads whose keys (`kind` 0) or values (1) were all rounded towards zero to the type of the dump."""
+    """Return the heads whose keys (`kind` 0) or values (1) were all rounded towards zero to the type of the dump.
+
+    Only heads in which that can be told from rounding to the nearest number.
+    """
     dtype, scale = layer.tensors[kind][0].dtype, layer.scales[kind]
     found = []
     for head in range(len(next(iter(entries.values())).keys)):
-        own, full = _dumped_and_plain(kind, entries, known, slice(head, head + 1))
-        one = scale if scale.ndim == 0 else scale[head]
-        cut, nearest_to = round_towards_zero(full / one, dtype), (full / one).to(dtype).float()
-        differ = cut != nearest_to
-        if len(own) >= LEAST_BLOCK and bool(differ.float().mean() > _LEAST_TRUNCATED):
-            same = (cut * one == own).float()
-            found += [head] if min(float(same[differ].mean()), float(same.mean())) > _NEARLY_ALL else []
+        dumped, full = _dumped_and_plain(kind, entries, plain, slice(head, head + 1))
+        head_scale = scale if scale.ndim == 0 else scale[head]
+        truncated, nearest = round_towards_zero(full / head_scale, dtype), (full / head_scale).to(dtype).float()
+        differ = truncated != nearest
+        if len(dumped) < LEAST_BLOCK or not bool(differ.float().mean() > _LEAST_TRUNCATED):
+            continue
+        equal = (truncated * head_scale == dumped).float()
+        if min(float(equal[differ].mean()), float(equal.mean())) > _NEARLY_ALL:
+            found.append(head)
     return tuple(found)
 
 
 def coarser_type_of(layer: LayerDump, kind: int) -> str:
-    """Return the type of 8 bits that all keys (`kind` 0) or values (1) in 16 bits went through; empty without one."""
+    """Return the type of 8 bits that all keys (`kind` 0) or values (1) in 16 bits went through; empty without one.
+
+    Zeros do not count. Empty, too, where the dump's type has other than 16 bits.
+    """
     tensors = layer.tensors[kind]
     numbers = torch.cat([tensor[tensor != 0] for tensor in tensors])
     if tensors[0].dtype.itemsize != 2 or not len(numbers):
@@ -241,18 +270,18 @@ def is_complete(entries: Entries, tokens: int) -> bool:
     return torch.equal(entries.positions, torch.arange(tokens).expand(len(entries.positions), -1))
 
 
-def explained_distance(kind: torch.dtype | str) -> float:
+def explained_distance(dtype: torch.dtype | str) -> float:
     """Return the largest median distance that a type explains; 0 for a name that is not known.
 
     Of a floating-point type of torch, also under a name such as `bfloat16`, `bf16` or `fp8`: 0.35 ε. Of other names the
     bits that stand in them count: `q4_0`, `int8`.
     """
-    name = dtype_name(kind) if isinstance(kind, torch.dtype) else kind
-    known = getattr(torch, _ALIASES.get(name.lower(), name.lower()), None)
-    if isinstance(known, torch.dtype):
+    name = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
+    in_torch = getattr(torch, _ALIASES.get(name.lower(), name.lower()), None)
+    if isinstance(in_torch, torch.dtype):
         try:
-            return _ROUNDING * torch.finfo(known).eps
-        except (TypeError, NotImplementedError):
+            return _ROUNDING * torch.finfo(in_torch).eps
+        except (TypeError, NotImplementedError):  # a type of whole numbers: its bits count
             pass
     bits = _IN_NAME.search(name.lower())
     return _BITS[int(bits[1])] if bits else 0.0
@@ -262,6 +291,8 @@ class DumpReader:
     """The reader of a dump's entries.
 
     Attributes:
+        dump: the dump.
+        live: the requests whose entries are read.
         layout: of its blocks; None before `recognise_layout` where it is not named, and in a dump of rows.
     """
 
@@ -270,8 +301,11 @@ class DumpReader:
         self.live: Sequence[Request] = live
         self.layout: Layout | None = dump.layout
 
-    def entries(self, layer: LayerDump, known: Mapping[str, Pair]) -> dict[str, Entries]:
-        """Return the entries of all live requests in one layer."""
+    def entries(self, layer: LayerDump, plain: Mapping[str, Pair]) -> dict[str, Entries]:
+        """Return the entries of all live requests in one layer, given the plain model's of each request.
+
+        Raises UnreadableCacheError for blocks that do not fit the layout.
+        """
         blocks = None
         if layer.block_tensors:
             assert self.layout is not None
@@ -279,75 +313,73 @@ class DumpReader:
                 blocks = layer.split(self.layout, self.dump.sizes)
             except ConfigError as error:
                 raise UnreadableCacheError(f"{self.dump.path}: {error}") from None
-        return {request.id: self._request_entries(request, layer, blocks, known) for request in self.live}
+        return {request.id: self._request_entries(request, layer, blocks, plain) for request in self.live}
 
     def _request_entries(
-        self, request: Request, layer: LayerDump, blocks: Pair | None, known: Mapping[str, Pair]
+        self, request: Request, layer: LayerDump, blocks: Pair | None, plain: Mapping[str, Pair]
     ) -> Entries:
-        """Return a request's entries in one layer, from its blocks or its rows."""
-        tokens = len(request.token_ids)
+        """Return a request's entries in one layer, from its blocks (block, token, head, dim) or its rows."""
         if request.blocks is None or blocks is None:
             keys, values, positions = layer.rows[request.id]
             if positions is None:
-                positions = self._find_positions((keys, values), known[request.id])
+                positions = self._find_positions((keys, values), plain[request.id])
             nowhere = torch.full((keys.shape[1],), REMOVED)
             return Entries(keys.float(), values.float(), positions, nowhere)
-        size = self.dump.block_size
+        tokens, size = len(request.token_ids), self.dump.block_size
         table = torch.tensor(request.blocks[: -(-tokens // size)], dtype=torch.int64)
-        order = layer.block_ids.argsort()
-        ids = table.repeat_interleave(size)[:tokens]
+        ids = table.repeat_interleave(size)[:tokens]  # the block of each token
         places = torch.arange(len(ids))
-        there = ids != REMOVED
-        chosen = order[torch.searchsorted(layer.block_ids[order], ids.clamp(min=0)).clamp(max=len(order) - 1)]
-        keys, values = (part[chosen, places % size].transpose(0, 1) for part in blocks)
-        positions = torch.where(there, places, REMOVED).expand(self.dump.kv_heads, -1)
+        order = layer.block_ids.argsort()
+        index = order[torch.searchsorted(layer.block_ids[order], ids.clamp(min=0)).clamp(max=len(order) - 1)]
+        keys, values = (part[index, places % size].transpose(0, 1) for part in blocks)
+        positions = torch.where(ids != REMOVED, places, REMOVED).expand(self.dump.kv_heads, -1)
         return Entries(keys, values, positions, ids, size)
 
-    def _find_positions(self, own: Pair, full: Pair) -> Tensor:
+    def _find_positions(self, own: Pair, plain: Pair) -> Int[Tensor, "kv_head entry"]:
         """Return the tokens that rows stand for, found by their content; of those of no token, their place."""
-        matched = [tuple(part.unsqueeze(0).float() for part in pair) for pair in (own, full)]
+        matched = [tuple(part.unsqueeze(0).float() for part in pair) for pair in (own, plain)]
         (kept,) = recover([(matched[0][0], matched[0][1])], [(matched[1][0], matched[1][1])])
         positions = torch.stack(list(kept.positions))
         in_order = torch.arange(positions.shape[1]).expand_as(positions)
-        return torch.where(positions == NOWHERE, in_order.clamp(max=full[0].shape[1] - 1), positions)
+        return torch.where(positions == NOWHERE, in_order.clamp(max=plain[0].shape[1] - 1), positions)
 
-    def recognise_layout(self, layer: LayerDump, known: Mapping[str, Pair]) -> list[DumpFault]:
+    def recognise_layout(self, layer: LayerDump, plain: Mapping[str, Pair]) -> list[DumpFault]:
         """Find the layout of the blocks where none is named, or where entries in the named one are none of the model's.
 
-        Returns the fault of another layout than the named one; none in a dump of rows.
-        Raises UnreadableCacheError where no layout of the tensors shows the model's entries.
+        `plain` are the plain model's entries of each request in this layer. Returns the fault of another layout than
+        the named one. Raises UnreadableCacheError where no layout of the tensors shows the model's entries.
         """
         named = self.dump.layout
-        shares = {named: self._recognised_share(layer, named, known)} if named else {}
+        shares = {named: self._recognised_share(layer, named, plain)} if named else {}
         if named and shares[named] >= _SURE:
             return []
         for layout in self._all_layouts(layer):
-            shares[layout] = self._recognised_share(layer, layout, known)
+            shares[layout] = self._recognised_share(layer, layout, plain)
         best = max(shares, key=lambda layout: shares[layout], default=None)
         if best is None or shares[best] < _RECOGNISED:
-            if named and not self._are_finite(layer, named, known):
+            if named and not self._are_finite(layer, named, plain):  # infinite entries say nothing about a layout
                 return []
             tried = f"'{named}' or any other layout" if named else "any layout"
             raise UnreadableCacheError(
                 f"{self.dump.path}: nothing was compared: read as {tried}, its blocks hold none of the model's "
                 "entries of these tokens; is it this model's cache?"
             )
-        if named and shares[named] >= _RECOGNISED and shares[named] >= shares[best] - 0.05:
+        if named and shares[named] >= _RECOGNISED and shares[named] >= shares[best] - _TIE:
             return []
         self.layout = best
-        if named:
-            everywhere = tuple(range(self.dump.layers))
-            return [DumpFault("", "layout", f"written as '{best}', named '{named}'", layers=everywhere)]
-        return []
+        if not named:
+            return []
+        everywhere = tuple(range(self.dump.layers))
+        return [DumpFault("", "layout", f"written as '{best}', named '{named}'", layers=everywhere)]
 
-    def _are_finite(self, layer: LayerDump, layout: Layout, known: Mapping[str, Pair]) -> bool:
+    def _are_finite(self, layer: LayerDump, layout: Layout, plain: Mapping[str, Pair]) -> bool:
         """Return whether all numbers of the live requests' entries are finite, or the layout does not fit."""
         try:
             blocks = layer.split(layout, self.dump.sizes)
         except ConfigError:
             return True
-        entries = [self._request_entries(request, layer, blocks, known) for request in self.live]
-        return all(bool(part.isfinite().all()) for own in entries for part in (own.keys, own.values))
+        entries = [self._request_entries(request, layer, blocks, plain) for request in self.live]
+        return all(bool(part.isfinite().all()) for own in entries for part in own.pair)
 
     def _all_layouts(self, layer: LayerDump) -> Iterator[Layout]:
         """Yield all layouts that fit the block tensors."""
@@ -358,33 +390,34 @@ class DumpReader:
             return
         yield from (Layout(keys, values) for keys in both[0] for values in both[1])
 
-    def _recognised_share(self, layer: LayerDump, layout: Layout, known: Mapping[str, Pair]) -> float:
+    def _recognised_share(self, layer: LayerDump, layout: Layout, plain: Mapping[str, Pair]) -> float:
         """Return the share of some entries that have the direction of the model's entries of the same tokens.
 
-        Keys in the place of values, and values in that of keys, count too; lengths do not.
+        Keys in the place of values, and values in that of keys, count too; lengths do not. 0 for a layout that does not
+        fit, and without entries.
         """
         try:
             blocks = layer.split(layout, self.dump.sizes)
         except ConfigError:
             return 0.0
-        tried: list[float] = []
+        shares: list[float] = []
         for request in self.live:
-            own = self._request_entries(request, layer, blocks, known)
+            own = self._request_entries(request, layer, blocks, plain)
             there = (own.positions[0] != REMOVED).nonzero().squeeze(-1)
             if not len(there):
                 continue
             some = there[torch.linspace(0, len(there) - 1, min(_TRIED, len(there))).long()]
-            parts = own.keys[:, some], own.values[:, some]
-            full = [part[:, own.positions[0, some]].float() for part in known[request.id]]
-            ways = (
-                [torch.cosine_similarity(one, other, dim=-1) for one, other in zip(parts, both, strict=True)]
-                for both in (full, full[::-1])
+            dumped = own.keys[:, some], own.values[:, some]
+            full = [part[:, own.positions[0, some]].float() for part in plain[request.id]]
+            cosines = (
+                torch.stack([torch.cosine_similarity(*pair, dim=-1) for pair in zip(dumped, both, strict=True)])
+                for both in (full, full[::-1])  # as they are, and with keys and values in each other's place
             )
-            tried.append(max(float((torch.stack(way) >= _DIRECTION).float().mean()) for way in ways))
-        return float(np.mean(tried)) if tried else 0.0
+            shares.append(max(float((cosine >= _DIRECTION).float().mean()) for cosine in cosines))
+        return float(np.mean(shares)) if shares else 0.0
 
     def alternatives(self, layer: LayerDump, block: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield (axes, keys, values (kv_head, token, d_head)) of one block, were it written in another order."""
+        """Yield (axes, keys, values (kv_head, token, d_head)) of a block by its id, were its axes in another order."""
         assert self.layout is not None
         index = int((layer.block_ids == block).nonzero()[0])
         keys, values = (part[index] for part in layer.split(self.layout, self.dump.sizes))

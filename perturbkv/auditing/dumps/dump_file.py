@@ -168,8 +168,8 @@ def _parse_header(folder: Path, header: Any) -> Dump:
              "compute", "engine"}  # fmt: skip
     if unknown := sorted(header.keys() - known):
         raise ValueError(f"the unknown field '{unknown[0]}'; known: {', '.join(sorted(known))}")
-    layers, kv_heads, head_size = (_whole_number(header, name, 1) for name in ("layers", "kv_heads", "head_size"))
-    block_size = _whole_number(header, "block_size", 1) if "block_size" in header else 0
+    layers, kv_heads, head_size = (_parse_whole_number(header, name, 1) for name in ("layers", "kv_heads", "head_size"))
+    block_size = _parse_whole_number(header, "block_size", 1) if "block_size" in header else 0
     layout = header.get("layout")
     if layout is not None and not isinstance(layout, str):
         raise ValueError(f"expected a text as layout, got {str(layout)[:40]}")
@@ -187,8 +187,8 @@ def _parse_header(folder: Path, header: Any) -> Dump:
     return Dump(folder, layers, kv_heads, head_size, parsed, block_size, named, **texts)
 
 
-def _whole_number(fields: Mapping[str, Any], name: str, least: int) -> int:
-    """Return a whole number of at least `least`. Raises KeyError or ValueError for anything else."""
+def _parse_whole_number(fields: Mapping[str, Any], name: str, least: int) -> int:
+    """Return the field called `name`, a whole number of at least `least`. Raises KeyError or ValueError otherwise."""
     value = fields[name]
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"expected a whole number from {least} on as {name}, got {str(value)[:40]}")
@@ -196,18 +196,18 @@ def _whole_number(fields: Mapping[str, Any], name: str, least: int) -> int:
 
 
 def _parse_request(fields: Any, index: int, block_size: int) -> Request:
-    """Return a request of the header. Raises KeyError, TypeError or ValueError for an invalid one."""
+    """Return request number `index` of the header. Raises KeyError, TypeError or ValueError for an invalid one."""
     if not isinstance(fields, dict) or not isinstance(fields.get("id"), str) or not fields["id"]:
         raise ValueError(f"expected an object with a text as id in request {index}")
     name = fields["id"]
     known = {"id", "token_ids", "blocks", "finished", "logprobs"}
     if unknown := sorted(fields.keys() - known):
         raise ValueError(f"request '{name}' has the unknown field '{unknown[0]}'; known: {', '.join(sorted(known))}")
-    tokens = _whole_numbers(fields["token_ids"], f"token_ids of request '{name}'", 0)
+    tokens = _parse_whole_numbers(fields["token_ids"], f"token_ids of request '{name}'", 0)
     if not tokens:
         raise ValueError(f"request '{name}' has no tokens")
     blocks = fields.get("blocks")
-    table = None if blocks is None else _whole_numbers(blocks, f"blocks of request '{name}'", REMOVED)
+    table = None if blocks is None else _parse_whole_numbers(blocks, f"blocks of request '{name}'", REMOVED)
     if table is not None and not block_size:
         raise ValueError(f"request '{name}' has blocks, and the dump no block_size")
     finished = fields.get("finished", False)
@@ -223,8 +223,8 @@ def _parse_request(fields: Any, index: int, block_size: int) -> Request:
     return Request(name, tokens, table, finished, tuple(logprobs))
 
 
-def _whole_numbers(values: Any, what: str, least: int) -> tuple[int, ...]:
-    """Return a list of whole numbers of at least `least` as a tuple. Raises ValueError for anything else."""
+def _parse_whole_numbers(values: Any, what: str, least: int) -> tuple[int, ...]:
+    """Return a list of whole numbers from `least` to 2³¹ − 1 as a tuple. Raises ValueError, with `what`, otherwise."""
     if not isinstance(values, list):
         raise ValueError(f"expected a list as {what}")
     for value in values:
@@ -237,7 +237,7 @@ def _is_readable(dtype: torch.dtype) -> bool:
     """Return whether a type is a floating-point type with one number per element."""
     try:
         return bool(torch.finfo(dtype).bits)
-    except (TypeError, NotImplementedError):
+    except (TypeError, NotImplementedError):  # of whole numbers, or with two numbers in a byte
         return False
 
 
@@ -255,7 +255,8 @@ class _LayerReader:
     tensors: Mapping[str, Tensor]
 
     def read(self) -> LayerDump:
-        """Return the layer, checked."""
+        """Return the layer. Raises UnreadableCacheError for tensors that do not belong together."""
+        in_blocks = any(request.blocks is not None for request in self.dump.requests)
         names = ("cache",) if "cache" in self.tensors else ("keys", "values")
         stored = tuple(self.tensors[name] for name in names if name in self.tensors)
         if len(stored) == 1 and names != ("cache",):
@@ -266,36 +267,42 @@ class _LayerReader:
             self._refuse("both 'cache' and 'keys' or 'values'")
         scales = self._read_scale("key_scale"), self._read_scale("value_scale")
         rows = {request.id: self._request_rows(request) for request in self.dump.requests if request.blocks is None}
-        if not stored and any(request.blocks is not None for request in self.dump.requests):
+        if not stored and in_blocks:
             self._refuse("no block tensors: 'cache', or 'keys' and 'values'")
         if stored and self.dump.layout is not None and self.dump.layout.in_one_tensor != (len(stored) == 1):
             self._refuse(f"{len(stored)} block tensors, and the layout is '{self.dump.layout}'")
-        in_blocks = any(request.blocks is not None for request in self.dump.requests)
         if not in_blocks and (beside := sorted(self.tensors.keys() & _STORED)):
             self._refuse(
                 f"the block tensor '{beside[0]}', but no request has blocks; rows are named keys.ID and values.ID"
             )
-        rows_of = [part for row in rows.values() if row for part in row[:2]]
-        for what, tensors in (("block tensors", stored), ("rows", rows_of)):
+        row_tensors = [part for row in rows.values() if row for part in row[:2]]
+        for what, tensors in (("block tensors", stored), ("rows", row_tensors)):
             for tensor in tensors:
                 if not tensor.is_floating_point() or not _is_readable(tensor.dtype):
                     self._refuse(f"{what} of type {tensor.dtype}, expected floating-point numbers")
-        kept = {name: row for name, row in rows.items() if row is not None}
-        return LayerDump(stored, scales, self._read_block_ids(stored), kept)
+        present = {name: row for name, row in rows.items() if row is not None}
+        return LayerDump(stored, scales, self._read_block_ids(stored), present)
 
     def _refuse(self, found: str) -> NoReturn:
         """Raise UnreadableCacheError for this layer's file."""
         _refuse(self.dump.path / layer_file(self.index), found)
 
     def _read_scale(self, name: str) -> Tensor:
-        """Return a scale: one number, or one per head as (head, 1). Raises UnreadableCacheError for anything else."""
+        """Return a scale: one number, 1 where it is absent, or one per head as (head, 1).
+
+        Raises UnreadableCacheError for anything else.
+        """
         scale = self.tensors.get(name, torch.ones(())).float()
         if not bool(scale.isfinite().all()) or scale.numel() not in (1, self.dump.kv_heads):
             self._refuse(f"{name} of shape {tuple(scale.shape)}, expected one finite number, or one per head")
         return scale.reshape(()) if scale.numel() == 1 else scale.reshape(-1, 1)
 
     def _read_block_ids(self, stored: Sequence[Tensor]) -> Int[Tensor, " block"]:
-        """Return the ids of the stored blocks. Raises UnreadableCacheError where a table names a block without one."""
+        """Return the ids of the stored blocks: 0, 1, … where none are given, and none without blocks.
+
+        Raises UnreadableCacheError for block tensors of a size that is no multiple of a block's, for ids that are not
+        one of each block, and where a live request's table names a block that is not there.
+        """
         if not stored:
             return torch.zeros(0, dtype=torch.int64)
         per_block = self.dump.block_size * self.dump.kv_heads * self.dump.head_size * (2 if len(stored) == 1 else 1)
@@ -304,8 +311,8 @@ class _LayerReader:
             shapes = " and ".join(str(tuple(tensor.shape)) for tensor in stored)
             self._refuse(f"block tensors of shape {shapes}, expected {per_block:,} numbers for each block")
         ids = self.tensors.get("block_ids", torch.arange(count))
-        right = not ids.is_floating_point() and not ids.is_complex() and tuple(ids.shape) == (count,)
-        if not right or len(set(ids.tolist())) != count or not 0 <= int(ids.min()) <= int(ids.max()) < 2**31:
+        is_list = not ids.is_floating_point() and not ids.is_complex() and tuple(ids.shape) == (count,)
+        if not is_list or len(set(ids.tolist())) != count or not 0 <= int(ids.min()) <= int(ids.max()) < 2**31:
             self._refuse(f"block_ids of shape {tuple(ids.shape)}, expected the distinct ids of {count} blocks")
         known = set(ids.tolist())
         for request in self.dump.requests:
@@ -317,7 +324,10 @@ class _LayerReader:
         return ids.long()
 
     def _request_rows(self, request: Request) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        """Return the rows of a request. Raises UnreadableCacheError for missing ones or other shapes."""
+        """Return the rows of a request: keys, values and positions, as in `LayerDump`.
+
+        None for a request that has ended and has none. Raises UnreadableCacheError for missing ones or other shapes.
+        """
         keys, values = (self.tensors.get(f"{kind}.{request.id}") for kind in ("keys", "values"))
         if keys is None or values is None:
             if request.finished:

@@ -96,7 +96,10 @@ class Layout:
 
 
 def _parse_groups(text: str, whole: str) -> Groups:
-    """Return the dimensions that a text writes. Raises ConfigError for unknown, missing and repeated axes."""
+    """Return the dimensions that a text writes. Raises ConfigError for unknown, missing and repeated axes.
+
+    The text is all or a part of the layout `whole`, which messages name.
+    """
     groups = tuple(
         tuple((inside or axis).split()) for inside, axis in (found.groups() for found in _GROUP.finditer(text))
     )
@@ -116,7 +119,10 @@ def _format(groups: Groups) -> str:
 
 
 def arrange(tensor: Tensor, groups: Groups, sizes: Sizes) -> Shaped[Tensor, "*kv block token head dim"]:
-    """Return a tensor with axes kv (if it has it), block, token, head, dim. Raises ConfigError if it does not fit."""
+    """Return a tensor with axes kv (if it has it), block, token, head, dim. Raises ConfigError if it does not fit.
+
+    A layout of one dimension fits a tensor of any shape with as many numbers.
+    """
     axes = sum(groups, ())
     if len(groups) == 1:
         tensor = tensor.flatten()
@@ -133,18 +139,21 @@ def arrange(tensor: Tensor, groups: Groups, sizes: Sizes) -> Shaped[Tensor, "*kv
 
 
 def _fits(shape: Sequence[int], groups: Groups, sizes: Sizes) -> bool:
-    """Return whether a tensor's shape fits the dimensions."""
+    """Return whether a tensor's shape fits the dimensions; there may be any number of blocks."""
     if len(shape) != len(groups) or (sizes.token != 1 and TOKEN not in sum(groups, ())):
         return False
     for size, group in zip(shape, groups, strict=True):
-        known = math.prod(sizes.size(axis) for axis in group if axis != BLOCK)
-        if size % known if BLOCK in group else size != known:
+        expected = math.prod(sizes.size(axis) for axis in group if axis != BLOCK)
+        if size % expected if BLOCK in group else size != expected:
             return False
     return True
 
 
 def candidates(shape: Sequence[int], sizes: Sizes, in_one_tensor: bool) -> Iterator[Groups]:
-    """Yield all dimensions that fit a tensor's shape, then all that fit its numbers, each arrangement of them once."""
+    """Yield all dimensions that fit a tensor's shape, then those that fit its numbers as one dimension.
+
+    Of several that read every number as the same component of the same entry, the first is yielded.
+    """
     axes = [axis for axis in _AXES if (axis != KV or in_one_tensor) and (axis != TOKEN or sizes.token > 1)]
     blank, seen = torch.empty(tuple(shape), device="meta"), set()
     orders = list(itertools.permutations(axes))
@@ -156,7 +165,7 @@ def candidates(shape: Sequence[int], sizes: Sizes, in_one_tensor: bool) -> Itera
     for groups in itertools.chain(in_shape, ((order,) for order in orders)):
         if not _fits(shape if len(groups) > 1 else (blank.numel(),), groups, sizes):
             continue
-        view = arrange(blank, groups, sizes)
+        view = arrange(blank, groups, sizes)  # without numbers: its strides show the order
         strides = tuple(stride if size > 1 else 0 for stride, size in zip(view.stride(), view.shape, strict=True))
         if (key := (tuple(view.shape), strides)) not in seen:
             seen.add(key)
@@ -168,16 +177,16 @@ def reorderings(
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield (axes in words, keys, values (token, head, dim)) of one block, were its numbers written in another order.
 
-    `groups` are the dimensions in which it was read, of keys.
+    `keys` and `values` are the block as it was read, in the dimensions `groups` of keys.
     """
     names = (TOKEN, HEAD, DIM)
-    inside = [axis for axis in sum(groups, ()) if axis in names]
-    inside += [axis for axis in names if axis not in inside]
+    present = [axis for axis in sum(groups, ()) if axis in names]
+    present += [axis for axis in names if axis not in present]
     sizes = dict(zip(names, keys.shape, strict=True))
-    read = [names.index(axis) for axis in inside]
+    to_stored = [names.index(axis) for axis in present]
     for order in itertools.permutations(names):
-        if list(order) == inside:
+        if list(order) == present:
             continue
-        shape, back = [sizes[axis] for axis in order], [order.index(axis) for axis in names]
-        both = (part.permute(read).reshape(shape).permute(back) for part in (keys, values))
+        shape, to_names = [sizes[axis] for axis in order], [order.index(axis) for axis in names]
+        both = (part.permute(to_stored).reshape(shape).permute(to_names) for part in (keys, values))
         yield " ".join(order), *both  # type: ignore[misc]

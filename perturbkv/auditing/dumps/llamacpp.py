@@ -84,14 +84,14 @@ class StorageForm:
         return int(numbers), int(nbytes)
 
     def row_bytes(self, width: int) -> int:
-        """Return the bytes of a row of numbers; those of a part of a block are rounded down."""
+        """Return how many bytes a row of `width` numbers has; those of a part of a block are rounded down."""
         numbers, nbytes = self.block
         return width * nbytes // numbers
 
     def row_numbers(self, nbytes: int) -> int:
-        """Return the numbers of a row of bytes."""
-        numbers, size = self.block
-        return nbytes * numbers // size
+        """Return how many numbers a row of `nbytes` bytes has, rounded down."""
+        numbers, block_bytes = self.block
+        return nbytes * numbers // block_bytes
 
     def dequantise(self, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Return the numbers (row, width) of rows of bytes (row, byte), in float32."""
@@ -111,18 +111,21 @@ class StorageForm:
     def round(
         self, entries: Float[Tensor, "*batch kv_head token d_head"], factor: float = 1.0
     ) -> Float[Tensor, "*batch kv_head token d_head"]:
-        """Return the model's entries rounded to this type, multiplied by `factor` before and divided by it after."""
+        """Return the model's entries rounded to this type; multiplied by `factor` before, and divided by it after."""
         if self.name == "f32":
             return entries
         stored = (self.to_stored(entries.float()) * factor).transpose(-2, -3)  # a row has a token's heads
         rows = stored.flatten(-2)
         kind = gguf.GGMLQuantizationType(self.kind)
-        content = gguf.quantize(rows.flatten(0, -2).cpu().numpy(), kind)
-        back = torch.from_numpy(self.dequantise(content)).to(entries.device)
-        return self.from_stored(back.view(stored.shape).transpose(-2, -3) / factor).to(entries.dtype)
+        quantised = gguf.quantize(rows.flatten(0, -2).cpu().numpy(), kind)
+        rounded = torch.from_numpy(self.dequantise(quantised)).to(entries.device)
+        return self.from_stored(rounded.view(stored.shape).transpose(-2, -3) / factor).to(entries.dtype)
 
     def coarser_type(self, entries: Float[Tensor, "kv_head entry d_head"]) -> str:
-        """Return the type of fewer bits that floating-point numbers went through; empty where none is found."""
+        """Return the type of fewer bits that floating-point numbers went through; empty where none is found.
+
+        They went through a type if rounding to it once more leaves them as they are, up to `_FLOATS`.
+        """
         heads, count, size = entries.shape
         if self.name not in _FLOATS or not count:
             return ""
@@ -134,14 +137,14 @@ class StorageForm:
             if name in _FLOATS or heads * size % StorageForm(kind).block[0]:
                 continue
             for rotation in (0, _ROTATION) if size % _ROTATION == 0 else (0,):
-                back = StorageForm(kind, rotation, self.paired).round(some)
-                lost = torch.linalg.vector_norm(back - some, dim=-1) / torch.linalg.vector_norm(some, dim=-1)
-                if float(lost.median()) < _FLOATS[self.name]:
+                rounded = StorageForm(kind, rotation, self.paired).round(some)
+                change = torch.linalg.vector_norm(rounded - some, dim=-1) / torch.linalg.vector_norm(some, dim=-1)
+                if float(change.median()) < _FLOATS[self.name]:
                     return name
         return ""
 
     def _rotate(self, entries: Tensor) -> Tensor:
-        """Return entries multiplied by the Hadamard matrix, which is its own inverse."""
+        """Return entries multiplied by the Hadamard matrix, which is its own inverse; unchanged without a rotation."""
         if not self.rotation:
             return entries
         parts = torch.unflatten(entries, -1, (-1, self.rotation))
@@ -154,7 +157,7 @@ class _Part:
     """Keys or values of a layer in the file.
 
     Attributes:
-        offset, nbytes: where they are.
+        offset, nbytes: where they are, in bytes.
         stored: how they are stored.
         transposed: whether they are stored (component, cell) instead of (cell, component).
     """
@@ -201,7 +204,10 @@ class Slot(Dump):
         return rounded_entries(adapter, token_ids, stored, self.flash)
 
     def _read(self, part: _Part) -> Float[Tensor, "kv_head entry d_head"]:
-        """Return the keys or values of one part of the file. Raises UnreadableCacheError where it ends too early."""
+        """Return the keys or values of one part of the file, as the model has them.
+
+        Raises UnreadableCacheError where it ends too early.
+        """
         with self.path.open("rb") as stream:
             stream.seek(part.offset)
             content = stream.read(part.nbytes)
@@ -229,7 +235,7 @@ def read_slot(path: Path, config: Any) -> Slot:
     Raises UnreadableCacheError for another version, for what is not read, for another model's width, and where the
     file's end is not where it should be.
     """
-    shape = Shape.from_config(config, 4, 0)
+    shape = Shape.from_config(config, itemsize=4, weights_bytes=0)  # only heads and components are used
     with path.open("rb") as stream:
         return _Reader(path, stream, shape, config.model_type in _PAIRED).read()
 
@@ -241,7 +247,14 @@ def _refuse(path: Path, found: str) -> NoReturn:
 
 @dataclass
 class _Reader:
-    """The reader of a slot file's structure; entries are skipped."""
+    """The reader of a slot file's structure; entries are skipped.
+
+    Attributes:
+        path, stream: the file.
+        shape: of the model.
+        paired: whether the file has keys in pairs, as in `StorageForm`.
+        size: of the file, in bytes.
+    """
 
     path: Path
     stream: BinaryIO
@@ -255,15 +268,16 @@ class _Reader:
     def read(self) -> Slot:
         """Return the slot. Raises UnreadableCacheError for anything that is not as expected."""
         self.stream.seek(len(SLOT_MAGIC))
-        version, words = self._numbers("II")
+        version, words = self._read_integers("II")
         if version != _VERSION:
             _refuse(self.path, f"expected version {_VERSION}, got {version}")
-        tokens = self._tokens(words)
-        positions = self._cells(len(tokens))
-        transposed, layers, *rotations = self._numbers("IIII")
-        keys = [self._part(len(positions), rotations[0], "keys", paired=self.paired) for _ in range(layers)]
+        tokens = self._read_tokens(words)
+        positions = self._read_positions(len(tokens))
+        transposed, layers, key_rotation, value_rotation = self._read_integers("IIII")
+        keys = [self._read_part(len(positions), key_rotation, "keys", paired=self.paired) for _ in range(layers)]
         values = [
-            self._part(len(positions), rotations[1], "values", transposed=bool(transposed)) for _ in range(layers)
+            self._read_part(len(positions), value_rotation, "values", transposed=bool(transposed))
+            for _ in range(layers)
         ]
         if rest := self.size - self.stream.tell():
             _refuse(self.path, f"{rest:,} bytes follow the values, as of a cache of another kind")
@@ -274,11 +288,11 @@ class _Reader:
             dtype=", ".join(sorted(names)), engine="llama.cpp", parts=parts, positions=positions, flash=not transposed,
         )  # fmt: skip
 
-    def _numbers(self, kinds: str) -> tuple[int, ...]:
-        """Return integers of these `struct` format characters."""
-        return struct.unpack(f"<{kinds}", self._bytes(struct.calcsize(f"<{kinds}")))
+    def _read_integers(self, kinds: str) -> tuple[int, ...]:
+        """Return the next integers, of these `struct` format characters. Raises UnreadableCacheError at the end."""
+        return struct.unpack(f"<{kinds}", self._read_bytes(struct.calcsize(f"<{kinds}")))
 
-    def _bytes(self, count: int) -> bytes:
+    def _read_bytes(self, count: int) -> bytes:
         """Return the next bytes. Raises UnreadableCacheError where the file ends before them."""
         self._check_rest(count)
         return self.stream.read(count)
@@ -288,23 +302,29 @@ class _Reader:
         if count > self.size - self.stream.tell():
             _refuse(self.path, f"it ends after {self.size:,} bytes, where more should follow")
 
-    def _tokens(self, words: int) -> tuple[int, ...]:
-        """Return the token ids: as they are, or as the server writes them, −1, 1, their number, they, 0."""
-        found = np.frombuffer(self._bytes(4 * words), "<i4").tolist()
-        if found and found[0] == -1:
-            if found[1:2] != [1] or found[-1] != 0 or found[2] != len(found) - 4:
-                _refuse(self.path, "its tokens are coded in an unknown way, or stand beside images or sound")
-            found = found[3:-1]
-        if not found or min(found) < 0:
-            _refuse(self.path, f"token {min(found)}" if found else "no tokens")
-        return tuple(found)
+    def _read_tokens(self, words: int) -> tuple[int, ...]:
+        """Return the token ids, from so many words of 4 bytes. Raises UnreadableCacheError for anything else.
 
-    def _cells(self, tokens: int) -> tuple[int, ...]:
-        """Return the positions of the cells of the one stream that has some; the others are empty."""
-        (streams,) = self._numbers("I")
+        They stand there as they are, or as the server writes them: −1, 1, their number, they, 0.
+        """
+        ids = np.frombuffer(self._read_bytes(4 * words), "<i4").tolist()
+        if ids and ids[0] == -1:
+            if ids[1:2] != [1] or ids[-1] != 0 or ids[2] != len(ids) - 4:
+                _refuse(self.path, "its tokens are coded in an unknown way, or stand beside images or sound")
+            ids = ids[3:-1]
+        if not ids or min(ids) < 0:
+            _refuse(self.path, f"token {min(ids)}" if ids else "no tokens")
+        return tuple(ids)
+
+    def _read_positions(self, tokens: int) -> tuple[int, ...]:
+        """Return the positions of the cells in the first stream that has some; streams before it are empty.
+
+        Raises UnreadableCacheError without cells, and for a position outside of the `tokens` tokens.
+        """
+        (streams,) = self._read_integers("I")
         self._check_rest(4 * streams)
         for _ in range(streams):
-            (cells,) = self._numbers("I")
+            (cells,) = self._read_integers("I")
             if cells:
                 break
         else:
@@ -312,16 +332,20 @@ class _Reader:
         self._check_rest(8 * cells)
         positions = []
         for _ in range(cells):
-            position, sequences = self._numbers("iI")
-            self._bytes(4 * sequences)
+            position, sequences = self._read_integers("iI")
+            self._read_bytes(4 * sequences)  # the sequences' ids
             positions.append(position)
         if wrong := [position for position in positions if not 0 <= position < tokens]:
             _refuse(self.path, f"an entry at position {wrong[0]:,} of {tokens:,} tokens")
         return tuple(positions)
 
-    def _part(self, cells: int, rotation: int, what: str, paired: bool = False, transposed: bool = False) -> _Part:
-        """Return the keys or values of the next layer, and skip them."""
-        kind, *sizes = self._numbers("iII" if transposed else "iQ")
+    def _read_part(self, cells: int, rotation: int, what: str, paired: bool = False, transposed: bool = False) -> _Part:
+        """Return where and how the keys or values of the next layer are stored in so many cells, and skip them.
+
+        `what` names them in messages; the others are as in `StorageForm` and `_Part`. Raises UnreadableCacheError for a
+        type or a rotation that is not read, and for another model's width.
+        """
+        kind, *sizes = self._read_integers("iII" if transposed else "iQ")
         stored = StorageForm(kind, rotation, paired)
         width = self.shape.kv_heads * self.shape.d_head
         if kind not in TYPES:
@@ -347,20 +371,26 @@ def rounded_entries(
     Args:
         adapter: the plain model, whose weights' storage says how products are rounded.
         token_ids: the tokens.
-        stored: of each layer's keys and values.
+        stored: how each layer's keys, and its values, are stored.
         flash: whether attention reads keys and values in float16, and sums in it those of `_SUMMED_IN_HALF`.
     """
     ids = torch.tensor([list(token_ids)], device=adapter.device)
     for seed, factor in enumerate(_FACTORS):
         cache = _RoundingCache(stored, factor, flash)
         noise = torch.Generator().manual_seed(seed)
-        with _RoundedProducts(adapter, factor), _rounded_sums(adapter, stored, noise if flash else None):
+        with _RoundedProducts(adapter, factor), _noisy_sums(adapter, stored, noise if flash else None):
             adapter.model.model(input_ids=ids, past_key_values=cache, use_cache=True)
         yield [(layer.keys, layer.values) for layer in cache.layers]
 
 
 class _RoundingCache(DynamicCache):  # type: ignore[misc]
-    """A cache that keeps entries as the engine stores them."""
+    """A cache that keeps entries as the engine stores them.
+
+    Attributes:
+        stored: how each layer's keys, and its values, are stored.
+        factor: by which numbers are multiplied before they are rounded, and divided afterwards.
+        flash: whether attention reads them in float16.
+    """
 
     def __init__(self, stored: Sequence[tuple[StorageForm, StorageForm]], factor: float, flash: bool) -> None:
         super().__init__()
@@ -380,7 +410,10 @@ class _RoundingCache(DynamicCache):  # type: ignore[misc]
 
 
 class _RoundedProducts(TorchFunctionMode):
-    """Products with weights, within the block, of numbers rounded to the weights' type, or to 8 bits if quantised."""
+    """Products with weights, within the block, of numbers rounded to the weights' type, or to 8 bits if quantised.
+
+    They are multiplied by `factor` before they are rounded, and divided by it afterwards.
+    """
 
     def __init__(self, adapter: Adapter, factor: float) -> None:
         super().__init__()
@@ -395,16 +428,20 @@ class _RoundedProducts(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _round(self, given: Tensor) -> Tensor:
-        """Return what a matrix is multiplied by, rounded."""
+        """Return what a matrix is multiplied by, rounded; as it is if weights are in float32."""
         if self.quantised:
-            return _in_eight_bits(given, self.block, self.factor)
+            return _round_to_eight_bits(given, self.block, self.factor)
         if self.floating == torch.float32:
             return given
         return (given * self.factor).to(self.floating).to(given) / self.factor
 
 
-def _in_eight_bits(numbers: Tensor, block: int, factor: float) -> Tensor:
-    """Return numbers rounded to 8 bits in blocks along the last axis, with a scale each in float16."""
+def _round_to_eight_bits(numbers: Tensor, block: int, factor: float) -> Tensor:
+    """Return numbers rounded to 8 bits in blocks of `block` along the last axis, each with a scale in float16.
+
+    They are multiplied by `factor` before and divided by it afterwards, so that another factor rounds them otherwise.
+    Where the axis is no multiple of a block, they are returned unrounded.
+    """
     if numbers.shape[-1] % block:
         return numbers
     blocks = torch.unflatten(numbers, -1, (-1, block)) * factor
@@ -414,10 +451,10 @@ def _in_eight_bits(numbers: Tensor, block: int, factor: float) -> Tensor:
 
 
 @contextmanager
-def _rounded_sums(
+def _noisy_sums(
     adapter: Adapter, stored: Sequence[tuple[StorageForm, StorageForm]], noise: torch.Generator | None
 ) -> Iterator[None]:
-    """Add to heads' outputs what rounding of every sum to float16 does, within the block; nothing without `noise`.
+    """Add to heads' outputs, within the block, what rounding of every sum to float16 does; nothing without `noise`.
 
     Of n additions each rounds to a relative ε/√12, in independent directions: √n of it, over the output's root mean
     square.

@@ -30,9 +30,11 @@ _MOST_OWNERS = 2
 _BY_GRAVITY = ("stale", "request", "token", "shifted")
 """Kinds of moved entries, the gravest first: it names a run that holds several."""
 _NEARLY_ALL = 0.9
-"""Share of a request's entries from which a fault is one of all of them."""
+"""Share of entries that counts as all of them."""
 _INFINITE = ("infinite", "keys or values that are infinite or NaN")
 """Kind and words of entries that are no numbers; others of their block that are of no token are counted with them."""
+_FARTHEST_ROUNDED = 0.5
+"""Relative distance up to which rounding may have moved an entry."""
 _MOST_RUNS = 64
 """Runs of differing entries of a request whose change is looked for in each layer."""
 
@@ -59,12 +61,12 @@ class LayerReference:
 
 
 def duplicate_faults(request: str, layer: int, entries: Entries) -> list[DumpFault]:
-    """Return the tokens whose entries a layer holds several times, a fault per head."""
+    """Return a fault per head for the tokens, from first to last, whose entries a layer holds several times."""
     found = []
     for head, row in enumerate(entries.positions):
-        places, counts = row[row != REMOVED].unique(return_counts=True)
-        if len(twice := places[counts > 1]):
-            first, last = int(twice[0]), int(twice[-1])
+        tokens, counts = row[row != REMOVED].unique(return_counts=True)
+        if len(repeated := tokens[counts > 1]):
+            first, last = int(repeated[0]), int(repeated[-1])
             found.append(DumpFault(request, "duplicate", "cached several times", first, last, (), (layer,), (head,)))
     return found
 
@@ -91,15 +93,19 @@ class _Run:
     differing: Bool[Tensor, "kv_head entry"]
 
     def fault_masks(self) -> list[Bool[Tensor, "kv_head entry"]]:
-        """Return which entries differ and are infinite or NaN, then those of zero keys or values, then the others."""
-        parts, masks = (self.keys, self.values), [self.differing]
-        flags = [~(self.keys.isfinite() & self.values.isfinite()).all(dim=-1), *(~part.any(dim=-1) for part in parts)]
-        for flag in flags:
-            masks = [part for whole in masks for part in (whole & flag, whole & ~flag) if bool(part.any())]
+        """Return masks of the differing entries, by whether they are infinite or NaN, have zero keys, and zero values.
+
+        Each differing entry is in one of the masks, the infinite ones in the first; empty masks are left out.
+        """
+        infinite = ~(self.keys.isfinite() & self.values.isfinite()).all(dim=-1)
+        zero_keys, zero_values = ~self.keys.any(dim=-1), ~self.values.any(dim=-1)
+        masks = [self.differing]
+        for test in (infinite, zero_keys, zero_values):
+            masks = [part for mask in masks for part in (mask & test, mask & ~test) if bool(part.any())]
         return masks
 
     def select(self, mask: Bool[Tensor, "kv_head entry"]) -> _Run:
-        """Return the heads and tokens in which some entry is of the mask."""
+        """Return the run of the heads and tokens in which some entry is of the mask; those of the mask differ."""
         rows, columns = mask.any(dim=1), mask.any(dim=0)
         heads = tuple(head for head, chosen in zip(self.heads, rows.tolist(), strict=True) if chosen)
         return _Run(
@@ -109,7 +115,10 @@ class _Run:
 
 
 def _runs(entries: Entries, far: Bool[Tensor, "kv_head entry"]) -> Iterator[_Run]:
-    """Yield the runs of differing entries, those of a large block by themselves; heads together where tokens agree."""
+    """Yield the runs of differing entries, `far` from the plain model's, the first `_MOST_RUNS` of each head.
+
+    A run is in one block, where blocks are large. Heads are taken together where their entries are of equal tokens.
+    """
     same = bool((entries.positions == entries.positions[:1]).all())
     heads = [tuple(range(len(far)))] if same else [(head,) for head in range(len(far))]
     for group in heads:
@@ -117,10 +126,10 @@ def _runs(entries: Entries, far: Bool[Tensor, "kv_head entry"]) -> Iterator[_Run
         index = differing.any(dim=0).nonzero().squeeze(-1)
         if not len(index):
             continue
-        new = index[1:] - index[:-1] > 1
+        begins = index[1:] - index[:-1] > 1  # where a run follows another
         if entries.block_size >= LEAST_BLOCK:
-            new = entries.blocks[index[1:]] != entries.blocks[index[:-1]]
-        for run in torch.tensor_split(index, (new.nonzero().squeeze(-1) + 1).tolist())[:_MOST_RUNS]:
+            begins = entries.blocks[index[1:]] != entries.blocks[index[:-1]]
+        for run in torch.tensor_split(index, (begins.nonzero().squeeze(-1) + 1).tolist())[:_MOST_RUNS]:
             chosen = tuple(head for head, row in zip(group, differing, strict=True) if bool(row[run].any()))
             rows = list(chosen)
             offsets = run % entries.block_size if entries.block_size else run
@@ -138,7 +147,10 @@ def find_faults(
     reference: LayerReference,
     limits: Limits,
 ) -> list[DumpFault]:
-    """Return what was done to the entries of a request that are `far` from the plain model's."""
+    """Return what was done to the entries of a request, in one layer, that are `far` from the plain model's.
+
+    `limits` are the distances above which entries of this layer differ.
+    """
     if not bool(far.any()):
         return []
     found = []
@@ -146,7 +158,7 @@ def find_faults(
         described: dict[tuple[str, str], Tensor] = {}
         for mask in run.fault_masks():
             kind, what = _FaultSearch(request, run.select(mask), reference, limits.together).describe()
-            if kind == "unknown" and _INFINITE in described:
+            if kind == "unknown" and _INFINITE in described:  # counted with those of its block
                 kind, what = _INFINITE
             described[kind, what] = described.get((kind, what), torch.zeros_like(mask)) | mask
         for (kind, what), mask in described.items():
@@ -159,7 +171,20 @@ def find_faults(
 
 
 class _FaultSearch:
-    """The search for what was done to a run of entries."""
+    """The search for what was done to a run of entries.
+
+    Each `_find_…` returns a kind, a key of `DUMP_FAULTS`, and words; None where it does not explain the entries.
+
+    Attributes:
+        request: the request's id.
+        run: the entries.
+        reference: the plain model's entries in this layer.
+        limits: of keys and of values, distances up to which they do not differ.
+        near: of keys and of values, distances up to which they may be others of the model's.
+        own: the run's keys and values.
+        full: those of the request's tokens in all heads, with which they are compared.
+        expected: those that belong in the run's place.
+    """
 
     def __init__(self, request: str, run: _Run, reference: LayerReference, limits: tuple[float, float]) -> None:
         self.request, self.run, self.reference, self.limits = request, run, reference, limits
@@ -170,7 +195,7 @@ class _FaultSearch:
         self.expected = self._entries_at(self.full, run.positions)
 
     def _entries_at(self, full: Pair, positions: Tensor, heads: Sequence[int] | None = None) -> Pair:
-        """Return the entries of these positions, of the run's heads or others."""
+        """Return, of `full` (kv_head, token, d_head), the entries at these positions, of the run's heads or others."""
         rows = list(self.run.heads if heads is None else heads)
         return full[0][rows][:, positions].float(), full[1][rows][:, positions].float()
 
@@ -205,29 +230,33 @@ class _FaultSearch:
 
     def _distance(self, own: Tensor, expected: Tensor) -> float:
         """Return the median distance of entries from those expected, over their root mean square norm."""
-        return float(_relative(own, expected)[self.run.differing].median())
+        return float(_relative_distances(own, expected)[self.run.differing].median())
 
     def _is_near(self, own: Tensor, expected: Tensor, limit: float, heads: slice = slice(None)) -> bool:
-        """Return whether nearly all entries that differ are those expected, up to `limit`, in some heads of the run."""
-        return bool((_relative(own, expected) <= limit)[self.run.differing[heads]].float().mean() > 0.9)
+        """Return whether nearly all entries that differ are those expected, up to the distance `limit`.
+
+        `own` and `expected` are those of `heads`, places among the heads of the run.
+        """
+        near = _relative_distances(own, expected) <= limit
+        return bool(near[self.run.differing[heads]].float().mean() > _NEARLY_ALL)
 
     def _are_near(self, own: Pair, expected: Pair, heads: slice = slice(None)) -> bool:
-        """Return whether nearly all keys and nearly all values that differ are those expected."""
+        """Return whether nearly all keys and nearly all values that differ are near those expected, in `heads`."""
         return all(self._is_near(*each, heads) for each in zip(own, expected, self.near, strict=True))
 
     def _find_swap(self) -> tuple[str, str] | None:
-        """Return whether keys stand for values and values for keys."""
+        """Find keys in the place of values, and values in that of keys."""
         plain = self._entries_at(self.reference.plain[self.request], self.run.positions)
         swapped = any(self._are_near(self.own, (values, keys)) for keys, values in (self.expected, plain))
         return ("swapped", "keys where values belong, and values where keys do") if swapped else None
 
     def _find_factor(self) -> tuple[str, str] | None:
-        """Return the constant that keys or values were multiplied by."""
+        """Find a constant that keys or values were multiplied by."""
         words = []
         for kind, name, own, expected in self._differing_kinds():
-            one, other = own[self.run.differing], expected[self.run.differing]
-            factor = float((one * other).sum() / other.square().sum().clamp(min=torch.finfo(torch.float32).tiny))
-            rest = max(self.limits[kind], 0.2 * min(1, self._distance(own, expected)))
+            dumped, full = own[self.run.differing], expected[self.run.differing]
+            factor = float((dumped * full).sum() / full.square().sum().clamp(min=torch.finfo(torch.float32).tiny))
+            rest = max(self.limits[kind], 0.2 * min(1, self._distance(own, expected)))  # what division may leave
             if not factor or not self._is_near(own / factor, expected, rest):
                 return None
             short = f"{factor:.3g}"
@@ -235,74 +264,84 @@ class _FaultSearch:
         return ("scale", " and ".join(words)) if words else None
 
     def _find_tokens(self) -> tuple[str, str] | None:
-        """Return the tokens whose entries, keys or values these are."""
+        """Find tokens of any request whose entries, keys or values these are."""
         far = [kind for kind in range(2) if not self._is_near(self.own[kind], self.expected[kind], self.near[kind])]
         if not far:
             return None
-        rows = list(self.run.heads)
         names = sorted(  # entries that several requests share are its own, or those of one that has not ended
             self.reference.references, key=lambda name: (name != self.request, name in self.reference.finished)
         )
         some = torch.linspace(0, len(self.run.positions) - 1, min(_MOST_SEARCHED, len(self.run.positions))).long()
-        distances = []
-        for kind in far:
-            own = self.own[kind][:, some]
-            to_each = []
-            for known in (self.reference.references, self.reference.plain):
-                every = torch.cat([known[name][kind][rows].float() for name in names], dim=1)
-                unit = every.square().sum(dim=-1).mean(dim=-1).sqrt()[:, None, None]
-                to_each.append(torch.cdist(own, every) / (unit * self.near[kind]))
-            distances.append(torch.minimum(*to_each))
+        distances = torch.stack([self._distances_to_tokens(kind, names, some) for kind in far]).amax(dim=0)
         lengths = [self.reference.references[name][0].shape[1] for name in names]
-        to_requests = torch.split(torch.stack(distances).amax(dim=0), lengths, dim=-1)
-        nearest, places = (torch.stack(each) for each in zip(*(each.min(dim=-1) for each in to_requests), strict=True))
+        by_request = (part.min(dim=-1) for part in torch.split(distances, lengths, dim=-1))
+        nearest, tokens = (torch.stack(each) for each in zip(*by_request, strict=True))  # (request, kv_head, entry)
         differing = self.run.differing[:, some]
         matched = differing & (nearest.amin(dim=0) <= 1)
-        if float(matched.sum()) <= 0.9 * float(differing.sum()):
+        if float(matched.sum()) <= _NEARLY_ALL * float(differing.sum()):
             return None
         of_request = matched & (nearest <= nearest.amin(dim=0) + _TIE)
         what = "entries" if len(far) == 2 else ("keys", "values")[far[0]]
         positions = self.run.positions[some].expand_as(matched)
-        found = []
+        moves = []
         for _ in range(_MOST_OWNERS):  # requests that share a prefix have entries in common
             owner = int(of_request.sum(dim=(1, 2)).argmax())
-            here = of_request[owner].clone()
-            if not bool(here.any()):
+            owned = of_request[owner].clone()
+            if not bool(owned.any()):
                 break
-            found.append(self._describe_move(names[owner], what, places[owner][here], positions[here]))
-            of_request &= ~here
-        moved = [each for each in found if each is not None]
+            moves.append(self._describe_move(names[owner], what, tokens[owner][owned], positions[owned]))
+            of_request &= ~owned
+        found = [move for move in moves if move is not None]
         others = ["others"] if bool(of_request.any()) else []
-        gravest = min((each for each, _ in moved), key=_BY_GRAVITY.index, default="")
-        return (gravest, ", and ".join([*(words for _, words in moved), *others])) if moved else None
+        gravest = min((kind for kind, _ in found), key=_BY_GRAVITY.index, default="")
+        return (gravest, ", and ".join([*(words for _, words in found), *others])) if found else None
+
+    def _distances_to_tokens(
+        self, kind: int, names: Sequence[str], some: Int[Tensor, " entry"]
+    ) -> Float[Tensor, "kv_head entry token"]:
+        """Return the distances of some keys (`kind` 0) or values (1) of the run to those of all tokens, over `near`.
+
+        The tokens are those of the requests `names`, one after the other; the nearer of their reference and of the
+        plain model's own entries counts.
+        """
+        rows, own = list(self.run.heads), self.own[kind][:, some]
+        distances = []
+        for known in (self.reference.references, self.reference.plain):
+            every = torch.cat([known[name][kind][rows].float() for name in names], dim=1)
+            unit = every.square().sum(dim=-1).mean(dim=-1).sqrt()[:, None, None]
+            distances.append(torch.cdist(own, every) / (unit * self.near[kind]))
+        return torch.minimum(*distances)
 
     def _describe_move(
-        self, request: str, what: str, places: Int[Tensor, " matched"], positions: Int[Tensor, " matched"]
+        self, request: str, what: str, tokens: Int[Tensor, " matched"], positions: Int[Tensor, " matched"]
     ) -> tuple[str, str] | None:
-        """Return whose entries, keys or values stand at `positions`, given the request and its tokens, `places`."""
-        tokens = f"{what} of {token_range(int(places.amin()), int(places.amax()))}"
+        """Return kind and words of what stands at `positions`: entries, keys or values of other tokens of a request.
+
+        None where they are the same tokens of the same request.
+        """
+        whose = f"{what} of {token_range(int(tokens.amin()), int(tokens.amax()))}"
         if request != self.request:
             if request in self.reference.finished:
-                return "stale", f"{tokens} of request {request}, which has ended"
-            return "request", f"{tokens} of request {request}"
-        moved = places - positions
+                return "stale", f"{whose} of request {request}, which has ended"
+            return "request", f"{whose} of request {request}"
+        moved = tokens - positions
         if not bool(moved.any()):
             return None  # only a few of the entries differ
         shift = int(moved.mode().values)
-        if 0 < abs(shift) < LEAST_BLOCK and float((moved == shift).float().mean()) > 0.9:
+        if 0 < abs(shift) < LEAST_BLOCK and float((moved == shift).float().mean()) > _NEARLY_ALL:
             positions_away = f"{abs(shift)} position{'' if abs(shift) == 1 else 's'}"
             return "shifted", f"{what} of the token {positions_away} {'later' if shift > 0 else 'earlier'}"
-        return "token", f"{tokens} of the same request"
+        return "token", f"{whose} of the same request"
 
     def _find_heads(self) -> tuple[str, str] | None:
-        """Return the heads whose entries these are."""
-        heads = range(len(self.full[0]))
+        """Find, for every head of the run, the head whose entries it has."""
+        candidates = range(len(self.full[0]))
         sources = []
         for row, head in enumerate(self.run.heads):
             one = slice(row, row + 1)
             own = (self.own[0][one], self.own[1][one])
-            of_head = (self._entries_at(self.full, self.run.positions, [each]) for each in heads)
-            source = next((each for each, expected in enumerate(of_head) if self._are_near(own, expected, one)), None)
+            full = (self._entries_at(self.full, self.run.positions, [candidate]) for candidate in candidates)
+            source = next((index for index, expected in enumerate(full) if self._are_near(own, expected, one)), None)
             if source is None:
                 return None
             sources.append((head, source))
@@ -310,18 +349,18 @@ class _FaultSearch:
         return ("head", f"entries of head {', of head '.join(moved)}") if moved else None
 
     def _find_rotation(self) -> tuple[str, str] | None:
-        """Return how keys were rotated, where values are intact or moved."""
+        """Find a rotation of the keys in the run's first head, where values are those expected."""
         if not self._is_near(self.own[1], self.expected[1], self.near[1]):
             return None
         most = 2 * max(int(self.full[0].shape[1]), 1)
-        own, before = self.own[0][0], self.expected[0][0]
-        shift = describe_rotation(own, before, self.run.positions, self.reference.frequencies, most)
-        if not shift:
-            shift = describe_base(own, before, self.run.positions, self.reference.frequencies)
-        return ("rotation", f"keys {shift}") if shift else None
+        own, expected = self.own[0][0], self.expected[0][0]
+        words = describe_rotation(own, expected, self.run.positions, self.reference.frequencies, most)
+        if not words:
+            words = describe_base(own, expected, self.run.positions, self.reference.frequencies)
+        return ("rotation", f"keys {words}") if words else None
 
     def _find_layout(self) -> tuple[str, str] | None:
-        """Return the layout in which the block holds what is expected."""
+        """Find a layout in which the block holds what is expected."""
         if self.run.block == REMOVED:
             return None
         for words, keys, values in self.reference.alternatives(self.run.block):
@@ -331,17 +370,17 @@ class _FaultSearch:
         return None
 
     def _find_layer(self) -> tuple[str, str] | None:
-        """Return the layer whose entries these are."""
+        """Find another layer whose entries these are."""
         for layer, requests in self.reference.other_layers():
             if self._are_near(self.own, self._entries_at(requests[self.request], self.run.positions)):
                 return "layer", f"entries of layer {layer}"
         return None
 
     def _find_rounding(self) -> tuple[str, str] | None:
-        """Return the coarser type, or the number of bits, that keys or values went through."""
+        """Find a coarser type, or a number of bits, that keys or values went through."""
         words = []
         for kind, name, own, expected in self._differing_kinds():
-            if not self._is_near(own, expected, 0.5):
+            if not self._is_near(own, expected, _FARTHEST_ROUNDED):
                 return None
             head = self.full[kind][self.run.heads[0]]
             found = describe_rounding(own[0], expected[0]) or describe_quantisation(own[0], expected[0], head)
@@ -351,8 +390,10 @@ class _FaultSearch:
         return ("rounded", " and ".join(words)) if words else None
 
 
-def _relative(own: Tensor, expected: Tensor) -> Float[Tensor, "kv_head entry"]:
-    """Return the distances of entries from those expected, over the root mean square norm of those.
+def _relative_distances(
+    own: Float[Tensor, "kv_head entry d_head"], expected: Float[Tensor, "kv_head entry d_head"]
+) -> Float[Tensor, "kv_head entry"]:
+    """Return the distances of entries from those expected, over the root mean square norm of all those expected.
 
     They may be another head's, layer's or kind's, so that no whole head gives the unit.
     """
@@ -364,8 +405,8 @@ def _relative(own: Tensor, expected: Tensor) -> Float[Tensor, "kv_head entry"]:
 def join_faults(found: Sequence[DumpFault], present: Mapping[str, float]) -> list[DumpFault]:
     """Return the faults, equal ones of several layers, blocks and heads joined; those in most layers first.
 
-    `present`: request -> its entries in a head of a layer. Where a fault is of nearly all of them, in every request, it
-    is one of the whole dump.
+    `present`: request -> number of its entries in a head of a layer. Where a fault is of nearly all of them, in every
+    request, it is one of the whole dump.
     """
     by_place: dict[tuple[object, ...], DumpFault] = {}
     for fault in found:
@@ -383,7 +424,10 @@ def join_faults(found: Sequence[DumpFault], present: Mapping[str, float]) -> lis
 
 
 def _join_requests(alike: Sequence[DumpFault], present: Mapping[str, float]) -> Sequence[DumpFault]:
-    """Return equal faults of the same layers and heads as one where they are of nearly all entries of every request."""
+    """Return equal faults of the same layers and heads as one where they are of nearly all entries of every request.
+
+    `alike` has a fault or several of each request, `present` as in `join_faults`. One request alone stays as it is.
+    """
     one, count = alike[0], sum(fault.count for fault in alike)
     least = {name: _NEARLY_ALL * entries * len(one.layers) * len(one.heads) for name, entries in present.items()}
     whole = {fault.request for fault in alike if fault.count >= max(least.get(fault.request, math.inf), 1)}
@@ -393,7 +437,7 @@ def _join_requests(alike: Sequence[DumpFault], present: Mapping[str, float]) -> 
 
 
 def _join_two(one: DumpFault, other: DumpFault) -> DumpFault:
-    """Return two faults of the same kind as one."""
+    """Return two faults of the same kind and request as one, of all their tokens, blocks, layers and heads."""
     return DumpFault(
         one.request, one.kind, one.what, min(one.first, other.first), max(one.last, other.last),
         tuple(dict.fromkeys([*one.blocks, *other.blocks])), tuple(sorted({*one.layers, *other.layers})),

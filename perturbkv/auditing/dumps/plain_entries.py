@@ -45,23 +45,23 @@ class ExpectedDistances:
 
         A key's distance is at least position · ε/2: its angle is rounded to float32.
         """
-        keys, values = torch.stack(list(readings), dim=1)
-        rotation = torch.arange(keys.shape[-1], device=keys.device) * (torch.finfo(torch.float32).eps / 2)
-        largest_keys, largest_values = (kind.amax(dim=0).amax(dim=0) for kind in (keys, values))
-        return cls(
-            (float(keys.median()), float(values.median())), (torch.maximum(largest_keys, rotation), largest_values)
-        )
+        keys, values = torch.stack(list(readings), dim=1)  # each (reading, kv_head, token)
+        least = torch.arange(keys.shape[-1], device=keys.device) * (torch.finfo(torch.float32).eps / 2)
+        largest_keys, largest_values = (kind.amax(dim=(0, 1)) for kind in (keys, values))
+        return cls((float(keys.median()), float(values.median())), (torch.maximum(largest_keys, least), largest_values))
 
     def limits(self, positions: Int[Tensor, "kv_head entry"], least: Limits) -> Limits:
-        """Return the limits of entries at these positions; `least` are those without any rounding.
+        """Return the limits of entries at these positions, each its own; `least` are those without any rounding.
 
         Rounding moves a few tokens' entries far, and differently in every reading; their limits are larger.
         """
         single, together = [], []
-        for largest, typical, one, many in zip(self.largest, self.typical, least.single, least.together, strict=True):
-            own = torch.maximum((FLOORS * largest).clamp(max=_COARSE), 2 * largest)
-            single.append(own.clamp(min=max(float(one), MEDIANS * typical))[positions.clamp(min=0)])
-            together.append(max(MEDIANS * typical, many))
+        for largest, typical, least_single, least_together in zip(
+            self.largest, self.typical, least.single, least.together, strict=True
+        ):
+            by_token = torch.maximum((FLOORS * largest).clamp(max=_COARSE), 2 * largest)
+            single.append(by_token.clamp(min=max(float(least_single), MEDIANS * typical))[positions.clamp(min=0)])
+            together.append(max(MEDIANS * typical, least_together))
         return Limits((single[0], single[1]), (together[0], together[1]))
 
 
@@ -133,8 +133,8 @@ class StoredCache(DynamicCache):  # type: ignore[misc]
 
     What the model computes for each layer, given the stored entries of the layers below, is in `computed_entries`.
     Where a stored entry is NaN or infinite, attention reads the computed one, rounded to `dtype`. With
-    `replace_outliers` also where a stored entry is more than 4 medians from the computed one: it was overwritten after
-    the engine had read it.
+    `replace_outliers` also where a stored entry is more than 4 medians of its pass from the computed one: it was
+    overwritten after the engine had read it. `replaced` counts these.
     """
 
     def __init__(self, stored: Sequence[Pair], dtype: torch.dtype, replace_outliers: bool) -> None:
@@ -154,20 +154,23 @@ class StoredCache(DynamicCache):  # type: ignore[misc]
             own = stored[:, first:end]
             distance = entry_distances(own.float(), new.float(), new)
             finite = own.isfinite().all(dim=-1)
-            far = (distance > MEDIANS * distance[finite].median()) & finite if finite.any() else ~finite
-            self.replaced += int(far.sum()) if self.replace_outliers else 0
-            wrong = (far & self.replace_outliers) | ~finite
+            outliers = (distance > MEDIANS * distance[finite].median()) & finite if finite.any() else ~finite
+            self.replaced += int(outliers.sum()) if self.replace_outliers else 0
+            wrong = (outliers & self.replace_outliers) | ~finite
             own[wrong] = new.to(self.dtype).to(new.dtype)[wrong]
         own_keys, own_values = (part[None, :, :end] for part in self.stored[layer_idx])
         return own_keys, own_values
 
     def computed_entries(self, index: int) -> Pair:
-        """Return the keys and values that the model computed for a layer."""
+        """Return the keys and values (kv_head, token, d_head) that the model computed for a layer."""
         return self.layers[index].keys[0], self.layers[index].values[0]
 
 
 def arrange_by_token(entries: Entries, tokens: int, like: Tensor) -> Pair:
-    """Return keys and values (kv_head, token, d_head) as `like`; NaN where a token has no entry."""
+    """Return keys and values (kv_head, token, d_head) of so many tokens, in the type and on the device of `like`.
+
+    NaN where a token has no entry.
+    """
     there = entries.positions != REMOVED
     heads = torch.arange(len(there)).unsqueeze(-1).expand_as(there)
     both = []
@@ -181,7 +184,8 @@ def arrange_by_token(entries: Entries, tokens: int, like: Tensor) -> Pair:
 def unrotate_to_tokens(entries: Entries, frequencies: Float[Tensor, " frequency"]) -> Entries:
     """Return the entries with keys rotated from 0, 1, … in the cache to their tokens' positions."""
     there = entries.positions != REMOVED
-    moved = (entries.positions - there.cumsum(dim=-1) + 1) * there
+    in_cache = there.cumsum(dim=-1) - 1
+    moved = (entries.positions - in_cache) * there
     angles = moved.unsqueeze(-1) * frequencies.to(moved.device)
     keys = [rotate_keys(head, angle) for head, angle in zip(entries.keys, angles, strict=True)]
     return replace(entries, keys=torch.stack(keys))
@@ -192,7 +196,7 @@ def token_logprobs(
 ) -> Float[Tensor, " token"]:
     """Return each token's log-probability after those before it; 0 for the first.
 
-    Tokens are read in passes of min(n, 256) / `parts`, through `cache`; None: a new one.
+    The n tokens are read in passes of min(n, 256) / `parts`, rounded up, through `cache`; None: a new one.
     """
     at_once = -(-min(len(token_ids), _TOKENS_PER_PASS) // parts)
     cache, found, last = DynamicCache() if cache is None else cache, [], None

@@ -44,7 +44,9 @@ ENVIRONMENT = {
 }
 """Variable -> its value where it is not set, before vLLM is imported."""
 _TOKENS = 420
+"""Length of the text that requests take their tokens from."""
 _SENTENCES = 200
+"""Sentences that have at least as many tokens with any tokenizer."""
 _MANY_BLOCKS: Mapping[str, Any] = {"num_gpu_blocks_override": 64, "max_model_len": 512}
 _FEW_BLOCKS: Mapping[str, Any] = {
     "num_gpu_blocks_override": 8, "max_model_len": 224, "max_num_batched_tokens": 64, "max_num_seqs": 4,
@@ -137,9 +139,9 @@ def audit_vllm(
     kind = pick_dtype(dtype, chosen)
     files = open_model(model, seed, revision)
     text = files.tokenizer(" ".join(sentences()[:_SENTENCES]))["input_ids"][:_TOKENS]
-    kept = tempfile.TemporaryDirectory(prefix="perturbkv-vllm-") if folder is None else nullcontext(folder)
-    with kept as place, tempfile.TemporaryDirectory(prefix="perturbkv-model-") as scratch:
-        dumps = Path(place)
+    destination = tempfile.TemporaryDirectory(prefix="perturbkv-vllm-") if folder is None else nullcontext(folder)
+    with destination as dump_folder, tempfile.TemporaryDirectory(prefix="perturbkv-model-") as scratch:
+        dumps = Path(dump_folder)
         weights = _weights_folder(files, Path(scratch), seed)
         by_engine: dict[str, list[str]] = {}
         for name in situations:
@@ -162,7 +164,11 @@ def _weights_folder(files: ModelFiles, scratch: Path, seed: int) -> Path:
 
 
 def _run_engine(weights: Path, dumps: Path, names: Sequence[str], text: Sequence[int], dtype: str) -> None:
-    """Run situations in a process with vLLM's engine, which writes their dumps. Raises EngineError where it ends."""
+    """Run situations in a process with vLLM's engine, which writes their dumps.
+
+    `weights` is the model's folder, `dumps` the one for the dumps, `names` are situations of one engine, and `text` are
+    the tokens that requests take theirs from. Raises EngineError where the process ends otherwise than with success.
+    """
     plan = {"model": str(weights), "dumps": str(dumps), "names": list(names), "text": list(text), "dtype": dtype}
     path = os.pathsep.join(str(Path(one).resolve()) for one in sys.path)
     with tempfile.TemporaryFile() as messages:
@@ -189,14 +195,14 @@ def main() -> None:
     try:
         run_situations(start_engine(plan["model"], plan["dtype"], plan["names"][0]), plan)
     except PerturbkvError as error:
-        _end(str(error), error.exit_code)
+        _exit_with(str(error), error.exit_code)
     except Exception as error:  # noqa: BLE001 - whatever vLLM raises is told in one line
         traceback.print_exc()
-        _end(f"{type(error).__name__}: {' '.join(str(error).split())}", 1)
+        _exit_with(f"{type(error).__name__}: {' '.join(str(error).split())}", 1)
 
 
-def _end(message: str, code: int) -> None:
-    """End this process at once, so that the message is its last."""
+def _exit_with(message: str, code: int) -> None:
+    """End this process at once with an exit code, so that the message is its last."""
     sys.stdout.flush()
     sys.stderr.write(f"{message}\n")
     sys.stderr.flush()
@@ -204,7 +210,7 @@ def _end(message: str, code: int) -> None:
 
 
 def start_engine(model: str, dtype: str, name: str) -> Any:
-    """Return vLLM's engine of a situation on a folder of safetensors."""
+    """Return vLLM's engine of the situation `name`, for the model in a folder of safetensors."""
     from vllm import LLM
 
     return LLM(

@@ -87,20 +87,25 @@ def _split_blocks(
     parts = cache.shape[0] // worker.model_runner.kv_cache_config.num_blocks
     first = torch.tensor(block_ids, dtype=torch.int64, device=cache.device).unsqueeze(-1) * parts
     chosen = (first + torch.arange(parts, device=cache.device)).flatten()
-    blocks, size = cache[chosen], layer.head_size  # (block, head, token, 2 · dim), whatever its strides
-    if layer.attn_backend.get_name() == _ON_CPU:
-        tokens = blocks.shape[2]
-        keys, values = blocks.flatten(2).split(tokens * size, dim=-1)
-        if layer.isa == _AMX:
-            keys = keys.unflatten(-1, (tokens // _TILE, size // 2, _TILE, 2)).permute(0, 1, 2, 4, 3, 5)
-            values = values.unflatten(-1, (size // _TILE, tokens // 2, _TILE, 2)).permute(0, 1, 3, 5, 2, 4)
-            both = keys.flatten(2).unflatten(-1, (tokens, size)), values.flatten(2).unflatten(-1, (tokens, size))
-        else:
-            both = keys.unflatten(-1, (size, tokens)).transpose(2, 3), values.unflatten(-1, (tokens, size))
-    else:
-        both = blocks.split(size, dim=-1)
-    whole = [part.unflatten(0, (-1, parts)).permute(0, 1, 3, 2, 4).flatten(1, 2) for part in both]
-    return whole[0], whole[1]
+    blocks, size = cache[chosen], layer.head_size  # (part, head, token, 2 · dim), whatever its strides
+    on_cpu = layer.attn_backend.get_name() == _ON_CPU
+    both = _split_cpu_blocks(blocks, size, layer.isa) if on_cpu else blocks.split(size, dim=-1)
+    keys, values = (part.unflatten(0, (-1, parts)).permute(0, 1, 3, 2, 4).flatten(1, 2) for part in both)
+    return keys, values
+
+
+def _split_cpu_blocks(
+    blocks: Shaped[Tensor, "part head token both"], size: int, instructions: str
+) -> tuple[Shaped[Tensor, "part head token dim"], Shaped[Tensor, "part head token dim"]]:
+    """Return keys and values, of `size` components, of blocks of `CPU_ATTN` for an instruction set."""
+    tokens = blocks.shape[2]
+    keys, values = torch.split(blocks.flatten(2), tokens * size, dim=-1)
+    if instructions != _AMX:
+        return torch.unflatten(keys, -1, (size, tokens)).mT, torch.unflatten(values, -1, (tokens, size))
+    keys = torch.unflatten(keys, -1, (tokens // _TILE, size // 2, _TILE, 2)).permute(0, 1, 2, 4, 3, 5)
+    values = torch.unflatten(values, -1, (size // _TILE, tokens // 2, _TILE, 2)).permute(0, 1, 3, 5, 2, 4)
+    keys, values = (torch.unflatten(part.flatten(2), -1, (tokens, size)) for part in (keys, values))
+    return keys, values
 
 
 @dataclass(frozen=True)
@@ -178,7 +183,10 @@ def _before_free(manager: Any, call: Callable[[Any], None]) -> Iterator[None]:
 
 @dataclass
 class _Run:
-    """A run of requests in an engine, up to the dump."""
+    """A run of requests in an engine, up to the dump.
+
+    Its first attributes are the arguments of `dump_vllm`, the counts those of `EngineDump`.
+    """
 
     llm: Any
     folder: Path
@@ -189,10 +197,13 @@ class _Run:
     outputs: dict[str, Any] = field(default_factory=dict)
     """Request -> the engine's newest output."""
     ended: list[Request] = field(default_factory=list)
+    """Requests that ended before the dump."""
     path: Path | None = None
+    """The dump's folder, once it is written."""
     partial_prefills: int = 0
     shared_steps: int = 0
     preemptions: dict[str, int] = field(default_factory=dict)
+    """Name inside the engine -> how often the request was preempted."""
 
     def __post_init__(self) -> None:
         engine = self.llm.llm_engine
@@ -266,18 +277,24 @@ class _Run:
             self.preemptions[name] = request.num_preemptions
 
     def _note_end(self, request: Any) -> None:
-        """Note a request that ends; write the dump where it is the one that was waited for."""
+        """Note a request that ends; write the dump where it is the one that was waited for.
+
+        Nothing for a request whose blocks are freed as it is preempted, nor after the dump.
+        """
         if self.path is not None or not request.is_finished():
             return
         name = self.names[request.request_id]
         if self.until not in ("", name):
-            self.ended.append(self._request(request, finished=True))
+            self.ended.append(self._dumped_request(request, finished=True))
             return
         self._count_events()
         self._write()
 
-    def _request(self, request: Any, finished: bool = False) -> Request:
-        """Return a request with the tokens that are in the cache, and their blocks."""
+    def _dumped_request(self, request: Any, finished: bool = False) -> Request:
+        """Return a request of the engine with its tokens that are in the cache, and their blocks.
+
+        A preempted one has lost its blocks, and counts as finished.
+        """
         name = self.names[request.request_id]
         ids = list(self.manager.get_block_ids(request.request_id)[0])
         tokens = tuple(request.all_token_ids)[: request.num_computed_tokens]
@@ -287,7 +304,10 @@ class _Run:
         return Request(name, tokens, table, finished, self._logprobs(name, tokens))
 
     def _logprobs(self, name: str, tokens: Sequence[int]) -> tuple[float | None, ...]:
-        """Return each token's log-probability; None where the engine has not told it."""
+        """Return the log-probability of each of a request's tokens, None where the engine has not told it.
+
+        Empty where it has told nothing of the request.
+        """
         output = self.outputs.get(name)
         if output is None:
             return ()
@@ -303,7 +323,7 @@ class _Run:
         """Write the dump of this moment."""
         import vllm
 
-        live = [self._request(request) for request in self.scheduler.requests.values()]
+        live = [self._dumped_request(request) for request in self.scheduler.requests.values()]
         requests = sorted([*self.ended, *live], key=lambda request: list(self.names.values()).index(request.id))
         held = [request.blocks or () for request in requests if not request.finished]
         ids = sorted({block for table in held for block in table} - {REMOVED})
@@ -321,7 +341,11 @@ class _Run:
 
 
 def _check_cache(cache: Mapping[str, Any], names: Sequence[str], groups: int) -> None:
-    """Raise UnreadableCacheError for a cache that is stored in a way that is not read."""
+    """Raise UnreadableCacheError for a cache that is stored in a way that is not read.
+
+    `cache` is what `describe_cache` returns; `names` are those of all layers that have a cache of any kind, in so many
+    `groups`.
+    """
     if groups != 1:
         raise UnreadableCacheError(f"vLLM has {groups} groups of layers with block tables of their own; one is read")
     if other := sorted({*names} ^ {*cache["names"]}):
