@@ -39,19 +39,25 @@ def encode_masks(masks: Bytes, counts: Counts) -> tuple[Bytes, Counts]:
 
 
 def decode_positions(code: Bytes, tokens: int) -> NDArray[np.int32]:
-    """Return the ascending positions (kept_entry,) of one kept set."""
+    """Return the ascending positions (kept_entry,) of one kept set, of a prompt of `tokens` tokens."""
     if len(code) == mask_bytes(tokens):
         return np.flatnonzero(np.unpackbits(code, count=tokens)).astype(np.int32)
     return np.cumsum(_decode_leb128(code), dtype=np.int32)
 
 
 def decode_masks(codes: Bytes, offsets: Counts, lengths: Counts, tokens: int) -> NDArray[np.bool_]:
-    """Return the boolean masks (set, key) of kept sets of one prompt, from codes at `offsets`."""
+    """Return the boolean masks (set, key) of kept sets of one prompt of `tokens` tokens.
+
+    `offsets` and `lengths` (set,) say where each set's code lies in `codes`.
+    """
     return np.unpackbits(_bit_masks(codes, offsets, lengths, tokens), axis=1, count=tokens).view(bool)
 
 
 def digests(codes: Bytes, offsets: Counts, lengths: Counts, counts: Counts) -> Counts:
-    """Return a 64-bit BLAKE2b digest of every code, 0 for a missing code; equal kept sets have equal digests."""
+    """Return a 64-bit BLAKE2b digest of every code, in the shape of `offsets`; equal kept sets have equal digests.
+
+    0 for a missing code: one without bytes, whose kept set has entries by `counts`.
+    """
     slices, of_set = np.unique(np.stack([offsets.reshape(-1), lengths.reshape(-1)]), axis=1, return_inverse=True)
     raw = [
         blake2b(codes[begin : begin + length].tobytes(), digest_size=8).digest() for begin, length in slices.T.tolist()

@@ -66,7 +66,7 @@ class RestrictionSetting(OutcomeSetting):
 def restriction_text(config: EvictionConfig) -> str:
     """Return the restriction of a configuration's kept sets as text: `layer(block=16)`, `model(reduce=union)`."""
     of_scores = ["product"] if reduction(config.granularity) == UNION else ["reduce", "product"]
-    return str(config.granularity.without(of_scores))
+    return str(config.granularity.drop(of_scores))
 
 
 def settings(trace: Trace, step: int = 0) -> tuple[RestrictionSetting, ...]:

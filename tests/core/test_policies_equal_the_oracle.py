@@ -167,9 +167,9 @@ def test_impossible_pairs_are_refused_with_all_that_works(
 
 def test_every_policy_stands_in_one_row_of_the_table() -> None:
     listed = [name for row in compatibility.compatible_choices() for name in row[0].split(", ")]
-    assert sorted(listed) == sorted(info.name for info in registry.known())
+    assert sorted(listed) == sorted(info.name for info in registry.all_policies())
     with pytest.raises(UnknownNameError, match="known: pyramidkv"):
-        registry.info("pyramid")
+        registry.policy_class("pyramid")
 
 
 def test_a_guaranteed_share_comes_first_and_the_layers_largest_fill_the_rest() -> None:

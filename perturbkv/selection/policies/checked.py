@@ -34,7 +34,7 @@ def check_policy(policy: Policy) -> None:
 
 
 def count(policy: Policy, name: str, config: EvictionConfig, *numbers: int) -> int:
-    """Return the number of entries that a policy's method `name` gives, called with the configuration and `numbers`.
+    """Return the number that a policy's method `name`, such as `first_entries`, gives for `config` and `numbers`.
 
     Raises PluginError where an external policy fails, or gives something other than a whole number from 0 on.
     """

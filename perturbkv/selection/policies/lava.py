@@ -33,7 +33,7 @@ from torch import Tensor
 from perturbkv import theory
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import option
-from perturbkv.devices import on_first_device
+from perturbkv.devices import move_to_first_device
 from perturbkv.scoring.score import Score
 from perturbkv.scoring.scores import lava
 from perturbkv.selection.layer_budget import LayerBudget, count_rows
@@ -79,7 +79,7 @@ class LAVa(Pooled):
 
 def entropies(scores: Iterable[Float[Tensor, "kept_head position"]]) -> Float[Tensor, " layer"]:
     """Return the entropy of each layer's scores, on the CPU, for which the host waits."""
-    return torch.stack(on_first_device(entropy(layer) for layer in scores)).cpu()
+    return torch.stack(move_to_first_device(entropy(layer) for layer in scores)).cpu()
 
 
 def layer_budgets(by_layer: Float[Tensor, " layer"], mean: int, most: int) -> Int[Tensor, " layer"]:
