@@ -112,7 +112,7 @@ def panel_sentence(title: str, remarks: Iterable[str], names: Sequence[str] = ()
     more = "; ".join(dict.fromkeys(filter(None, map(_one_line, remarks))))
     colon = ": " in clauses + more
     whole = (", " if colon else ": ").join(filter(None, (clauses, more)))
-    first, *others = whole.split(": ")
+    first, *others = whole.split(": ")  # the first of several colons stays
     return _begin_sentence(": ".join(filter(None, (first, " ".join(others)))), names, "For ")
 
 

@@ -98,10 +98,10 @@ def _position_gaps(masks: Bytes, chosen: Counts) -> tuple[Counts, Counts]:
     content = masks[chosen].reshape(-1)
     filled = np.flatnonzero(content)
     bit = np.flatnonzero(np.unpackbits(content[filled]))
-    index = filled[bit >> 3] * 8 + (bit & 7)
+    index = filled[bit >> 3] * 8 + (bit & 7)  # of each kept entry, in bits, with all masks one after the other
     row = index // (8 * size)
     gaps = np.diff(index, prepend=0)
-    first = np.flatnonzero(np.diff(row, prepend=-1))
+    first = np.flatnonzero(np.diff(row, prepend=-1))  # the first entry of each set, whose gap is its position
     gaps[first] = index[first] % (8 * size)
     return chosen[row], gaps
 
@@ -117,11 +117,11 @@ def _leb128_bytes(gaps: Counts) -> Counts:
 def _write_gaps(rows: Bytes, of_set: Counts, gaps: Counts, widths: Counts) -> None:
     """Write gaps in LEB128 to the start of the rows of their sets; `of_set`: the set of every gap, ascending."""
     ends = np.cumsum(widths)
-    first = np.flatnonzero(np.diff(of_set, prepend=-1))
+    first = np.flatnonzero(np.diff(of_set, prepend=-1))  # the first gap of each set
     begins = ends - widths
     at = begins - np.repeat(begins[first], np.diff(first, append=len(of_set)))
     for byte in range(int(widths.max(initial=0))):
-        has, more = widths > byte, widths > byte + 1
+        has, more = widths > byte, widths > byte + 1  # 7 bits a byte; the eighth says that another follows
         rows[of_set[has], at[has] + byte] = ((gaps >> 7 * byte) & 127 | more << 7)[has]
 
 

@@ -358,13 +358,17 @@ def _sample_rows(read: Callable[[str, Any], Any], offset: str, count: str, index
 
 
 def _matches(config: EvictionConfig, choices: Mapping[str, Any]) -> bool:
-    """Return whether a configuration has the chosen values; for a list, whether it has a value in the list."""
-    values, texts = config.flat(), {name: str(getattr(config, name)) for name in CHOICES}
-    return all(
-        name in values
-        and any(_plain_value(value) in (values[name], texts.get(name, values[name])) for value in _as_values(wanted))
-        for name, wanted in choices.items()
-    )
+    """Return whether a configuration has each of the chosen values, or one of a list of values.
+
+    A choice is a field's or option's value by `EvictionConfig.flat`; a field it lacks matches nothing.
+    """
+    values = config.flat()
+    texts = {name: str(getattr(config, name)) for name in CHOICES}  # with their options: `adakv(floor=0.1)`
+    for name, wanted in choices.items():
+        own = (values[name], texts.get(name, values[name])) if name in values else ()
+        if not any(_plain_value(value) in own for value in _as_values(wanted)):
+            return False
+    return True
 
 
 def _as_values(choice: Any) -> Iterable[Any]:

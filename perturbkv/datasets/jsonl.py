@@ -174,6 +174,7 @@ def _check_fields(row: Row) -> None:
             if close
             else f"expected the fields {', '.join(FIELDS)}, got `{shown}`; take it out"
         )
+    # the first field of each way to say the prompt that the row takes
     given = [next(name for name in way if name in row.fields) for way in WAYS if row.fields.keys() & set(way)]
     if len(given) > 1:
         raise row.refusal(f"expected `{given[0]}` or `{given[1]}`, got both; leave one out")

@@ -281,7 +281,7 @@ class LayerView:
         """
         values, outputs = self.values.to(WORK), self.outputs
         ones = torch.ones_like(values[..., :1])
-        lengths = outputs.square().sum(dim=-1, keepdim=True)
+        lengths = outputs.square().sum(dim=-1, keepdim=True)  # ‖v‖² − 2 v·o + ‖o‖² is one product of both factors
         output_factors = torch.cat([-2 * outputs, torch.ones_like(lengths), lengths], dim=-1)
         value_factors = torch.cat([values, values.square().sum(dim=-1, keepdim=True), ones], dim=-1)
         grouped = output_factors.reshape(self.kv_heads, -1, output_factors.shape[-1]) @ value_factors.mT

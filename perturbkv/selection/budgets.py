@@ -78,11 +78,11 @@ def compute_budgets(configs: Sequence[ResolvedConfig], scores: Scores, prompt_to
     prefix_counts = [config.prefix_counts(prompt_tokens) for config in configs]
     allocated = [_allocate_blocks(config, scores, prompt_tokens) for config in configs]
     kept = torch.stack([copy_to_device(counts, device) for counts in allocated])
-    if scores.statistics.valid is not None:
+    if scores.statistics.valid is not None:  # kept sets of several lengths, which are compressed again
         kept = torch.minimum(kept, blocks.full - scores.statistics.begin // blocks.size)
     protected = to_device([(each.first, each.recent) for each in prefix_counts], device).unsqueeze(1)
     recent = torch.minimum(kept, protected[..., 1])
-    first = torch.minimum(kept - recent, protected[..., 0])
+    first = torch.minimum(kept - recent, protected[..., 0])  # where not all fit, the recent ones come first
     always = first + recent
     if configs[0].has_own_stages:
         pairs = zip(configs, prefix_counts, strict=True)

@@ -234,7 +234,7 @@ def _check_names(policies: Iterable[Any], selections: Iterable[Any]) -> None:
         chosen = as_choice(parts[-1])
         if len(parts) > 1:
             registry.check_name(parse(parts[0]))
-        elif ":" in chosen.name or (chosen.name not in SELECTIONS and chosen.name in registry.names()):
+        elif _names_policy_alone(chosen):
             registry.check_name(chosen)
             continue
         if chosen.name not in SELECTIONS:
@@ -350,6 +350,14 @@ def _split_policy_and_selection(text: str | Choice, policy: str | Choice) -> tup
     if isinstance(text, str) and len(parts := split_policy_and_selection(text)) > 1:
         return parse(parts[0]), parse(parts[1])
     chosen = as_choice(text)
-    if chosen.name not in SELECTIONS and (":" in chosen.name or chosen.name in registry.names()):
+    if _names_policy_alone(chosen):
         return chosen, Choice(registry.policy_class(chosen.name).selections[0])
     return as_choice(policy), chosen
+
+
+def _names_policy_alone(chosen: Choice) -> bool:
+    """Return whether a choice in a selection's place is a policy's, which then stands for its first selection.
+
+    `random`, which is both, is the selection.
+    """
+    return chosen.name not in SELECTIONS and (":" in chosen.name or chosen.name in registry.names())

@@ -108,6 +108,6 @@ class LayerBudget:
         )
         return counts.view(self.layers, -1)[self.layer]
 
-    def uniform(self, entries: int) -> Int[Tensor, " kept_head"]:
+    def equal_counts(self, entries: int) -> Int[Tensor, " kept_head"]:
         """Return the same number of entries, `entries`, for all kept sets."""
         return torch.full((self.kept_heads,), entries, dtype=torch.int64)

@@ -44,6 +44,7 @@ class Lines:
         """Return the causal mask of the entries attended to by the queries at the given positions."""
         n = self.slash.shape[1]
         offsets = F.pad(self.slash.flip(-1), (0, n - 1))  # from n − 1 down to 0, then the negative ones
+        # the n offsets from p down to p − n + 1 are those of the query at position p from the entries 0 … n − 1
         on_slash = offsets.unfold(-1, n, 1)[:, n - 1 - positions]
         causal = torch.arange(n, device=positions.device) <= positions.unsqueeze(-1)
         return on_slash | (self.vertical.unsqueeze(1) & causal)

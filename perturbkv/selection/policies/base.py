@@ -155,7 +155,7 @@ class Policy(WithOptions):
 
         The result is on the CPU where no score was used.
         """
-        return available.uniform(available.free)
+        return available.equal_counts(available.free)
 
 
 @dataclass(frozen=True)

@@ -91,12 +91,12 @@ def _refusal(policy: Policy, name: str, expected: str, value: Any) -> PluginErro
     got = (
         f"a method; write @property above {name}"
         if callable(value) and name in ("score", "first_stage", *_FLAGS)
-        else _text(value)
+        else _short_repr(value)
     )
     return PluginError(f"policy '{policy.name}': expected {name} to give {expected}, got {got}")
 
 
-def _text(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     """Return a value as short text; its type where the value cannot be shown."""
     try:
         return repr(value)[:80]

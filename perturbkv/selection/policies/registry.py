@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from perturbkv.configs.choice import UNNAMED, Choice, as_choice
@@ -112,15 +113,18 @@ def check_name(choice: Choice) -> None:
     name = choice.name
     if _is_external(name):
         return
+    _check_known(name, "policy", names(), "see `perturbkv list policies`")
+    by = choice.options.get("by", choice.options.get(UNNAMED) if name in _POLICIES.names() else None)
+    if isinstance(by, str | Choice) and (score := as_choice(by).name) != scores.OWN:
+        _check_known(score, "score", SCORES.names())
+
+
+def _check_known(name: str, kind: str, known: Sequence[str], hint: str = "") -> None:
+    """Raise UnknownNameError for a name that is not among `known`, PluginError for a user's file that is not there."""
     if refers_to_file(name):
         check_file(name)
-    elif name not in names():
-        raise UnknownNameError(name, "policy", names(), "see `perturbkv list policies`")
-    by = choice.options.get("by", choice.options.get(UNNAMED) if name in _POLICIES.names() else None)
-    if isinstance(by, str | Choice) and (score := as_choice(by).name) not in (scores.OWN, *SCORES.names()):
-        if not refers_to_file(score):
-            raise UnknownNameError(score, "score", SCORES.names())
-        check_file(score)
+    elif name not in known:
+        raise UnknownNameError(name, kind, known, hint)
 
 
 def _is_score(name: str) -> bool:
