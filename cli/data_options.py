@@ -29,9 +29,9 @@ def _completer(names: Callable[[], Iterable[str]]) -> Completer:
 
 def _dataset_names() -> list[str]:
     """Return the names of all data sets; imports their registry late, as only completion needs it."""
-    from perturbkv.datasets.dataset_registry import known
+    from perturbkv.datasets.dataset_registry import all_datasets
 
-    return [info.name for info in known()]
+    return [info.name for info in all_datasets()]
 
 
 def _policy_names() -> Iterable[str]:
@@ -134,7 +134,7 @@ class DataOptions:
         memory.check_address_space()
         sources.check_name(self.model, self.revision or "")
         for name in [self.dataset] if Path(self.dataset).is_file() else split_names(self.dataset):
-            prompts.check_request(name, **self.data_request())
+            prompts.resolve_options(name, **self.data_request())
             if dataset_registry.is_file(name):
                 jsonl.check_first_row(name)
 

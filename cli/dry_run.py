@@ -159,7 +159,7 @@ def describe(planned: Plan, folder: Path | None, shard: Shard | None = None) -> 
         "shard": _shard_document(shard, planned) if shard else None,
         "tokens_min": min(lengths),
         "tokens_max": longest,
-        "cut_samples": planned.prompts.cut,
+        "cut_samples": planned.prompts.cut_count,
         "scenario": run.scenario,
         "compressed_tokens_max": compressed,
         "steps": run.steps,

@@ -183,7 +183,7 @@ def _run(request: JsonRequest, sigterm: SigtermRecord) -> int:
             return _print_error(KeyboardInterrupt(), _INTERRUPTED_MESSAGE, sigterm.exit_code(INTERRUPTED), request)
         return _print_error(error, " ".join(str(error).split()), sigterm.exit_code(error.exit_code), request)
     except ModuleNotFoundError as error:
-        missing = MissingPackageError.of(error)
+        missing = MissingPackageError.from_error(error)
         return _print_error(missing, str(missing), missing.exit_code, request)
     except BrokenPipeError:
         raise  # nobody reads the output any more

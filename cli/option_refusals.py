@@ -18,7 +18,7 @@ from perturbkv.cli.data_options import DataOptions
 from perturbkv.configs import option as numbers
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import NEEDS as ENGINES_OF_OPTION
-from perturbkv.configs.resources import engine_options
+from perturbkv.configs.resources import engines_with_option
 from perturbkv.configs.selections import STAGED
 from perturbkv.errors import ConfigError
 from perturbkv.selection import grid
@@ -75,7 +75,9 @@ def _uses_data_option(option: str) -> Callable[[DataOptions, EvictionConfig], bo
 
 def _engine_need(option: str) -> Need:
     """Return the condition that --engine is an engine which uses this option of parallel workers."""
-    return Need(lambda run, config: getattr(run, "engine", "") in ENGINES_OF_OPTION[option], engine_options(option))
+    return Need(
+        lambda run, config: getattr(run, "engine", "") in ENGINES_OF_OPTION[option], engines_with_option(option)
+    )
 
 
 NEEDS: Mapping[str, Need] = {
@@ -90,7 +92,7 @@ NEEDS: Mapping[str, Need] = {
         lambda run, config: (
             "shard" in run.typed_options or getattr(run, "engine", "") in ENGINES_OF_OPTION["by_configs"]
         ),
-        f"--shard, or {engine_options('by_configs')}",
+        f"--shard, or {engines_with_option('by_configs')}",
     ),
     "protect_recent": Need(_protects_more_than_window, "more entries than the window, which always stays", each=True),
     **{name: _engine_need(name) for name in ("workers", "ray_address", "cpus_per_worker", "timeout_per_sample")},

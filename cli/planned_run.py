@@ -249,10 +249,10 @@ def plan_all(
 
     Raises PerturbkvErrors, those for the request of a data set first.
     """
-    from perturbkv.datasets.prompts import check_request
+    from perturbkv.datasets.prompts import resolve_options
 
     for run in runs:
-        check_request(run.dataset, **run.data_request(metric))
+        resolve_options(run.dataset, **run.data_request(metric))
     plans: list[Plan] = []
     for run in runs:
         opened = plans[0].files if plans else files
@@ -284,7 +284,7 @@ def plan(
         raise ConfigError("expected --output with --shard, got none; name the place that all shards of the run share")
     from perturbkv.cache import entries
     from perturbkv.configs.run import Settings
-    from perturbkv.datasets.prompts import check_request
+    from perturbkv.datasets.prompts import resolve_options
     from perturbkv.engines import engine_choice
     from perturbkv.models.loading import open_model, pick_dtype
     from perturbkv.pipeline.run.plan import Placement
@@ -294,13 +294,13 @@ def plan(
     from perturbkv.selection.policies import registry as policies
     from perturbkv.selection.resolved_config import resolve
 
-    check_request(options.dataset, **options.data_request(metric))
+    resolve_options(options.dataset, **options.data_request(metric))
     resources, device = options.resources, engine_choice.pick_run_device(options.engine_config, options.device)
     placement = Placement(pick_dtype(options.dtype, device), device, options.device_map)
     value_norms.check_kernel(resources.norm_kernel, device)
     files = files or open_model(options.model, options.seed, options.revision or "")
     entries.check_positions(map(resolve, configs), files.config, files.name)
-    needed = [config.policy.name for config in configs if policies.info(config.policy.name).needs_scores]
+    needed = [config.policy.name for config in configs if policies.policy_class(config.policy.name).needs_scores]
     scores = head_scores.read_required(
         options.head_scores, files.config, needed[0] if needed else None, compatibility.describe_compatible_choices()
     )

@@ -21,7 +21,7 @@ def main() -> None:
     try:
         from perturbkv.cli.main import main as run_command_line
     except ModuleNotFoundError as error:
-        missing = MissingPackageError.of(error)
+        missing = MissingPackageError.from_error(error)
         sys.stderr.write(f"error: {missing}\n")
         sys.exit(missing.exit_code)
     signal.signal(signal.SIGINT, previous)

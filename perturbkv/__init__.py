@@ -135,7 +135,7 @@ def __getattr__(name: str) -> Any:
         except ModuleNotFoundError as error:
             from perturbkv.errors import MissingPackageError
 
-            raise MissingPackageError.of(error) from error
+            raise MissingPackageError.from_error(error) from error
 
 
 def __dir__() -> list[str]:

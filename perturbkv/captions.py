@@ -88,7 +88,7 @@ def to_latex(text: str) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Return text of a figure as part of a sentence: on one line, its dots as semicolons."""
+    """Return text of a figure as part of a sentence: on one line, with semicolons for its middle dots."""
     return " ".join(text.split()).replace(" · ", "; ")
 
 
@@ -112,12 +112,15 @@ def panel_sentence(title: str, remarks: Iterable[str], names: Sequence[str] = ()
     more = "; ".join(dict.fromkeys(filter(None, map(_one_line, remarks))))
     colon = ": " in clauses + more
     whole = (", " if colon else ": ").join(filter(None, (clauses, more)))
-    first, *others = whole.split(": ")
-    return _begin(": ".join(filter(None, (first, " ".join(others)))), names, "For ")
+    first, *others = whole.split(": ")  # the first of several colons stays
+    return _begin_sentence(": ".join(filter(None, (first, " ".join(others)))), names, "For ")
 
 
-def _begin(text: str, names: Sequence[str], before_a_name: str = "") -> str:
-    """Return a sentence that begins with a capital; one that begins with a name or symbol, after `before_a_name`."""
+def _begin_sentence(text: str, names: Sequence[str], before_a_name: str = "") -> str:
+    """Return a text as a sentence: with a capital first, or after `before_a_name` where a name or symbol comes first.
+
+    `names` are words that are never capitalised.
+    """
     word = re.split(r"[\s,:;]", text, maxsplit=1)[0]
     if not text or not text[0].isalpha() or text[0].isupper():
         return text
@@ -154,13 +157,13 @@ class CaptionedFigure(Figure):
     def caption(self) -> str:
         """The conclusion, else the headline, then panels with a remark, and notes, as one paragraph of plain text."""
         conclusion = " ".join(self.conclusion.split())
-        first = _begin(conclusion, self.names) if 0 < len(conclusion) <= _LONG else self.headline
+        first = _begin_sentence(conclusion, self.names) if 0 < len(conclusion) <= _LONG else self.headline
         remarks: dict[Axes, list[str]] = {}
         for axes, remark in self.remarks:
             remarks.setdefault(axes, []).append(remark)
-        panels = [panel_sentence(self._title(axes), said, self.names) for axes, said in remarks.items()]
-        said = [first, *(_begin(_one_line(text), self.names) for text in (self.subtitle, *panels))]
-        notes = [_begin(_one_line(self._name_marks(note, said)), self.names) for note in self.notes]
+        panels = [panel_sentence(self._title(axes), texts, self.names) for axes, texts in remarks.items()]
+        said = [first, *(_begin_sentence(_one_line(text), self.names) for text in (self.subtitle, *panels))]
+        notes = [_begin_sentence(_one_line(self._name_marks(note, said)), self.names) for note in self.notes]
         sentences = [sentence.rstrip(".;") for sentence in dict.fromkeys([*said, *notes])]
         return " ".join(sentence if sentence[-1] in "?!" else f"{sentence}." for sentence in sentences if sentence)
 

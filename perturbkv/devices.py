@@ -48,22 +48,28 @@ def full_precision() -> Iterator[None]:
             library.fp32_precision = precision
 
 
-def send(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a tensor on a device; a copy to a GPU is asynchronous, one from it is complete, as it may be read."""
+def copy_to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a tensor on a device, as `dtype` if one is given; the tensor itself where it is so already.
+
+    A copy to a GPU is asynchronous. The host waits for a copy from one, whose numbers it may read at once.
+    """
     return tensor.to(device, dtype, non_blocking=device.type != "cpu")
 
 
 def to_device(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Return numbers as a tensor on a device; a copy to a GPU is asynchronous."""
-    return send(torch.tensor(numbers, dtype=dtype), device)
+    """Return numbers, or nested lists of them, as a new tensor on a device; the copy to a GPU is asynchronous.
+
+    `dtype` is torch's own choice where it is None.
+    """
+    return copy_to_device(torch.tensor(numbers, dtype=dtype), device)
 
 
-def on_first_device(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return tensors from several devices on the first one's."""
+def move_to_first_device(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the tensors, of which there is at least one, all on the device of the first."""
     found = list(tensors)
-    return [send(tensor, found[0].device) for tensor in found]
+    return [copy_to_device(tensor, found[0].device) for tensor in found]
 
 
 def stack_on_device(device: torch.device, tensors: Iterable[Tensor], dim: int = 0) -> Tensor:
     """Return tensors from several devices, stacked along `dim` on one device."""
-    return torch.stack([send(tensor, device) for tensor in tensors], dim=dim)
+    return torch.stack([copy_to_device(tensor, device) for tensor in tensors], dim=dim)

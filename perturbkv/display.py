@@ -37,7 +37,7 @@ class Table:
         from rich.text import Text
 
         numbers = sum(heading.startswith("#") for heading in self.columns)
-        gap = 0 if numbers > 4 and len(self.columns) > 6 else 1  # beside the box's own
+        gap = 0 if numbers > 4 and len(self.columns) > 6 else 1  # beside the box's own; a wide table has to fit
         table = RichTable(
             box=box.SIMPLE_HEAD, show_header=any(self.columns), show_edge=False, pad_edge=False, padding=(0, gap, 0, 0)
         )

@@ -98,8 +98,8 @@ class MissingPackageError(PerturbkvError, ModuleNotFoundError):
         super().__init__(message, name=module)
 
     @classmethod
-    def of(cls, error: ModuleNotFoundError) -> MissingPackageError:
-        """Return the error in one line; raise `error` itself where a module of this package is missing."""
+    def from_error(cls, error: ModuleNotFoundError) -> MissingPackageError:
+        """Return the error for the missing module of `error`; raise `error` itself where none of another package is."""
         module = error.name or ""
         if module.partition(".")[0] in ("", "perturbkv"):
             raise error

@@ -39,19 +39,25 @@ def encode_masks(masks: Bytes, counts: Counts) -> tuple[Bytes, Counts]:
 
 
 def decode_positions(code: Bytes, tokens: int) -> NDArray[np.int32]:
-    """Return the ascending positions (kept_entry,) of one kept set."""
+    """Return the ascending positions (kept_entry,) of one kept set, of a prompt of `tokens` tokens."""
     if len(code) == mask_bytes(tokens):
         return np.flatnonzero(np.unpackbits(code, count=tokens)).astype(np.int32)
     return np.cumsum(_decode_leb128(code), dtype=np.int32)
 
 
 def decode_masks(codes: Bytes, offsets: Counts, lengths: Counts, tokens: int) -> NDArray[np.bool_]:
-    """Return the boolean masks (set, key) of kept sets of one prompt, from codes at `offsets`."""
+    """Return the boolean masks (set, key) of kept sets of one prompt of `tokens` tokens.
+
+    `offsets` and `lengths` (set,) say where each set's code lies in `codes`.
+    """
     return np.unpackbits(_bit_masks(codes, offsets, lengths, tokens), axis=1, count=tokens).view(bool)
 
 
 def digests(codes: Bytes, offsets: Counts, lengths: Counts, counts: Counts) -> Counts:
-    """Return a 64-bit BLAKE2b digest of every code, 0 for a missing code; equal kept sets have equal digests."""
+    """Return a 64-bit BLAKE2b digest of every code, in the shape of `offsets`; equal kept sets have equal digests.
+
+    0 for a missing code: one without bytes, whose kept set has entries by `counts`.
+    """
     slices, of_set = np.unique(np.stack([offsets.reshape(-1), lengths.reshape(-1)]), axis=1, return_inverse=True)
     raw = [
         blake2b(codes[begin : begin + length].tobytes(), digest_size=8).digest() for begin, length in slices.T.tolist()
@@ -92,10 +98,10 @@ def _position_gaps(masks: Bytes, chosen: Counts) -> tuple[Counts, Counts]:
     content = masks[chosen].reshape(-1)
     filled = np.flatnonzero(content)
     bit = np.flatnonzero(np.unpackbits(content[filled]))
-    index = filled[bit >> 3] * 8 + (bit & 7)
+    index = filled[bit >> 3] * 8 + (bit & 7)  # of each kept entry, in bits, with all masks one after the other
     row = index // (8 * size)
     gaps = np.diff(index, prepend=0)
-    first = np.flatnonzero(np.diff(row, prepend=-1))
+    first = np.flatnonzero(np.diff(row, prepend=-1))  # the first entry of each set, whose gap is its position
     gaps[first] = index[first] % (8 * size)
     return chosen[row], gaps
 
@@ -111,11 +117,11 @@ def _leb128_bytes(gaps: Counts) -> Counts:
 def _write_gaps(rows: Bytes, of_set: Counts, gaps: Counts, widths: Counts) -> None:
     """Write gaps in LEB128 to the start of the rows of their sets; `of_set`: the set of every gap, ascending."""
     ends = np.cumsum(widths)
-    first = np.flatnonzero(np.diff(of_set, prepend=-1))
+    first = np.flatnonzero(np.diff(of_set, prepend=-1))  # the first gap of each set
     begins = ends - widths
     at = begins - np.repeat(begins[first], np.diff(first, append=len(of_set)))
     for byte in range(int(widths.max(initial=0))):
-        has, more = widths > byte, widths > byte + 1
+        has, more = widths > byte, widths > byte + 1  # 7 bits a byte; the eighth says that another follows
         rows[of_set[has], at[has] + byte] = ((gaps >> 7 * byte) & 127 | more << 7)[has]
 
 

@@ -87,7 +87,10 @@ def check_address_space() -> None:
 
 
 def check(needed: int, device: torch.device, what: str, instead: str) -> None:
-    """Raise NoMemoryError unless `needed` bytes are free; `what` names their user, `instead` gives advice."""
+    """Raise NoMemoryError unless `needed` bytes are free on the device.
+
+    `what` begins the message, such as "the weights need"; `instead` ends it with advice.
+    """
     available = free_bytes(device)
     if needed > available:
         raise NoMemoryError(

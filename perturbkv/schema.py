@@ -37,15 +37,15 @@ class Variable:
     @property
     def axes(self) -> tuple[str, ...]:
         """The variable's axes in a trace: `sample` first, unless samples are concatenated along one axis."""
-        return self.dims if self.in_rows else ("sample", *self.dims)
+        return self.dims if self.is_concatenated else ("sample", *self.dims)
 
     @property
     def is_large(self) -> bool:
         """True for positions, text and raw outputs, which may be larger than memory should hold."""
-        return self.raw or self.in_rows or self.dtype == "str"
+        return self.raw or self.is_concatenated or self.dtype == "str"
 
     @property
-    def in_rows(self) -> bool:
+    def is_concatenated(self) -> bool:
         """True if the values of all samples are concatenated along one axis, instead of stacked by sample."""
         return not ROWS.keys().isdisjoint(self.dims)
 
@@ -300,9 +300,14 @@ STORED = {**VARIABLES, **FLAGS}
 
 
 def least_bytes(sizes: Mapping[str, int], names: set[str]) -> int:
-    """Return a lower bound of a trace file's bytes: those of its prompts' tokens, which are uncompressed."""
+    """Return a lower bound of a trace file's bytes: those of its prompts' tokens, which are uncompressed.
+
+    `sizes` are the lengths of its axes, `names` those of its variables. Codes of kept sets are compressed.
+    """
     variables = [
-        variable for name, variable in VARIABLES.items() if name in names and variable.in_rows and name != "kept_code"
+        variable
+        for name, variable in VARIABLES.items()
+        if name in names and variable.is_concatenated and name != "kept_code"
     ]
     return sum(
         math.prod(sizes[axis] for axis in variable.axes) * np.dtype(variable.dtype).itemsize for variable in variables

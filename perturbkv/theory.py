@@ -59,7 +59,7 @@ def log_total(
     scale: float,
     sinks: Float[Tensor, " head"] | None = None,
 ) -> Float[Tensor, " head"]:
-    """Return log Z per head: the log-sum-exp of its logits, the sink's included."""
+    """Return log Z per head, the logarithm of the softmax's denominator: log-sum-exp of its logits, the sink's too."""
     total = decode_logits(query, key, scale).logsumexp(dim=-1)
     return total if sinks is None else torch.logaddexp(total, sinks.to(WORK))
 
@@ -72,9 +72,10 @@ def attention_output(
     sinks: Float[Tensor, " head"] | None = None,
     present: Bool[Tensor, "kv_head key"] | None = None,
 ) -> Float[Tensor, "head d_head"]:
-    """Return Σ A V over the given entries, with A the softmax over these entries alone.
+    """Return Σ A V over the given entries, with A the softmax over these entries, and the sinks, alone.
 
-    For quantised entries the evicted weights A' are not a renormalised part of the full A, so they are computed anew.
+    Keys that are not `present` take no part. It serves entries that are stored in few bits: their weights are no
+    renormalised part of the full A.
     """
     weights, _ = decode_weights(query, key, scale, sinks, present)
     return weighted_sums(weights.unsqueeze(0), value)[0]

@@ -182,16 +182,16 @@ class Trace:
         """
         counts = self._complete_values("kept_count")
         digests = self._complete_values(DIGEST) if DIGEST in self.arrays else np.zeros_like(counts)
-        if KEPT[2] in self.arrays:
-            offsets, lengths = (self._complete_values(name) for name in KEPT[:2])
-            computed = kept_codec.digests(np.asarray(self.arrays[KEPT[2]]), offsets, lengths, counts)
+        if "kept_code" in self.arrays:
+            offsets, lengths = self._complete_values("kept_offset"), self._complete_values("kept_length")
+            computed = kept_codec.digests(np.asarray(self.arrays["kept_code"]), offsets, lengths, counts)
             digests = np.where(lengths > 0, computed, digests)
         if ((digests == 0) & (counts > 0)).any():
             raise TraceError(self._no_positions_message())
         return np.asarray(np.where(counts > 0, digests, 0), dtype=np.int64)
 
     def missing_positions_message(self) -> str:
-        """Return the command that records kept positions if a complete sample lacks them, else ''."""
+        """Return the message that says how to record kept positions if a complete sample lacks them, else ''."""
         try:
             self._codes_at((self.ok,))
         except TraceError as error:
@@ -279,10 +279,14 @@ class Trace:
 
     def _codes_at(self, index: tuple[Any, ...]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
         """Return the codes of all kept sets, and the code offsets and lengths at an index. Raises TraceError."""
-        stored = [self.arrays[name][index] for name in (*KEPT[:2], "kept_count") if name in self.arrays]
-        if len(stored) < 3 or ((stored[1] == 0) & (stored[2] != 0)).any():
+        if not self.arrays.keys() >= {*KEPT, "kept_count"}:
             raise TraceError(self._no_positions_message())
-        return np.asarray(self.arrays["kept_code"]), np.asarray(stored[0]), np.asarray(stored[1])
+        offsets, lengths, counts = (
+            np.asarray(self.arrays[name][index]) for name in ("kept_offset", "kept_length", "kept_count")
+        )
+        if ((lengths == 0) & (counts != 0)).any():
+            raise TraceError(self._no_positions_message())
+        return np.asarray(self.arrays["kept_code"]), offsets, lengths
 
     def _complete_values(self, name: str) -> NDArray[np.int64]:
         """Return a variable of the complete samples, as int64."""
@@ -309,7 +313,7 @@ class Trace:
 
     def _repr_html_(self) -> str:
         """Return the trace's title and a table of its variables as HTML for a notebook."""
-        small = [name for name in self.arrays if not VARIABLES[name].in_rows and not VARIABLES[name].raw]
+        small = [name for name in self.arrays if not VARIABLES[name].is_concatenated and not VARIABLES[name].raw]
         rows = [
             (name, " ".join(VARIABLES[name].dims), "×".join(map(str, self.arrays[name].shape)), VARIABLES[name].units)
             for name in small
@@ -332,7 +336,7 @@ def sample_arrays(read: Callable[[str, Any], Any], names: Iterable[str], index: 
         chosen = [name for name in chosen if name not in TEXT]
     if "expected_answers" in chosen and not str(read("expected_answers", index)):
         chosen = [name for name in chosen if name not in ANSWER_TEXT]
-    rows = {name: VARIABLES[name].dims[0] for name in chosen if VARIABLES[name].in_rows}
+    rows = {name: VARIABLES[name].dims[0] for name in chosen if VARIABLES[name].is_concatenated}
     begin_and_end = {axis: _sample_rows(read, *ROWS[axis], index) for axis in set(rows.values())}
     for name in chosen:
         arrays[name] = np.asarray(read(name, begin_and_end[rows[name]] if name in rows else index))
@@ -344,20 +348,27 @@ def sample_arrays(read: Callable[[str, Any], Any], names: Iterable[str], index: 
 
 
 def _sample_rows(read: Callable[[str, Any], Any], offset: str, count: str, index: int) -> slice:
-    """Return the slice of one sample along a concatenated axis, given the variables of offset and count."""
+    """Return the slice of one sample along a concatenated axis; empty where it has no entries there.
+
+    `offset` and `count` name the variables that say where its entries are.
+    """
     offsets, counts = (np.asarray(read(name, index)) for name in (offset, count))
     used = counts > 0
     return slice(int(offsets[used].min()), int((offsets + counts)[used].max())) if used.any() else slice(0, 0)
 
 
 def _matches(config: EvictionConfig, choices: Mapping[str, Any]) -> bool:
-    """Return whether a configuration has the chosen values; for a list, whether it has a value in the list."""
-    values, texts = config.flat(), {name: str(getattr(config, name)) for name in CHOICES}
-    return all(
-        name in values
-        and any(_plain_value(value) in (values[name], texts.get(name, values[name])) for value in _as_values(wanted))
-        for name, wanted in choices.items()
-    )
+    """Return whether a configuration has each of the chosen values, or one of a list of values.
+
+    A choice is a field's or option's value by `EvictionConfig.flat`; a field it lacks matches nothing.
+    """
+    values = config.flat()
+    texts = {name: str(getattr(config, name)) for name in CHOICES}  # with their options: `adakv(floor=0.1)`
+    for name, wanted in choices.items():
+        own = (values[name], texts.get(name, values[name])) if name in values else ()
+        if not any(_plain_value(value) in own for value in _as_values(wanted)):
+            return False
+    return True
 
 
 def _as_values(choice: Any) -> Iterable[Any]:
@@ -433,13 +444,16 @@ def _empty_array(name: str, sizes: Mapping[str, int]) -> NDArray[Any]:
 
 
 def write_sample(arrays: Arrays, index: int, sample: SampleTrace, filled: dict[str, int]) -> None:
-    """Write a sample's arrays at `index`; concatenated axes continue after `filled` entries, which is updated."""
+    """Write a sample's arrays at `index`, and after `filled` entries along each concatenated axis.
+
+    `filled` maps these axes to the entries that are written, and is updated.
+    """
     if "steps_measured" in arrays:
         arrays["steps_measured"][index] = sample.sizes()["step"]  # unless the sample has the variable itself
     sizes = sample.sizes()
     offsets = {ROWS[axis][0]: axis for axis in ROWS if axis in sizes}
     for name, array in sample.arrays.items():
-        if VARIABLES[name].in_rows:
+        if VARIABLES[name].is_concatenated:
             begin = filled[VARIABLES[name].dims[0]]
             arrays[name][begin : begin + len(array)] = array
         elif name in offsets:

@@ -119,7 +119,7 @@ def _is_shell_pipe(path: Path) -> bool:
 def parse_json(text: str, finite: bool = True) -> Any:
     """Return the value of a JSON text. Raises ValueError with a short message for invalid text.
 
-    `finite`: whether NaN and infinities, which Python writes into JSON, are invalid.
+    `finite`: whether NaN and infinities are invalid, which no standard has and Python writes into JSON.
 
     Python's own parser takes the last of equal keys in an object, accepts NaN and Infinity, makes infinity of 1e999,
     and its errors for deep or long texts do not help a user.

@@ -233,7 +233,7 @@ def control(baseline: EvictionConfig, config: EvictionConfig, selection: str) ->
         return None
     scored = selection == "attention"  # random entries have no pooling, and no scores that a group reduces
     stages = {name: value for name, value in baseline.selection.shown_options.items() if name in ("alpha", "split")}
-    grouping = baseline.granularity.without(["product"] if scored else ["product", "reduce"])
+    grouping = baseline.granularity.drop(["product"] if scored else ["product", "reduce"])
     return EvictionConfig(
         config.budget,
         Choice(BASELINE[0], baseline.policy.shown_options if scored else {}),

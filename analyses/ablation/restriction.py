@@ -70,7 +70,7 @@ def restriction_text(config: EvictionConfig) -> str:
     How scores are combined is not part of it, unless sets are joined by union.
     """
     dropped = ["product"] if reduction(config.granularity) == UNION else ["reduce", "product"]
-    return str(config.granularity.without(dropped))
+    return str(config.granularity.drop(dropped))
 
 
 def settings(trace: Trace, step: int = 0) -> tuple[RestrictionSetting, ...]:

@@ -112,7 +112,7 @@ def _all_methods(run: RunOptions) -> list[str]:
     """
     from perturbkv.selection.policies import registry
 
-    known = [policy for policy in registry.known() if policy.name != "random"]
+    known = [policy for policy in registry.all_policies() if policy.name != "random"]
     fitting = [policy.name for policy in known if _can_run(run, policy)]
     if unfit := [policy.name for policy in known if policy.name not in fitting]:
         why = "left out, as it evicts nothing, or needs head scores, another cache or another granularity"
@@ -140,7 +140,7 @@ def _with_selection(method: str) -> str:
 
     if len(split_policy_and_selection(method)) > 1:
         return method
-    return f"{method}:{registry.info(parse(method).name).selections[0]}"
+    return f"{method}:{registry.policy_class(parse(method).name).selections[0]}"
 
 
 def _ingredient_configs(run: RunOptions) -> tuple[EvictionConfig, ...]:
@@ -150,7 +150,7 @@ def _ingredient_configs(run: RunOptions) -> tuple[EvictionConfig, ...]:
     alphas = run.alpha or list(_ALPHAS)
     configs: list[EvictionConfig] = []
     for granularity in map(as_choice, run.granularity or ["query", "kv"]):
-        plain = granularity.without(["product"])
+        plain = granularity.drop(["product"])
         wanted = dataclasses.replace(run, granularity=[str(plain)])
         configs += dataclasses.replace(wanted, alpha=run.alpha and run.alpha[:1]).configs(_UNSTAGED)
         configs += dataclasses.replace(wanted, alpha=alphas).configs(_STAGED)

@@ -171,14 +171,16 @@ def datasets(
 
 def _list_datasets(as_json: bool) -> None:
     """Print all data sets."""
-    from perturbkv.datasets.dataset_registry import known
+    from perturbkv.datasets.dataset_registry import all_datasets
 
     if as_json:
         console.print_json({"datasets": [
-            {"name": row.name, "kind": row.kind, "summary": row.summary, "needs": row.needs} for row in known()
+            {"name": row.name, "kind": row.kind, "summary": row.summary, "needs": row.needs} for row in all_datasets()
         ]})  # fmt: skip
         return
-    console.print_table("datasets", ["name", "kind", "what"], [(row.name, row.kind, row.summary) for row in known()])
+    console.print_table(
+        "datasets", ["name", "kind", "what"], [(row.name, row.kind, row.summary) for row in all_datasets()]
+    )
     console.say("perturbkv list datasets NAME tells what one needs, how it asks and how it is graded.")
 
 
@@ -190,7 +192,7 @@ def _describe_dataset(name: str, as_json: bool) -> None:
     if dataset_registry.is_file(name):
         describe_json_lines(Path(name), as_json)
         return
-    info = next(info for info in dataset_registry.known() if info.name == name)
+    info = next(info for info in dataset_registry.all_datasets() if info.name == name)
     document: dict[str, Any] = {"name": name, "kind": info.kind, "summary": info.summary, "needs": info.needs}
     wording = _wording(name)
     if as_json:

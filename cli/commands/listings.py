@@ -84,20 +84,20 @@ def _list_policies(as_json: bool) -> None:
     """Print all policies and selections, and their supported combinations."""
     from perturbkv.configs.selections import GIVEN, SELECTABLE
     from perturbkv.selection.compatibility import compatible_choices
-    from perturbkv.selection.policies.registry import known
+    from perturbkv.selection.policies.registry import all_policies
 
     if as_json:
         console.print_json({"policies": [
             {"name": row.name, "summary": row.summary_line(), "paper": row.paper, "budgets": row.budgets,
              "selections": list(row.selections), "caches": list(row.caches()),
              "options": _options_document(row.options())}
-            for row in known()
+            for row in all_policies()
         ]})  # fmt: skip
         return
     console.print_table(
         "policies",
         ["policy", "what, and its own options", "budgets"],
-        [(row.name, f"{row.summary_line()}\n({_own_options(row)})", row.budgets) for row in known()],
+        [(row.name, f"{row.summary_line()}\n({_own_options(row)})", row.budgets) for row in all_policies()],
     )
     combined = [(textwrap.fill(policies, _POLICIES_COLUMNS), *others) for policies, *others in compatible_choices()]
     console.print_table("what combines with what", ["policies", "selections", "cache"], combined)
@@ -143,7 +143,7 @@ def _describe_choice(text: str, as_json: bool) -> None:
         complete_choice(choice, f"'{choice.name}'", options)
         _show_choice(choice, others[choice.name], "", options, as_json)
     elif choice.name in registry.names() or refers_to_file(choice.name):
-        policy, choice = registry.info(choice.name), registry.name_first_argument(choice)
+        policy, choice = registry.policy_class(choice.name), registry.name_first_argument(choice)
         registry.build(choice)
         _show_choice(choice, policy.summary_line(), policy.paper, policy.options(), as_json)
     else:

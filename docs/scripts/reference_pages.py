@@ -81,7 +81,7 @@ def policy_page() -> str:
 
 
 def _all() -> list[type[Policy]]:
-    return list(registry.known())
+    return list(registry.all_policies())
 
 
 def _overview() -> str:

@@ -123,7 +123,7 @@ def make_plan(
     check_model(model)
     for config in chosen:
         compatibility.check(config, settings.cache)
-    needed = any(policies.info(config.policy.name).needs_scores for config in chosen)
+    needed = any(policies.policy_class(config.policy.name).needs_scores for config in chosen)
     scores = head_scores.from_rows(settings.head_scores, len(model.layers), model.heads) if needed else ()
     value_norms.check_kernel(resources.norm_kernel, model.device)
     files = ModelFiles.from_adapter(model)

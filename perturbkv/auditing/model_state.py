@@ -29,7 +29,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from perturbkv.auditing.evictions import FailedError
 from perturbkv.cache.external_cache import bits
-from perturbkv.configs.plugins import external_code, is_of_library
+from perturbkv.configs.plugins import external_code, is_library_file
 
 _PARTS = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
@@ -224,7 +224,7 @@ def _foreign_file(value: Any) -> str:
     if not inspect.isfunction(value) or value.__code__.co_filename.startswith("<"):  # some are generated
         return ""
     file = Path(value.__code__.co_filename)
-    return "" if is_of_library(file) else file.name
+    return "" if is_library_file(file) else file.name
 
 
 @torch.no_grad()

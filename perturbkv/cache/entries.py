@@ -22,7 +22,7 @@ from torch import Tensor
 
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.layer_types import FULL
-from perturbkv.devices import send, to_device
+from perturbkv.devices import copy_to_device, to_device
 from perturbkv.errors import ModelError
 from perturbkv.selection.page_selection import AnyGroup
 from perturbkv.theory import WORK
@@ -165,7 +165,7 @@ class KeptBatch:
 def lengths(layers: Sequence[Sequence[AnyGroup]], configs: int, device: torch.device) -> list[Lengths]:
     """Return each layer's numbers of kept entries for `configs` configurations, in one transfer from the device."""
     counts = [group.budgets.kept_entries for groups in layers for group in groups]
-    flat = torch.cat([send(count.flatten(), device) for count in counts]).tolist()
+    flat = torch.cat([copy_to_device(count.flatten(), device) for count in counts]).tolist()
     numbers = iter(flat)
     result = []
     for groups in layers:
@@ -311,7 +311,7 @@ def positions_before(ends: Sequence[int], lengths: Sequence[int], device: torch.
 def _angles(position: Int[Tensor, " kept"], frequencies: Tensor) -> Float[Tensor, "kept frequency"]:
     """Return the rotary angles in radians, rounded as in the model."""
     work = torch.promote_types(frequencies.dtype, torch.float32)
-    rounded = send(frequencies, position.device, work)
+    rounded = copy_to_device(frequencies, position.device, work)
     return (position.to(work).unsqueeze(-1) * rounded).to(WORK)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -70,14 +70,18 @@ class AlphaTable:
         """Mean of all shares."""
         return statistics.mean(share for row in self.shares for share in row)
 
-    def per_kept_set(self, layer: int | None, sets: int) -> tuple[float, ...]:
-        """Return α of each of the `sets` kept sets of a measured layer, counted from 0; None: of those of all layers.
+    def kept_set_shares(self, layer: int | None, sets: int) -> tuple[float, ...]:
+        """Return α of each of the `sets` kept sets of a layer.
 
         A kept set that heads or layers share has the mean of their α. The mean of equal shares is that share, bit for
         bit.
+
+        Args:
+            layer: index among the measured layers; None where all of them share their kept sets.
+            sets: number of kept sets, a divisor of the number of heads.
         """
         if layer is None:
-            by_layer = [self.per_kept_set(index, sets) for index in range(len(self.shares))]
+            by_layer = [self.kept_set_shares(index, sets) for index in range(len(self.shares))]
             return tuple(map(statistics.mean, zip(*by_layer, strict=True)))
         row = self.shares[0 if self.by == GLOBAL else layer]
         if len(row) == 1:
@@ -107,7 +111,10 @@ class AlphaTable:
 
     @classmethod
     def from_document(cls, document: Any, name: str) -> Self:
-        """Return the table in a JSON object written by `to_document`. Raises ConfigError for any other value."""
+        """Return the table in a JSON object of `to_document`, called `name`; a key `about` is passed over.
+
+        Raises ConfigError for any other value.
+        """
         if not isinstance(document, dict) or document.get("by") not in BY:
             got = type(document).__name__ if not isinstance(document, dict) else repr(document.get("by"))[:40]
             raise ConfigError(f'expected {{"by": "{"|".join(BY)}", "alpha": …, "layers": […]}} in {name}, got {got}')
@@ -163,19 +170,16 @@ class AlphaOption(Option):
 
 def _parse_rows(by: str, alpha: Any, name: str) -> tuple[tuple[float, ...], ...]:
     """Return the rows of `AlphaTable.shares` from JSON. Raises ConfigError for a wrong shape or type."""
-    kinds: Mapping[str, Callable[[], Any]] = {
-        GLOBAL: lambda: [[alpha]],
-        LAYER: lambda: [[share] for share in alpha],
-        HEAD: lambda: [list(row) if isinstance(row, list) else None for row in alpha],
-    }
-    rows = kinds[by]() if by == GLOBAL or isinstance(alpha, list) else None
-    if rows is None or not all(
-        row is not None and all(_is_number(int | float, share) for share in row) for row in rows
+    rows = [[alpha]] if by == GLOBAL else alpha
+    if by == LAYER and isinstance(alpha, list):
+        rows = [[share] for share in alpha]
+    if not isinstance(rows, list) or not all(
+        isinstance(row, list) and all(_is_number(int | float, share) for share in row) for row in rows
     ):
         raise ConfigError(f"expected alpha of {name} to be {_SHAPES[by]}, got {str(alpha)[:40]}")
     return tuple(tuple(map(float, row)) for row in rows)
 
 
 def _is_number(kind: Any, value: Any) -> bool:
-    """Return whether a value is a number of the type `kind`; excludes booleans and integers beyond 2**63."""
+    """Return whether a value is a number of the type `kind`; excludes booleans, NaN, and numbers from ±2**63 on."""
     return isinstance(value, kind) and not isinstance(value, bool) and abs(value) < 2**63

@@ -58,11 +58,14 @@ class CacheContents:
     copied: bool = True
 
     def unit_size(self, policy: Choice, granularity: Choice) -> int:
-        """Return the number of entries of a block or page. Raises ConfigError for an invalid one."""
+        """Return the number of entries of a block or page. Raises ConfigError for an invalid page size."""
         return int(granularity.options.get("block", 1))
 
     def row_entries(self, config: SizedConfig, tokens: int, heads: int, kv_heads: int) -> int:
-        """Return the entries of one layer that a row takes in memory, for a prompt of `tokens` tokens."""
+        """Return the number of entries of one layer that a row takes in memory, for a prompt of `tokens` tokens.
+
+        `heads` and `kv_heads` are the layer's numbers of query heads and of key/value heads.
+        """
         return (heads if config.granularity.name == "query" else kv_heads) * config.kept_entries(tokens)
 
 
@@ -82,7 +85,7 @@ class PagedCache(CacheContents):
         return size
 
     def row_entries(self, config: SizedConfig, tokens: int, heads: int, kv_heads: int) -> int:
-        """Return the entries that take as much memory as the bounds of all pages."""
+        """Return the number of pages before the tail: a page's bounds, two vectors, take the memory of one entry."""
         return kv_heads * config.blocks(tokens).full
 
 
@@ -98,7 +101,7 @@ class WholeCache(CacheContents):
     copied: bool = False
 
     def row_entries(self, config: SizedConfig, tokens: int, heads: int, kv_heads: int) -> int:
-        """Return the number of all entries."""
+        """Return the number of entries of one layer, all of which a row holds."""
         return kv_heads * tokens
 
 

@@ -59,8 +59,8 @@ class Choice:
         """Options in the printed form: all except those at their default."""
         return {name: value for name, value in self.options.items() if name not in (self.defaults or ())}
 
-    def without(self, names: Iterable[str]) -> Choice:
-        """Return the choice without the named options."""
+    def drop(self, names: Iterable[str]) -> Choice:
+        """Return the choice without the named options; names that it lacks change nothing."""
         removed = set(names)
         options = {name: value for name, value in self.options.items() if name not in removed}
         return Choice(self.name, options, None if self.defaults is None else self.defaults & options.keys())
@@ -90,8 +90,8 @@ def parse(text: str) -> Choice:
     Raises ConfigError that points at the first wrong character.
     """
     parser = _Parser(text)
-    choice = parser.choice()
-    parser.skip()
+    choice = parser.read_choice()
+    parser.skip_spaces()
     if parser.position < len(text):
         parser.refuse("nothing more")
     return choice
@@ -155,7 +155,7 @@ class _Parser:
     def __init__(self, text: str) -> None:
         self.text, self.position, self.depth = text, 0, 0
 
-    def skip(self) -> None:
+    def skip_spaces(self) -> None:
         """Skip spaces."""
         match = _SPACE.match(self.text, self.position)
         self.position = match.end() if match else self.position
@@ -169,27 +169,27 @@ class _Parser:
 
     def accept(self, letter: str) -> bool:
         """Skip spaces; consume `letter` if it comes next, and return whether it did."""
-        self.skip()
+        self.skip_spaces()
         if not self.text.startswith(letter, self.position):
             return False
         self.position += 1
         return True
 
-    def word(self, expected: str) -> str:
+    def read_word(self, expected: str) -> str:
         """Consume and return a bare word. Raises ConfigError, naming what was `expected`, if none comes next."""
-        self.skip()
+        self.skip_spaces()
         match = _NAME.match(self.text, self.position)
         if match is None:
             self.refuse(expected)
         self.position = match.end()
         return match.group()
 
-    def choice(self) -> Choice:
+    def read_choice(self) -> Choice:
         """Consume and return a choice: a name with optional options in brackets."""
-        name = self.word("a name")
-        return Choice(name, self.options()) if self.accept("(") else Choice(name)
+        name = self.read_word("a name")
+        return Choice(name, self.read_options()) if self.accept("(") else Choice(name)
 
-    def options(self) -> dict[str, Any]:
+    def read_options(self) -> dict[str, Any]:
         """Consume the options up to the closing bracket, and return name -> value."""
         self.depth += 1
         if self.depth > DEEPEST:
@@ -199,7 +199,7 @@ class _Parser:
             if options and not self.accept(","):
                 self.refuse("',' or ')'")
             start = self.position
-            name, value = self.option(first=not options)
+            name, value = self.read_option(first=not options)
             if name in options:
                 self.position = start
                 self.refuse(f"{name} once")
@@ -207,24 +207,24 @@ class _Parser:
         self.depth -= 1
         return options
 
-    def option(self, first: bool) -> tuple[str, Any]:
+    def read_option(self, first: bool) -> tuple[str, Any]:
         """Consume one option and return (name, value); the first may be without a name, and then gets `UNNAMED`."""
-        self.skip()
+        self.skip_spaces()
         start = self.position
-        value = self.value()
+        value = self.read_value()
         if isinstance(value, str) and self.accept("="):
-            return value, self.value()
+            return value, self.read_value()
         if not first:
             self.position = start
             self.refuse("option=value")
         return UNNAMED, value
 
-    def value(self) -> Any:
+    def read_value(self) -> Any:
         """Consume and return a value: a quoted text, a call or a bare word."""
-        self.skip()
+        self.skip_spaces()
         quoted = _QUOTED.match(self.text, self.position)
         if quoted:
             self.position = quoted.end()
             return quoted.group()[1:-1]
-        word = self.word("a value")
-        return Choice(word, self.options()) if self.accept("(") else _parse_word(word)
+        word = self.read_word("a value")
+        return Choice(word, self.read_options()) if self.accept("(") else _parse_word(word)

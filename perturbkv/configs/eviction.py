@@ -70,8 +70,8 @@ def check_fields(document: Mapping[str, Any]) -> None:
         **dict.fromkeys(("budget", "protect_first", "protect_recent"), int | float),
     }
     for name, kind in kinds.items():
-        value = document.get(name, "")
-        if name in document and (isinstance(value, bool) or not isinstance(value, kind)):
+        value = document.get(name, 0)  # a missing field has its default
+        if isinstance(value, bool) or not isinstance(value, kind):
             raise ConfigError(f"{name} of a configuration cannot be '{value}'")
 
 
@@ -161,7 +161,7 @@ class EvictionConfig:
             object.__setattr__(self, name, value)
         check_whole("window (--window)", self.window)
         check_number("window (--window)", self.window)
-        if self.window < (not self.is_external):
+        if self.window < (0 if self.is_external else 1):
             raise ConfigError(f"the window must hold at least 1 query, got {self.window}")
         self.cache_contents.unit_size(self.policy, self.granularity)
         if isinstance(self.budget.value, int):
@@ -194,7 +194,7 @@ class EvictionConfig:
             return (self.alpha,) * kept_heads
         sets = 1 if selections.shares_heads(self.granularity) else kept_heads
         shared = selections.shares_layers(self.granularity)
-        return self.alpha.per_kept_set(None if shared else layer, sets) * (kept_heads // sets)
+        return self.alpha.kept_set_shares(None if shared else layer, sets) * (kept_heads // sets)
 
     @property
     def euclidean(self) -> bool:
@@ -306,9 +306,9 @@ class EvictionConfig:
         raise BudgetError(msg)
 
     def allowed_entries(self, prompt_tokens: int) -> int:
-        """Return the maximum number of kept entries per head, of n prompt entries: min(b, n), and n where n ≤ w.
+        """Return the largest number of entries that a head may keep of the n of a prompt: min(b, n), or n where n ≤ w.
 
-        Where b counts bytes, as many entries as fit into them.
+        Where b counts bytes, it is the number of entries that fit into them.
 
         Raises BudgetError where n > w and b leaves nothing beyond what always stays.
         """
@@ -324,7 +324,7 @@ class EvictionConfig:
         Raises BudgetError likewise.
         """
         blocks = self.blocks(prompt_tokens)
-        return blocks.kept_entries(blocks.affordable(self.allowed_entries(prompt_tokens)))
+        return blocks.kept_entries(blocks.affordable_blocks(self.allowed_entries(prompt_tokens)))
 
     def label(self) -> str:
         """Return the unique, readable name of the configuration, the `config` coordinate of a trace."""
@@ -364,7 +364,7 @@ class EvictionConfig:
         return self._label_parts(every=False)
 
     def _label_parts(self, every: bool) -> Mapping[str, str]:
-        """Return the parts of a short name, made anew."""
+        """Compute what `label_parts` returns."""
         texts = {"policy": self.policy.name, "selection": self.selection.name, "budget": f"b={self.budget}"}
         texts |= {"alpha": f"a={self.alpha_text}", "window": f"w={self.window}"}
         pool, kernel = (self.policy.options.get(name, "") for name in ("pool", "kernel"))
@@ -374,7 +374,8 @@ class EvictionConfig:
         texts |= {"correction": self.correction.name} if every or self.corrected else {}
         for choice in (self.policy, self.selection, self.granularity, self.precision, self.correction):
             for name, value in (choice.options if every else choice.shown_options).items():
-                texts |= {} if name in (*texts, "kernel") else {name: f"{name}={value}"}
+                if name not in (*texts, "kernel"):  # the width is said with the pooling
+                    texts[name] = f"{name}={value}"
         protected = {name: getattr(self, name) for name in _PROTECTED_FIELDS}
         shown = {name: value for name, value in protected.items() if value or every}
         return texts | {name: f"{name.replace('_', '-')}={value}" for name, value in shown.items()}

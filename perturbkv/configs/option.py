@@ -32,7 +32,7 @@ def check_number(what: str, value: float, most: float = LARGEST) -> None:
 
 
 def check_whole(what: str, value: object) -> None:
-    """Raise ConfigError, which names `what`, for a value that is no whole number, such as 2.5 or True.
+    """Raise ConfigError, which names `what`, for a value that is no whole number, such as 2.5, None or True.
 
     NumPy's whole numbers are accepted.
     """
@@ -166,7 +166,7 @@ def complete_choice(choice: Choice, what: str, options: Mapping[str, Option]) ->
         name: option.convert(choice.options.get(name, option.default), name, what) for name, option in options.items()
     }
     defaults = frozenset(name for name, value in values.items() if value == options[name].default)
-    return Choice(choice.name, values, defaults).without(name for name in defaults if options[name].omitted)
+    return Choice(choice.name, values, defaults).drop(name for name in defaults if options[name].omitted)
 
 
 def _with_new_options(choice: Choice, options: Mapping[str, Option]) -> Choice:

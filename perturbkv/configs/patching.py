@@ -137,17 +137,17 @@ class PatchingConfig:
 
 
 def parse_layers(option: str, text: str) -> tuple[int, ...]:
-    """Return the layer numbers in a text such as `0,18-23`, ascending.
+    """Return the layer numbers in a text such as `0,18-23`, ascending and each once.
 
     Raises ConfigError, which names the option, for any other text.
     """
     layers: list[int] = []
     for item in text.split(","):
         match = _RANGE.fullmatch(item.strip())
-        ends = (0, -1) if match is None else (int(match[1]), int(match[2] or match[1]))
-        if ends[1] < ends[0]:
+        first, last = (0, -1) if match is None else (int(match[1]), int(match[2] or match[1]))
+        if last < first:  # no range at all, or one that runs backwards
             raise ConfigError(f"{option} takes layers, such as 0 or 0,18-23; got '{text}'")
-        layers += range(ends[0], ends[1] + 1)
+        layers += range(first, last + 1)
     return tuple(sorted(set(layers)))
 
 
@@ -242,14 +242,14 @@ class Game:
 
 
 def permutation_count(config: PatchingConfig, players: int) -> int | None:
-    """Return the number of random orders of the players to measure; None if all subsets are measured."""
+    """Return the number of random orders of the `players` players to measure; None if all subsets are measured."""
     if config.exact or (config.permutations is None and players <= EXACT):
         return None
     return PERMUTATIONS if config.permutations is None else config.permutations
 
 
 def greedy_count(config: PatchingConfig, players: int, samples: int) -> int:
-    """Return the number of players to add greedily.
+    """Return the number of the `players` players to add greedily; 0 where a single sample leaves none to judge.
 
     Raises ConfigError where it is requested and no sample is left to judge the choice.
     """

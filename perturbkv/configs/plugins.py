@@ -55,8 +55,8 @@ def check_class_file(name: str) -> None:
     _KIND.check(Path(name.rpartition(":")[0]))
 
 
-def is_of_library(file: Path) -> bool:
-    """Return whether a file is of Python, of an installed package or of this one."""
+def is_library_file(file: Path) -> bool:
+    """Return whether a file belongs to Python, to an installed package or to this one, and so not to the user."""
     return any(file.is_relative_to(folder) for folder in _library_folders())
 
 
@@ -86,7 +86,10 @@ def commands_for_signed(score: type) -> str:
 
 
 def class_digest(kind: type) -> str:
-    """Return a version digest of an external class: of its source file, or of its own source without a file."""
+    """Return a version digest of an external class: of its source file, or of its own source where it has no file.
+
+    Where no source is known, as of a class typed at a prompt, it is a digest of its methods' bytecode.
+    """
     path = inspect.getsourcefile(kind) if kind.__module__ not in ("__main__", None) else None
     try:
         source = Path(path).read_bytes() if path else inspect.getsource(kind).encode()
@@ -145,26 +148,26 @@ def _import_module(path: Path, stamp: tuple[int, int]) -> ModuleType:
 
 @contextlib.contextmanager
 def external_code(what: str, error: type[PerturbkvError] = PluginError) -> Iterator[None]:
-    """Run code that is not ours inside the block: whatever it raises is one line, and what it set is set back.
+    """Run code that is not ours inside the block: turn what it raises into one line, and set back what it set.
 
     Its output goes to stderr. An exception, `SystemExit` among them, becomes an `error` that begins with `what`; Ctrl-C
     passes, and errors of ours unless code of the user's led to them. Working directory, environment, warnings, random
     states, numpy's handling of errors, and torch's threads, default type, default device and choice of attention
     kernels are afterwards as before.
     """
-    with _process_state(), contextlib.redirect_stdout(sys.stderr):
+    with _restore_process_state(), contextlib.redirect_stdout(sys.stderr):
         try:
             yield
         except KeyboardInterrupt:
             raise
         except BaseException as raised:  # it may also exit, or raise an exception of its own kind
-            if isinstance(raised, PerturbkvError) and _raised_here(raised):
+            if isinstance(raised, PerturbkvError) and _is_free_of_user_code(raised):
                 raise
             raise error(f"{what} {format_error(raised)}") from raised
 
 
-def make(kind: type[_Class], options: Mapping[str, Any], what: str) -> _Class:
-    """Return an object of a score or policy class with these options.
+def instantiate(kind: type[_Class], options: Mapping[str, Any], what: str) -> _Class:
+    """Return a new object of a score or policy class with these options.
 
     Raises PluginError, which begins with `what`, where a class that is not ours fails.
     """
@@ -174,20 +177,21 @@ def make(kind: type[_Class], options: Mapping[str, Any], what: str) -> _Class:
         return kind(**options)
 
 
-def _raised_here(error: BaseException) -> bool:
-    """Return whether code of ours raised an error, and no code of the user's called it."""
-    return all(is_of_library(Path(frame.filename)) for frame in traceback.extract_tb(error.__traceback__))
+def _is_free_of_user_code(error: BaseException) -> bool:
+    """Return whether an error passed through no code of the user's: every frame of its traceback is a library's."""
+    return all(is_library_file(Path(frame.filename)) for frame in traceback.extract_tb(error.__traceback__))
 
 
 @contextlib.contextmanager
-def _process_state() -> Iterator[None]:
+def _restore_process_state() -> Iterator[None]:
     """Restore after the block what external code can change in the process."""
     filters, numpy_errors = list(warnings.filters), np.geterr()
-    folder, environment, draws, numbers = os.getcwd(), dict(os.environ), random.getstate(), np.random.get_state()  # noqa: NPY002
+    folder, environment = os.getcwd(), dict(os.environ)
+    python_random, numpy_random = random.getstate(), np.random.get_state()  # noqa: NPY002
     torch: Any = sys.modules.get("torch")  # which code that reads traces does without
     if torch is not None:
-        drawn, kind, threads = torch.get_rng_state(), torch.get_default_dtype(), torch.get_num_threads()
-        device, kernels = torch.get_default_device(), [read() for read, _ in _torch_settings(torch)]
+        torch_random, dtype, threads = torch.get_rng_state(), torch.get_default_dtype(), torch.get_num_threads()
+        device, settings = torch.get_default_device(), [read() for read, _ in _torch_settings(torch)]
     try:
         yield
     finally:
@@ -197,21 +201,21 @@ def _process_state() -> Iterator[None]:
             os.environ.update(environment)
         warnings.filters[:] = filters  # type: ignore[index]
         np.seterr(**numpy_errors)
-        random.setstate(draws)
-        np.random.set_state(numbers)  # noqa: NPY002
+        random.setstate(python_random)
+        np.random.set_state(numpy_random)  # noqa: NPY002
         if torch is not None:
-            torch.set_rng_state(drawn)
-            torch.set_default_dtype(kind)
+            torch.set_rng_state(torch_random)
+            torch.set_default_dtype(dtype)
             if torch.get_default_device() != device:
                 torch.set_default_device(device)
             if torch.get_num_threads() != threads:
                 torch.set_num_threads(threads)
-            for (_, choose), chosen in zip(_torch_settings(torch), kernels, strict=True):
-                choose(chosen)
+            for (_, write), setting in zip(_torch_settings(torch), settings, strict=True):
+                write(setting)
 
 
 def _torch_settings(torch: Any) -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
-    """Return functions that read and set torch's attention kernels, precision of products, determinism, gradients."""
+    """Return (read, write) functions of torch's attention kernels, precision of products, determinism, gradients."""
     cuda, matmul = torch.backends.cuda, torch.backends.cuda.matmul
     return [
         (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),

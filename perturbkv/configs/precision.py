@@ -57,13 +57,14 @@ def stored_bits(precision: Choice, kept: int, window: int, d_head: int) -> int:
 def entries_in_bytes(precision: Choice, budget: int, window: int, most: int) -> int:
     """Return the number of entries, at most `most`, that fit into the bytes of `budget` 16-bit entries.
 
-    For a precision without `fill` it is the budget itself.
+    For a precision without `fill` it is the budget itself, or `most`. `window` of the entries are stored in 16 bits in
+    any precision.
     """
     d_head = int(precision.options.get("fill", 0))
     if not d_head:
         return min(budget, most)
     available = stored_bits(Choice(FULL), budget, window, d_head)
-    low, high = min(budget, window), most
+    low, high = min(budget, window), most  # of the search by halves: `low` entries fit
     while low < high:
         middle = (low + high + 1) // 2
         fits = stored_bits(precision, middle, window, d_head) <= available

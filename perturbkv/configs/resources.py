@@ -58,8 +58,15 @@ def parse_size(option: str, text: str) -> int:
 class Shape:
     """The sizes of a model that its memory depends on.
 
-    `itemsize` is in bytes per number of the caches. `layers` counts the measured layers; `sliding` counts the others,
-    whose cache holds at most `window` entries.
+    Attributes:
+        layers: number of measured layers.
+        heads, kv_heads: query heads and key/value heads of a layer.
+        d_head, d_model, d_mlp: sizes of a head, of the residual stream and of the MLP's inside.
+        vocab: size of the vocabulary.
+        itemsize: bytes per number of the caches.
+        weights_bytes: bytes of the weights.
+        sliding: number of the other layers, whose cache holds at most `window` entries.
+        window: entries of a sliding layer's window; 0 without such layers.
     """
 
     layers: int
@@ -107,9 +114,10 @@ class Shape:
         """
         tails = (self.layers + self.sliding) * self._layer_bytes(self.kv_heads * decoded)
         kept = self.kept_bytes(config, tokens)
-        copied = kept * _INDEX_BYTES // (2 * self.d_head * self.itemsize) if passing else int(kept * (1 + SLACK))
-        cached = copied if config.cache_contents.copied else kept
-        recorded = 3 * self.layers * self.d_model * self.itemsize
+        entry_bytes = 2 * self.d_head * self.itemsize
+        own = kept * _INDEX_BYTES // entry_bytes if passing else int(kept * (1 + SLACK))
+        cached = own if config.cache_contents.copied else kept
+        recorded = 3 * self.layers * self.d_model * self.itemsize  # queries, head outputs and hidden states
         logits = 4 * 8 * self.vocab  # a row's divergence in float64, and its terms
         return cached + tails + recorded * steps + logits
 
@@ -233,14 +241,17 @@ class Workers:
         for field in NEEDS:
             if getattr(self, field) not in (None, False) and self.engine not in NEEDS[field]:
                 raise ConfigError(
-                    f"{_option_name(field)} has no effect here: it needs {engine_options(field)}; leave it out"
+                    f"{_option_name(field)} has no effect here: it needs {engines_with_option(field)}; leave it out"
                 )
 
 
 def check_engine_values(
     name: str, workers: int | None, cpus_per_worker: int | None, timeout_per_sample: float | None
 ) -> None:
-    """Raise UnknownNameError or ConfigError for an engine option with a value that is invalid in any combination."""
+    """Raise UnknownNameError or ConfigError for a value of an engine's option that is invalid with every engine.
+
+    `name` is the engine's; the others are fields of `Workers`.
+    """
     if name not in ENGINES:
         raise UnknownNameError(name, "engine", ENGINES)
     _check_count("workers", workers)
@@ -251,8 +262,8 @@ def check_engine_values(
             raise ConfigError(f"{_option_name('timeout_per_sample')} takes seconds above 0, got {timeout_per_sample}")
 
 
-def engine_options(field: str) -> str:
-    """Return the engines that support the option `field`, as text: `--engine workers or --engine ray`."""
+def engines_with_option(field: str) -> str:
+    """Return the engines that the option `field` has an effect on, as text: `--engine workers or --engine ray`."""
     return " or ".join(f"--engine {name}" for name in NEEDS[field])
 
 

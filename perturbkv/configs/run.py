@@ -194,7 +194,8 @@ def _parse_fields(document: Any) -> dict[str, Any]:
 def _check_types(document: dict[str, Any]) -> None:
     """Raise ConfigError for an entry of a run's JSON with a wrong type."""
     for name, value in document.items():
-        if name in _TYPES and not isinstance(value, _TYPES[name]) or (isinstance(value, bool) != (name in _BOOLEANS)):
+        other_type = name in _TYPES and not isinstance(value, _TYPES[name])
+        if other_type or isinstance(value, bool) != (name in _BOOLEANS):  # a truth value is an int to Python
             raise ConfigError(f"{name} of a run cannot be '{value}'")
     numbers = [score for row in document.get("head_scores", ()) for score in row]
     if not all(isinstance(score, int | float) for score in numbers):
@@ -254,7 +255,10 @@ class Shard:
         return tuple(items[self.number - 1 :: self.count])
 
     def select(self, sample_ids: Sequence[str], configs: Sequence[_Item]) -> tuple[tuple[str, ...], tuple[_Item, ...]]:
-        """Return the ids of the shard's samples, and the configurations that the shard measures on each sample."""
+        """Return the ids of the shard's samples, and the configurations that the shard measures on each of them.
+
+        `sample_ids` and `configs` are those of the whole run; the shard has all of one and its share of the other.
+        """
         if self.by == "configs":
             return tuple(sample_ids), self.share(configs)
         return self.share(sample_ids), tuple(configs)

@@ -170,7 +170,7 @@ class Blocks:
         """Return the number of blocks before the tail that contain any of the most recent `entries` entries."""
         return max(0, -((self.tail - entries) // self.size))
 
-    def affordable(self, entries: int) -> int:
+    def affordable_blocks(self, entries: int) -> int:
         """Return the number of blocks besides the tail that fit a budget of `entries` entries."""
         return (entries - self.tail) // self.size
 
@@ -180,7 +180,7 @@ class Blocks:
 
 
 def max_protected_entries(first: int, recent: int, size: int) -> int:
-    """Return the maximum number of entries in the blocks that contain the `first` and the `recent` entries."""
+    """Return the most entries that blocks of `size` entries with the `first` first and `recent` last ones can hold."""
     return -(-first // size) * size + recent + size - 1
 
 

@@ -127,7 +127,7 @@ def register(info: DatasetInfo) -> None:
     _REGISTRY[info.name] = info
 
 
-def known() -> list[DatasetInfo]:
+def all_datasets() -> list[DatasetInfo]:
     """Return every registered dataset, in the order of registration."""
     return list(_REGISTRY.values())
 
@@ -148,7 +148,7 @@ def in_longbench(name: str) -> bool:
 
 
 def is_file(name: str) -> bool:
-    """Return whether a dataset's name is the path of a file."""
+    """Return whether a dataset's name is that of a file: one that is there, or any name of a .jsonl or .json file."""
     return name.endswith((".jsonl", ".json")) or Path(name).is_file()
 
 

@@ -203,20 +203,23 @@ def encode(sample: Sample, tokenizer: Tokenizer, *, chat_template: bool, max_tok
     if max_tokens is not None and max_tokens < 2:
         raise ConfigError(f"--max-tokens must be at least 2, got {max_tokens}")
     rendered = _render(sample, tokenizer, chat_template)
-    more = {"add_special_tokens": False} if chat_template else {}
+    more = {"add_special_tokens": False} if chat_template else {}  # a chat template has them in its text
     ids = tuple(tokenizer(rendered.text, **more)["input_ids"])
     question = len(ids) - _count_context_tokens(rendered, tokenizer, ids, more)
-    kept = cut_middle(ids, max_tokens)
+    kept, last = cut_middle(ids, max_tokens), len(ids)
     if len(kept) < len(ids):
         _check_question_fits(sample.id, question, len(kept), len(ids))
+        last = len(kept) - first_half(len(kept))
     tail = _template_tail(rendered, tokenizer, ids, more)
-    last = len(kept) - first_half(len(kept)) if len(kept) < len(ids) else len(ids)
+    tail_start, tail_stop = (
+        len(kept) - min(len(ids) - index, last) for index in (tail.start, tail.stop)
+    )  # after a cut
     around = tokenizer(rendered.template_text, **more)["input_ids"]
     control = _count_special_tokens(ids, tokenizer) - _count_special_tokens(around, tokenizer)
     return Prompt(
         sample.id, kept, len(ids) - len(kept), question, sample.answers, sample.task, sample.classes, control,
         shorten_middle(sample.prompt), chat_template, sample.metric,
-        range(len(kept) - min(len(ids) - tail.start, last), len(kept) - min(len(ids) - tail.stop, last)),
+        range(tail_start, tail_stop),
     )  # fmt: skip
 
 
@@ -341,7 +344,7 @@ def check_length(prompt: Prompt, positions: int, steps: int, length: int | None 
 def _length_hint(tokens: int, positions: int, steps: int, option: str, extra: int) -> str:
     """Return advice, for an error, on making a prompt of `tokens` and its decode steps fit the model's positions.
 
-    `option` sets a prompt's length, without `extra` tokens.
+    `option` sets a prompt's length, without `extra` tokens. A prompt has 2 tokens at least.
     """
     if positions - steps - extra >= 2:
         return f"use {option} {positions - steps - extra} or less"

@@ -15,15 +15,15 @@ Substitute = Callable[[str], Any]
 def run_file(path: Path, substitute: Substitute) -> dict[str, Any]:
     """Execute a Python file, suppressing its prints, and return its global names -> values.
 
-    Its bare `except:` is compiled as `except Exception:`, so that Ctrl-C and `NoEnd` end loops that retry forever.
-    Raises OSError, SyntaxError and ImportError as importing the file would.
+    `substitute` gives what it imports. Its bare `except:` is compiled as `except Exception:`, so that Ctrl-C and
+    `NoEnd` end loops that retry forever. Raises OSError, SyntaxError and ImportError as importing the file would.
     """
 
     def import_module(name: str, *more: Any) -> Any:
         module = substitute(name)
         return builtins.__import__(name, *more) if module is None else module
 
-    tree = ast.fix_missing_locations(_Stoppable().visit(ast.parse(path.read_text(encoding="utf-8"))))
+    tree = ast.fix_missing_locations(_BareExceptTransformer().visit(ast.parse(path.read_text(encoding="utf-8"))))
     file_builtins = {**vars(builtins), "__import__": import_module, "print": lambda *texts, **options: None}
     names: dict[str, Any] = {"__name__": path.stem, "__builtins__": file_builtins}
     exec(compile(tree, str(path), "exec", dont_inherit=True), names)
@@ -34,7 +34,7 @@ class NoEnd(BaseException):
     """Raised to end an endless loop; no subclass of `Exception`, which such loops catch."""
 
 
-class _Stoppable(ast.NodeTransformer):
+class _BareExceptTransformer(ast.NodeTransformer):
     """A transformer of source code that turns every bare `except:` into `except Exception:`."""
 
     def visit_ExceptHandler(self, node: ast.ExceptHandler) -> ast.AST:

@@ -56,7 +56,7 @@ class Row:
         value = self.fields.get(name, "")
         if not isinstance(value, str):
             raise self.refusal(f"expected `{name}` to be text, got {json_type(value)}")
-        return self.encodable(f"`{name}`", value)
+        return self.require_encodable(f"`{name}`", value)
 
     def texts(self, name: str) -> tuple[str, ...]:
         """Return a field that is a list of texts; empty if the row lacks the field."""
@@ -66,14 +66,14 @@ class Row:
         for value in values:
             if not isinstance(value, str):
                 raise self.refusal(f"expected `{name}` to be a list of texts, got {json_type(value)} in it")
-        return tuple(self.encodable(f"`{name}`", value) for value in values)
+        return tuple(self.require_encodable(f"`{name}`", value) for value in values)
 
-    def identity(self, name: str) -> str:
+    def id_text(self, name: str) -> str:
         """Return a text or integer field as text; the row's index if the field is missing or empty."""
         value = self.fields.get(name, "")
         if not isinstance(value, str | int) or isinstance(value, bool):
             raise self.refusal(f"expected `{name}` to be text or a whole number, got {json_type(value)}")
-        return self.encodable(f"`{name}`", str(value)) or str(self.index)
+        return self.require_encodable(f"`{name}`", str(value)) or str(self.index)
 
     def question(self) -> str:
         """Return the question: `question`, or LongBench's `input`. Raises DatasetError for two different ones."""
@@ -87,8 +87,8 @@ class Row:
     def sample_id(self) -> str:
         """Return the field `id`, else the row's index followed by LongBench's `_id`, which may repeat."""
         if "id" in self.fields:
-            return self.identity("id")
-        longbench_id = self.identity("_id") if self.fields.get("_id") not in (None, "") else ""
+            return self.id_text("id")
+        longbench_id = self.id_text("_id") if self.fields.get("_id") not in (None, "") else ""
         return f"{self.index}-{longbench_id}" if longbench_id else str(self.index)
 
     def sample(self, **fields: Any) -> Sample:
@@ -98,8 +98,8 @@ class Row:
         except DatasetError as error:
             raise self.refusal(error) from None
 
-    def encodable(self, name: str, value: str) -> str:
-        """Return the text of the field `name` unchanged. Raises DatasetError if UTF-8 cannot encode it."""
+    def require_encodable(self, name: str, value: str) -> str:
+        """Return a text unchanged. Raises DatasetError, which names the field `name`, if UTF-8 cannot encode it."""
         try:
             check_text(f"expected {name}", value)
         except DatasetError as error:
@@ -136,7 +136,7 @@ def _lines(text: str, where: str) -> Iterator[tuple[str, str]]:
 
 
 def check_first_row(name: str) -> None:
-    """Raise DatasetError for a file that is not there, and for a first row that is no JSON object with known fields.
+    """Raise DatasetError for a file that is not there, or whose first row is missing or no object with known fields.
 
     The other rows are not read, nor is a pipe, which can be read only once.
     """
@@ -174,6 +174,7 @@ def _check_fields(row: Row) -> None:
             if close
             else f"expected the fields {', '.join(FIELDS)}, got `{shown}`; take it out"
         )
+    # the first field of each way to say the prompt that the row takes
     given = [next(name for name in way if name in row.fields) for way in WAYS if row.fields.keys() & set(way)]
     if len(given) > 1:
         raise row.refusal(f"expected `{given[0]}` or `{given[1]}`, got both; leave one out")
@@ -187,7 +188,7 @@ _OF_LONGBENCH = ("dataset", "all_classes", "_id")
 
 
 def _check_effects(row: Row, way: str) -> None:
-    """Raise DatasetError, with file and line, for a field without effect in a row whose prompt `way` says."""
+    """Raise DatasetError, with file and line, for a field without effect in a row whose prompt is its field `way`."""
     idle = next((name for name in _OF_LONGBENCH if name in row.fields), None) if way in ("prompt", "messages") else None
     if idle:
         raise row.refusal(
@@ -224,7 +225,7 @@ def _chat_sample(row: Row) -> Sample:
     *earlier, last = messages
     _check_last_message(row, last)
     return row.sample(
-        id=row.identity("id"),
+        id=row.id_text("id"),
         context="".join(f"{message.text}\n\n" for message in earlier),
         question=last.text,
         answers=row.texts("answers"),
@@ -264,7 +265,7 @@ def _message(row: Row, index: int, value: Any) -> Message:
         raise row.refusal(f"expected `role`, `content` and `name` in message {index + 1}, got `{got}`; take it out")
     if not isinstance(text, str):
         raise row.refusal(f"expected the `content` of message {index + 1} to be text, got {json_type(text)}")
-    return Message(role, row.encodable(f"the content of message {index + 1}", text))
+    return Message(role, row.require_encodable(f"the content of message {index + 1}", text))
 
 
 def _check_last_message(row: Row, last: Message) -> None:
@@ -294,7 +295,10 @@ def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedData
 
 
 def longbench_sample(row: Row, dataset_wording: Wording) -> Sample:
-    """Return the sample of a row with LongBench's fields, with the prompt wording of its dataset."""
+    """Return the sample of a row with LongBench's fields, with the prompt wording of its dataset.
+
+    Raises DatasetError, with file and line, for a row without a context, or without the question that the wording has.
+    """
     missing = {"`context`": "context" not in row.fields}
     missing["`question` (or `input`)"] = dataset_wording.has_question and not {"question", "input"} & row.fields.keys()
     if name := next((name for name, lacks in missing.items() if lacks), None):
@@ -317,7 +321,7 @@ def longbench_sample(row: Row, dataset_wording: Wording) -> Sample:
 
 
 def _add_wording(row: Row, wordings: dict[str, Wording]) -> None:
-    """Add the wording of the LongBench dataset that a row names, if it does. Raises DatasetError."""
+    """Add to `wordings` the wording of the LongBench dataset that a row names, if any. Raises DatasetError."""
     if "dataset" not in row.fields or (name := row.text("dataset")) in wordings:
         return
     try:
@@ -343,7 +347,10 @@ def _metric(row: Row) -> str:
 
 
 def _checked_sample(row: Row, wordings: dict[str, Wording], seen: set[str]) -> Sample:
-    """Return a row's sample; its LongBench wording and its id are added. Raises DatasetError, with file and line."""
+    """Return a row's sample, and add its LongBench wording to `wordings` and its id to `seen`, those of rows before it.
+
+    Raises DatasetError, with file and line, for an invalid row and for an id that is seen already.
+    """
     _check_fields(row)
     _add_wording(row, wordings)
     sample = replace(_sample(row, wordings), metric=_metric(row))
@@ -359,7 +366,7 @@ def _sample(row: Row, wordings: Mapping[str, Wording]) -> Sample:
         return _chat_sample(row)
     if "prompt" in row.fields:
         return row.sample(
-            id=row.identity("id"),
+            id=row.id_text("id"),
             context=row.text("prompt"),
             answers=row.texts("answers"),
             answer_prefix=row.text("answer_prefix"),

@@ -78,7 +78,7 @@ _NUMBER = re.compile(r"\d[\d,]*")
 
 
 def exact_number(text: str, answers: Sequence[str]) -> float:
-    """Return 1 if the first number in a text, without thousands' commas, equals an answer, else 0.
+    """Return 1 if the first number in a text, without thousands' commas, equals an answer, else 0 (or without one).
 
     NaN where no answer is a number.
     """
@@ -123,7 +123,7 @@ class Metric:
     grade: Grade
 
 
-def metric(name: str) -> Metric | None:
+def find_metric(name: str) -> Metric | None:
     """Return the metric of a dataset, or of a name in `CHOICES`; None for an empty name.
 
     Raises DatasetError where a package is missing or of an unknown version.
@@ -131,7 +131,7 @@ def metric(name: str) -> Metric | None:
     if name in CHOICES:
         return Metric(name, CHOICES[name]())
     if name == "needle":
-        return metric("exact-number")
+        return find_metric("exact-number")
     if not name:
         return None
     if name.startswith(RULER_PREFIX):
@@ -147,11 +147,14 @@ def check_name(name: str) -> None:
         raise UnknownNameError(name, "metric", CHOICES)
 
 
-def check(grading: Metric, answers: Sequence[str], classes: Sequence[str], sample: str) -> None:
-    """Raise DatasetError if a metric cannot grade a sample, as its answers are unsuitable or a field is missing."""
+def check_gradable(metric: Metric, answers: Sequence[str], classes: Sequence[str], sample: str) -> None:
+    """Raise DatasetError if a metric cannot grade answers to a sample, by its accepted `answers` and its `classes`.
+
+    `sample` is the sample's id, for the message.
+    """
     needs = ""
     try:  # on an empty text, before a model is loaded
-        if math.isnan(grading.grade("", answers, classes)):
+        if math.isnan(metric.grade("", answers, classes)):
             needs = "answers that are numbers"
     except KeyError as error:
         needs = f"the field {error}"
@@ -159,7 +162,7 @@ def check(grading: Metric, answers: Sequence[str], classes: Sequence[str], sampl
         needs = "answers as LongBench writes them"
     if needs:
         got = " | ".join(answers)[:80]
-        raise DatasetError(f"sample '{sample}': the metric {grading.name} needs {needs}; got the answers '{got}'")
+        raise DatasetError(f"sample '{sample}': the metric {metric.name} needs {needs}; got the answers '{got}'")
 
 
 def _ignoring_classes(grade: Callable[[str, Sequence[str]], float]) -> Grade:
@@ -173,12 +176,12 @@ CHOICES: Mapping[str, Callable[[], Grade]] = {
     "rouge-l": lambda: _longbench_grade("get_rouge_with_score"),
     "exact-number": lambda: _ignoring_classes(exact_number),
 }
-"""Metrics for any accepted answers."""
+"""Name of a metric that suits any accepted answers -> function that returns how it grades one."""
 
 
 def _longbench_grade(name: str, until: Sequence[str] = ()) -> Grade:
     """Return a `Grade` by the lm-eval function `name`; the text is cut at the first of the markers `until`."""
-    function = _functions().get(name)
+    function = _grading_functions().get(name)
     if function is None:
         raise DatasetError(
             f"expected {name} in LongBench's metrics, as lm-eval 0.4.13 has it, got none; {wording.INSTALL}"
@@ -206,7 +209,7 @@ def _raised_recursion_limit() -> Iterator[None]:
 
 
 @functools.cache
-def _functions() -> dict[str, Any]:
+def _grading_functions() -> dict[str, Any]:
     """Return name -> grading function of lm-eval's LongBench file, executed without importing lm-eval.
 
     Raises DatasetError where the file or a package is missing.

@@ -46,7 +46,7 @@ def _split_sentences(paragraph: str) -> list[str]:
 
 
 def _is_plain(sentence: str) -> bool:
-    """Return whether a sentence is prose of 6 to 60 words, without code and digits."""
+    """Return whether a sentence is prose of 6 to 60 words, from a capital to a full stop, without code and digits."""
     words = sentence.split()
     return (
         6 <= len(words) <= 60

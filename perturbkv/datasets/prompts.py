@@ -61,7 +61,7 @@ class Prompts(Sequence[Prompt]):
         return [prompt.sample_id for prompt in self.prompts]
 
     @property
-    def cut(self) -> int:
+    def cut_count(self) -> int:
         """Number of prompts that were cut in the middle."""
         return sum(prompt.cut_tokens > 0 for prompt in self.prompts)
 
@@ -119,12 +119,13 @@ def load(
         data_dir: folder with the dataset's files.
         chat_template: None: where the tokenizer has one and the dataset uses one.
         max_tokens: a longer prompt is cut in the middle.
-        positions: those of the model, so that a longer --length is refused before prompts are made; None: unknown.
+        positions: number of positions of the model, so that a longer --length is refused before prompts are made; None
+            where it is not known.
         options: further fields of `DatasetOptions`.
 
     Raises UnknownNameError, DatasetError and ConfigError for invalid data.
     """
-    requested = check_request(name, samples=samples, lengths=lengths, depths=depths, data_dir=data_dir, **options)
+    requested = resolve_options(name, samples=samples, lengths=lengths, depths=depths, data_dir=data_dir, **options)
     if dataset_registry.uses_option(name, "lengths") and positions is not None:
         _check_length(name, max(requested.lengths), max_tokens, positions)
     loaded = dataset_registry.load(name, requested, tokenizer)
@@ -136,7 +137,7 @@ def load(
     return Prompts(prompts, name, loaded.options, chat_template, max_tokens, loaded.generation_length, requested.seed)
 
 
-def check_request(
+def resolve_options(
     name: str,
     *,
     samples: int | None = None,
@@ -145,9 +146,9 @@ def check_request(
     data_dir: Path | None = None,
     **options: Any,
 ) -> DatasetOptions:
-    """Return a dataset's options, with defaults as in `load`, after all checks possible without a tokenizer.
+    """Return a dataset's options, the defaults of `load` filled in, after every check that needs no tokenizer.
 
-    Raises UnknownNameError for a dataset that is not there, and as `DatasetOptions`.
+    Arguments are those of `load`. Raises UnknownNameError for a dataset that is not there, and as `DatasetOptions`.
     """
     dataset_registry.check_name(name)
     chosen: dict[str, Any] = {"lengths": tuple(lengths), "depths": tuple(depths), "data_dir": data_dir}
@@ -164,16 +165,18 @@ def _check_length(name: str, length: int, max_tokens: int | None, positions: int
     if min(length, max_tokens or length) > positions:
         raise DatasetError(
             f"a {name} prompt of {length:,} tokens is longer than the model's {positions} positions; use a shorter "
-            f"--length, such as {positions * 3 // 4}, or --max-tokens, which cuts its middle out"
+            f"--length, such as {positions * 3 // 4}, or --max-tokens, which cuts its middle out"  # room for an answer
         )
 
 
 def collect(prompts: Iterable[Prompt]) -> Prompts:
-    """Return prompts as `Prompts`; prompts from no dataset have their digests as options, and a number for no id.
+    """Return prompts as `Prompts`; those of a dataset are returned as they are.
+
+    Prompts from no dataset get a number where they have no id, and their digests become options for the trace.
 
     Raises DatasetError where only some prompts from no dataset use the chat template.
     """
-    collected = prompts if isinstance(prompts, Prompts) else Prompts(_number(tuple(prompts)))
+    collected = prompts if isinstance(prompts, Prompts) else Prompts(_fill_ids(tuple(prompts)))
     if collected.dataset != NO_DATASET:
         return collected
     digests = {prompt.sample_id: _digest(prompt) for prompt in collected}
@@ -182,8 +185,8 @@ def collect(prompts: Iterable[Prompt]) -> Prompts:
     )
 
 
-def _number(prompts: tuple[Prompt, ...]) -> tuple[Prompt, ...]:
-    """Return the prompts, those without an id with the first numbers, from 0, that are no id of the others."""
+def _fill_ids(prompts: tuple[Prompt, ...]) -> tuple[Prompt, ...]:
+    """Return the prompts with an id each: those without one get the first numbers, from 0, that are no other's id."""
     given = {prompt.sample_id for prompt in prompts}
     free = (number for number in map(str, itertools.count()) if number not in given)
     return tuple(prompt if prompt.sample_id else replace(prompt, sample_id=next(free)) for prompt in prompts)
@@ -203,7 +206,10 @@ def _uses_chat_template(prompts: Prompts) -> bool:
 
 
 def _digest(prompt: Prompt) -> str:
-    """Return a digest of all properties of a prompt on which results depend."""
+    """Return a digest of all properties of a prompt on which results depend.
+
+    A metric that is not chosen is left out, so that prompts of traces without that field have equal digests.
+    """
     names = [each.name for each in dataclasses.fields(prompt) if each.compare and each.name != "metric"]
     values = (*(getattr(prompt, name) for name in names), *([prompt.metric] if prompt.metric else []))
     return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
@@ -246,10 +252,10 @@ def metrics_of(prompts: Sequence[Prompt]) -> dict[str, Metric]:
     Raises DatasetError where a metric is not installed or cannot read a prompt's accepted answers.
     """
     answered = [prompt for prompt in prompts if prompt.grading]
-    by_name = {grading: metrics.metric(grading) for grading in {prompt.grading for prompt in answered}}
+    by_name = {grading: metrics.find_metric(grading) for grading in {prompt.grading for prompt in answered}}
     known = {grading: metric for grading, metric in by_name.items() if metric is not None}
     for prompt in answered:
-        metrics.check(known[prompt.grading], prompt.answers, prompt.classes, prompt.sample_id)
+        metrics.check_gradable(known[prompt.grading], prompt.answers, prompt.classes, prompt.sample_id)
     return known
 
 
@@ -269,7 +275,7 @@ def decode_answer(tokens: Sequence[int], decode: Decode) -> str:
     return decode(list(tokens), skip_special_tokens=True)
 
 
-def grade(text: str, prompt: Prompt, graded: Mapping[str, Metric]) -> float:
-    """Return the score of an answer to a prompt, 0 to 1; NaN where `graded` (name -> metric) lacks its metric."""
-    metric = graded.get(prompt.grading)
+def grade(text: str, prompt: Prompt, known: Mapping[str, Metric]) -> float:
+    """Return the score of an answer to a prompt, 0 to 1; NaN where `known` (name -> metric) lacks its metric."""
+    metric = known.get(prompt.grading)
     return metric.grade(text, prompt.answers, prompt.classes) if metric else math.nan

@@ -48,7 +48,7 @@ class RenderedPrompt:
         template_text: the chat template's text around that of the sample.
         message_end: number of characters before the chat template's text behind the last message; −1 where that text
             is not known, or there is none.
-        answer_start: number of characters before the answer prefix.
+        answer_start: number of characters before the answer prefix; −1 where there is no chat template.
     """
 
     text: str
@@ -72,7 +72,10 @@ def render_turn(prompt: str, tokenizer: Any) -> str:
 
 
 def turn_frame(tokenizer: Any) -> tuple[str, int]:
-    """Return the chat template's text around a user's turn, and the index at which the turn is inserted."""
+    """Return the chat template's text around a user's turn, and the index at which the turn is inserted.
+
+    The index is 0 where the template does not show the turn as it is.
+    """
     marked = render_turn(_MARK, tokenizer)
     return marked, max(marked.find(_MARK), 0)
 

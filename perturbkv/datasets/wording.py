@@ -103,14 +103,15 @@ def cut_answer(text: str, until: Sequence[str]) -> str:
     return text
 
 
-def lm_eval_folder(who: str, benchmark: str = "longbench", install: str = INSTALL) -> Path:
+def lm_eval_folder(need: str, benchmark: str = "longbench", install: str = INSTALL) -> Path:
     """Return lm-eval's folder of a benchmark, without importing lm-eval.
 
-    Raises DatasetError, which begins with `who` and ends with the command `install`, where lm-eval is not installed.
+    Raises DatasetError where lm-eval is not installed: `need`, a clause that ends in "lm-eval", begins its message, and
+    the command `install` ends it.
     """
     spec = importlib.util.find_spec("lm_eval")
     if spec is None or not spec.submodule_search_locations:
-        raise DatasetError(f"{who}, which is not installed; {install}")
+        raise DatasetError(f"{need}, which is not installed; {install}")
     return Path(spec.submodule_search_locations[0]) / "tasks" / benchmark
 
 

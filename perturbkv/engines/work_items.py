@@ -57,7 +57,7 @@ def import_plugins(modules: tuple[str, ...], run: RunConfig) -> None:
             ) from error
     if not run.plugins:
         return
-    versions = {name: version for config in run.configs for name, version in registry.plugins(config).items()}
+    versions = {name: version for config in run.configs for name, version in registry.plugin_digests(config).items()}
     for name, version in run.plugins.items():
         if versions.get(name) != version:
             raise PluginError(
@@ -69,7 +69,7 @@ def _plugin_class(name: str) -> type:
     """Return the class registered under a plug-in's name; for a policy generated from a score, the score's class."""
     if name in SCORES.names():
         return SCORES.load(name)
-    return registry.info(name)
+    return registry.policy_class(name)
 
 
 @dataclass(frozen=True)

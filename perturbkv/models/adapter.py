@@ -92,7 +92,7 @@ class Adapter:
 
     @property
     def is_mixed(self) -> bool:
-        """True if some layers are not measured, as they have sliding-window attention."""
+        """True if some layers have sliding-window attention, and so are not measured, and others full attention."""
         return layer_types.is_mixed(self.config)
 
     @cached_property

@@ -104,8 +104,8 @@ def resolve(name: str, revision: str = "") -> Source:
 def check_name(name: str, revision: str = "") -> None:
     """Raise the errors of `resolve` for a model that no alias, hub id or path names, without a download.
 
-    ModelError for a model of a hub that cannot be reached and that left none here; `random:<alias>` is known by its
-    alias.
+    Raises ModelError too for a hub's model where the hub cannot be reached and the cache on disk lacks the model. Of
+    `random:<alias>` the alias is checked.
     """
     if name.startswith(RANDOM):
         check_random(name)

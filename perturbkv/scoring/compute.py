@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from perturbkv.configs.plugins import commands_for_signed, external_code, is_builtin
-from perturbkv.devices import send
+from perturbkv.devices import copy_to_device
 from perturbkv.errors import PluginError
 from perturbkv.scoring.layer_view import NEEDS, LayerView
 from perturbkv.scoring.replay_view import ReplayView
@@ -40,7 +40,7 @@ def compute_replay(score: Score, view: ReplayView) -> Float[Tensor, "rows chunk"
     """Return a score of the context entries repeated in a replay pass. Raises PluginError if a plugin's score fails."""
     if is_builtin(type(score)):
         return score.score_replay(view)
-    with external_code(f"{_where(score, view)} raised"):
+    with external_code(f"{_describe(score, view)} raised"):
         scores = score.score_replay(view)
     _check_result(score, view, scores, [(len(rows), view.chunk) for rows in (view.queries, view.keys)])
     return scores.to(view.keys.device, WORK)
@@ -73,8 +73,8 @@ def _compute(score: Score, view: LayerView) -> Tensor:
     """Return the values (rows, prefix) of a score on a layer. Raises PluginError if an external score fails."""
     shown: Any = VisibleLayer(view, score)
     if is_builtin(type(score)):
-        return send(score.score(shown), view.keys.device)
-    with external_code(f"{_where(score, view)} raised"):
+        return copy_to_device(score.score(shown), view.keys.device)
+    with external_code(f"{_describe(score, view)} raised"):
         scores = score.score(shown)
     _check_result(score, view, scores, [(view.heads, view.prefix), (view.kv_heads, view.prefix)])
     return scores.to(view.keys.device, WORK)
@@ -101,6 +101,6 @@ def _plugin_error(score: Score, view: LayerView | ReplayView, what: str) -> Plug
     return PluginError(f"score '{score.display_name}' {what} (layer {view.layer}, sample '{view.sample}')")
 
 
-def _where(score: Score, view: LayerView | ReplayView) -> str:
-    """Return a score's name with layer and sample."""
+def _describe(score: Score, view: LayerView | ReplayView) -> str:
+    """Return a score's name with layer and sample, for messages."""
     return f"score '{score.display_name}' (layer {view.layer}, sample '{view.sample}')"

@@ -17,23 +17,23 @@ HeadScores = tuple[tuple[float, ...], ...]
 """Scores of a model's heads, a row per measured layer."""
 
 
-def read_required(path: Path | None, model_config: Any, policy: str | None, works: str) -> HeadScores:
+def read_required(path: Path | None, model_config: Any, policy: str | None, alternatives: str) -> HeadScores:
     """Return the head scores in the file `path`, one row per layer; empty if no policy needs them.
 
-    `policy` is the name of the one that needs scores, `works` the alternatives for the message. Raises ConfigError for
-    a policy without a file, and for a file that does not fit the model.
+    `policy` is the name of one that needs scores, None where none does; `alternatives` ends the message. Raises
+    ConfigError for a policy without a file, and for a file that does not fit the model.
     """
     if policy is None:
         return ()
     if path is None:
         raise ConfigError(
             f"policy '{policy}' needs scores of the model's heads; give --head-scores FILE "
-            f"(perturbkv trace --head-scores measures them), or choose another policy; {works}"
+            f"(perturbkv trace --head-scores measures them), or choose another policy; {alternatives}"
         )
     try:
         return read(path, layer_types.measured_layers(model_config), int(model_config.num_attention_heads))
     except ConfigError as error:
-        raise ConfigError(f"{error}; {works}") from None
+        raise ConfigError(f"{error}; {alternatives}") from None
 
 
 def read(path: Path, layers: Sequence[int], heads: int) -> HeadScores:

@@ -54,8 +54,8 @@ class HeaviestLeftOut:
     mean: Float[Tensor, "head row d_head"]
 
     @property
-    def whole(self) -> Float[Tensor, "head row d_head"]:
-        """Σ_j a_j v_j, the sum over all entries, the heaviest included."""
+    def output(self) -> Float[Tensor, "head row d_head"]:
+        """Attention output Σ_j a_j v_j, over all entries, the heaviest included."""
         return self.mass.unsqueeze(-1) * self.mean + self.weight.unsqueeze(-1) * self.value
 
     @property
@@ -73,8 +73,12 @@ def leave_out_heaviest(
 ) -> HeaviestLeftOut:
     """Return the heaviest entry of each row of attention weights, and the sums over all other entries.
 
-    `weights` and the sink's weight `sink` sum to 1 in each row; the sink counts among the other entries, with value 0.
-    `logarithms` returns the logarithms of the weights, up to a constant per row, and `sinks` are those of the sinks.
+    Args:
+        weights: attention weights of the entries, which sum to 1 in each row together with that of the sink.
+        values: v of the entries.
+        logarithms: returns the logarithms of `weights`, up to a constant per row.
+        sink: weight of the sink, which counts among the other entries, with value 0; 0 without sinks.
+        sinks: logarithms of `sink`, up to the same constant; None without sinks.
     """
     weight, index = weights.max(dim=-1, keepdim=True)
     others = weights.scatter(-1, index, 0)
@@ -127,7 +131,10 @@ class Rotation:
         return result
 
     def mean(self, d_head: int) -> Float[Tensor, "d_head d_head"]:
-        """Return R̄, the mean rotation matrix over the positions, in `WORK` precision."""
+        """Return R̄, the mean rotation matrix over the positions, in `WORK` precision.
+
+        Components that are not rotary have the identity.
+        """
         size = self.cosine.shape[-1]
         cosine, sine = (part.to(WORK).mean(dim=0) for part in (self.cosine, self.sine))
         pairs = torch.arange(size, device=cosine.device)
@@ -241,7 +248,7 @@ class LayerView:
         return softmax_with_sinks(self.logits, self.sinks)
 
     @cached_property
-    def totals(self) -> Float[Tensor, "head query"]:
+    def log_totals(self) -> Float[Tensor, "head query"]:
         """Logarithms of the softmax denominators of the window's queries."""
         total = self.logits.logsumexp(dim=-1)
         return total if self.sinks is None else torch.logaddexp(total, self.sinks.to(WORK).unsqueeze(-1))
@@ -251,15 +258,20 @@ class LayerView:
         """Softmax weights of the window's queries on the entries."""
         return self.weights[0]
 
+    @property
+    def sink_attention(self) -> Float[Tensor, "head query"]:
+        """Softmax weights of the window's queries on each head's sink; 0 without sinks."""
+        return self.weights[1]
+
     @cached_property
     def left_out(self) -> HeaviestLeftOut:
         """Heaviest entry of each window query, and the sums over all other entries."""
-        return leave_out_heaviest(self.attention, self.values, lambda: self.logits, self.weights[1], self.sinks)
+        return leave_out_heaviest(self.attention, self.values, lambda: self.logits, self.sink_attention, self.sinks)
 
     @cached_property
     def outputs(self) -> Float[Tensor, "head query d_head"]:
         """Attention outputs of the window's queries, before W_O."""
-        return self.left_out.whole
+        return self.left_out.output
 
     @cached_property
     def distances(self) -> Float[Tensor, "head query key"]:
@@ -269,7 +281,7 @@ class LayerView:
         """
         values, outputs = self.values.to(WORK), self.outputs
         ones = torch.ones_like(values[..., :1])
-        lengths = outputs.square().sum(dim=-1, keepdim=True)
+        lengths = outputs.square().sum(dim=-1, keepdim=True)  # ‖v‖² − 2 v·o + ‖o‖² is one product of both factors
         output_factors = torch.cat([-2 * outputs, torch.ones_like(lengths), lengths], dim=-1)
         value_factors = torch.cat([values, values.square().sum(dim=-1, keepdim=True), ones], dim=-1)
         grouped = output_factors.reshape(self.kv_heads, -1, output_factors.shape[-1]) @ value_factors.mT
@@ -313,8 +325,8 @@ class LayerView:
 
     def parts(self, chunk_bytes: int) -> Iterator[LayerView]:
         """Yield views of groups of heads whose attention weights fit `chunk_bytes`; the view itself if all fit."""
-        each = _ROW_BYTES * self.group * min(self.window, self.entries) * self.entries
-        size = max(1, chunk_bytes // max(1, each))
+        kv_head_bytes = _ROW_BYTES * self.group * min(self.window, self.entries) * self.entries
+        size = max(1, chunk_bytes // max(1, kv_head_bytes))
         if size >= self.kv_heads:
             yield self
             return

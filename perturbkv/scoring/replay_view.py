@@ -70,7 +70,7 @@ class ReplayView:
         """Slice of the repeated part within the keys."""
         return slice(self.sinks, self.sinks + self.chunk)
 
-    def rows(self) -> Iterator[tuple[slice, slice, Float[Tensor, "group query chunk"]]]:
+    def attention_blocks(self) -> Iterator[tuple[slice, slice, Float[Tensor, "group query chunk"]]]:
         """Yield (slice of heads, slice of queries, attention weights on the part's entries), block by block.
 
         The softmax is over all keys that the score sees.
@@ -80,7 +80,7 @@ class ReplayView:
             yield heads, queries, weights[..., self.part]
 
     def norms(self) -> Float[Tensor, "head chunk"]:
-        """Return the projected value norms ‖v_j W_O^h‖₂ of the part's entries, without storing projections."""
+        """Return the projected value norms ‖v_j W_O^h‖₂ of the part's entries: roots of v_j (W_O^h W_O^hᵀ) v_jᵀ."""
         d_head = self.queries.shape[-1]
         slices = self.projection.to(WORK).view(len(self.projection), -1, d_head)
         products = torch.einsum("mhk,mhl->hkl", slices, slices)

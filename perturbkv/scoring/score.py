@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from perturbkv.configs.option import Option, WithOptions, option
-from perturbkv.configs.plugins import make
+from perturbkv.configs.plugins import instantiate
 from perturbkv.configs.selections import ALL_QUERIES, TEXT_QUERIES, WINDOW_QUERIES
 from perturbkv.scoring.layer_view import NEEDS, OF_WINDOW, PROMPT_ALONE, LayerView
 from perturbkv.scoring.replay_view import Replay, ReplayView
@@ -96,7 +96,7 @@ class Score(WithOptions):
 
     @classmethod
     def flaw(cls) -> str:
-        """Return an error message about the class definition; empty if it is valid."""
+        """Return what is wrong with the class definition, for a message; empty if it is valid."""
         if isinstance(cls.needs, str) or not set(cls.needs) <= set(NEEDS):
             return f"expected needs to name some of {', '.join(NEEDS)}, got {cls.needs!r}"
         return "" if cls.score is not Score.score else "expected a method score(self, layer), got none"
@@ -116,4 +116,4 @@ class Score(WithOptions):
         if self.pools_inside:
             return self
         fields = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
-        return make(type(self), {**fields, "pool": "none", "kernel": 1}, f"score '{self.display_name}'")
+        return instantiate(type(self), {**fields, "pool": "none", "kernel": 1}, f"score '{self.display_name}'")

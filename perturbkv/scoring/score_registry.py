@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from perturbkv.configs.choice import Choice, as_choice
 from perturbkv.configs.option import complete_choice
-from perturbkv.configs.plugins import Catalogue, make
+from perturbkv.configs.plugins import Catalogue, instantiate
 from perturbkv.configs.selections import SELECTIONS
 from perturbkv.errors import ConfigError
 
@@ -37,7 +37,7 @@ def build(choice: Choice | str) -> Score:
 @functools.cache
 def _build(kind: Any, choice: Choice) -> Score:
     """Return an object of the score class `kind` with a choice's options."""
-    score: Score = make(kind, complete(choice).options, f"score '{choice.name}'")
+    score: Score = instantiate(kind, complete(choice).options, f"score '{choice.name}'")
     return score
 
 
@@ -55,4 +55,4 @@ def complete(choice: Choice) -> Choice:
         raise ConfigError(
             f"kernel of score '{choice.name}' has no effect here: it needs a pool other than none; leave it out"
         )
-    return completed.without(["kernel"])
+    return completed.drop(["kernel"])

@@ -38,7 +38,7 @@ def projected_value_norms(
     """
     check_kernel(kernel, value.device)
     if not _use_triton(kernel, value, w_o):
-        return _chunked(value, w_o, chunk_bytes)
+        return _chunked_norms(value, w_o, chunk_bytes)
     from perturbkv.scoring.kernels import projected_norms
 
     return projected_norms.projected_value_norms(value, w_o)
@@ -96,13 +96,13 @@ def _use_triton(kernel: str, value: Tensor, w_o: Tensor) -> bool:
         return False
     from perturbkv.scoring.kernels import projected_norms
 
-    unsuited = projected_norms.unsuited(value, w_o)
-    if kernel == "triton" and unsuited:
-        raise ConfigError(f"norm kernel 'triton' expected {unsuited}; {_INSTEAD}")
-    return not unsuited
+    requirement = projected_norms.unmet_requirement(value, w_o)
+    if kernel == "triton" and requirement:
+        raise ConfigError(f"norm kernel 'triton' expected {requirement}; {_INSTEAD}")
+    return not requirement
 
 
-def _chunked(
+def _chunked_norms(
     value: Float[Tensor, "kv_head key d_head"], w_o: Float[Tensor, "d_model head_d_head"], chunk_bytes: int
 ) -> Float[Tensor, "head key"]:
     """Return the projected value norms ‖V_i W_O^h‖₁ from matrix products of at most `chunk_bytes`."""

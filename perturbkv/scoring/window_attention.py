@@ -33,8 +33,9 @@ def causal_blocks(
 ) -> Iterator[tuple[slice, slice, Float[Tensor, "_head _query _key"]]]:
     """Yield (slice of heads, slice of queries, their attention weights in `dtype`), block by block.
 
-    The queries are the last tokens of the keys; a block has the keys up to its last query. A GPU takes all heads at
-    once, a CPU those of a key/value head; both as many queries as `block_bytes` allows.
+    The queries are the last tokens of the keys; a block has the keys up to its last query. `sinks` are logits, one per
+    head, in every softmax; None without sinks. A GPU takes all heads at once, a CPU those of a key/value head; both as
+    many queries as `block_bytes` allows.
     """
     kv_heads, (heads, count) = len(keys), queries.shape[:2]
     group, first = heads // kv_heads, keys.shape[1] - count
@@ -50,7 +51,10 @@ def causal_blocks(
 
 
 def pool(score: Float[Tensor, "head prefix"], kind: str, kernel: int) -> Float[Tensor, "head prefix"]:
-    """Return the scores pooled over `kernel` neighbouring positions; `average` pads both ends with zeros."""
+    """Return the scores pooled over `kernel` neighbouring positions; `kind` is `max`, `average` or `none`.
+
+    `average` pads both ends with zeros, `max` takes those neighbours that there are.
+    """
     if kind == "none" or score.shape[-1] == 0:
         return score
     pooling = F.max_pool1d if kind == "max" else F.avg_pool1d
@@ -60,7 +64,12 @@ def pool(score: Float[Tensor, "head prefix"], kind: str, kernel: int) -> Float[T
 def pool_signed(
     score: Float[Tensor, "head prefix"], kind: str, kernel: int, valid: Bool[Tensor, "head prefix"]
 ) -> Float[Tensor, "head prefix"]:
-    """Return the pooled scores, negative ones allowed; positions beyond the ends or with `valid` False are ignored."""
+    """Return pooled scores, as `pool` does; positions beyond the ends or not `valid` are ignored.
+
+    Scores may be negative.
+
+    The result has no meaning at positions that are not valid.
+    """
     if kind != "average":
         return pool(score.masked_fill(~valid, -torch.inf), kind, kernel)
     counts = pool(valid.to(score.dtype), kind, kernel)
@@ -80,8 +89,8 @@ def reduce_group(
     return grouped.mean(dim=1) if reduction == "mean" else grouped.amax(dim=1)
 
 
-def seeded(heads: int, prefix: int, seed: int, sample: str, layer: int) -> Float[Tensor, "head prefix"]:
-    """Return uniform random numbers (head, prefix) on the CPU, determined by seed, sample and layer."""
+def draw_uniform(heads: int, prefix: int, seed: int, sample: str, layer: int) -> Float[Tensor, "head prefix"]:
+    """Return random numbers from 0 to 1, on the CPU, determined by seed, the sample's id and the layer's index."""
     digest = hashlib.sha256(f"{seed}/{sample}/{layer}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
     return torch.rand((heads, prefix), generator=generator, dtype=WORK)

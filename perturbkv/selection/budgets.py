@@ -16,7 +16,7 @@ from torch import Tensor
 
 from perturbkv.configs.entry_counts import round_down_entries
 from perturbkv.configs.selections import Blocks
-from perturbkv.devices import send, to_device
+from perturbkv.devices import copy_to_device, to_device
 from perturbkv.selection.layer_budget import LayerBudget
 from perturbkv.selection.layer_statistics import is_at_ends
 from perturbkv.selection.policies import checked
@@ -75,17 +75,18 @@ def compute_budgets(configs: Sequence[ResolvedConfig], scores: Scores, prompt_to
     """Return the budgets of configurations with a common ranking, capped at the number of blocks of a kept set."""
     device, window = scores.statistics.norms.device, min(configs[0].window, prompt_tokens)
     blocks = configs[0].blocks(prompt_tokens)
-    ends = [config.ends(prompt_tokens) for config in configs]
+    prefix_counts = [config.prefix_counts(prompt_tokens) for config in configs]
     allocated = [_allocate_blocks(config, scores, prompt_tokens) for config in configs]
-    kept = torch.stack([send(counts, device) for counts in allocated])
-    if scores.statistics.valid is not None:
+    kept = torch.stack([copy_to_device(counts, device) for counts in allocated])
+    if scores.statistics.valid is not None:  # kept sets of several lengths, which are compressed again
         kept = torch.minimum(kept, blocks.full - scores.statistics.begin // blocks.size)
-    protected = to_device([(each.first, each.recent) for each in ends], device).unsqueeze(1)
+    protected = to_device([(each.first, each.recent) for each in prefix_counts], device).unsqueeze(1)
     recent = torch.minimum(kept, protected[..., 1])
-    first = torch.minimum(kept - recent, protected[..., 0])
+    first = torch.minimum(kept - recent, protected[..., 0])  # where not all fit, the recent ones come first
     always = first + recent
     if configs[0].has_own_stages:
-        stage1 = torch.stack([scores.stage1_counts(config, each) for config, each in zip(configs, ends, strict=True)])
+        pairs = zip(configs, prefix_counts, strict=True)
+        stage1 = torch.stack([scores.stage1_counts(config, each) for config, each in pairs])
     else:
         least = to_device([[config.least_stage1_blocks(prompt_tokens)] for config in configs], device)
         stage1 = _stage1_blocks(_alphas(configs, scores), configs, kept - always, always + blocks.tail_blocks)
@@ -96,23 +97,23 @@ def compute_budgets(configs: Sequence[ResolvedConfig], scores: Scores, prompt_to
 def _allocate_blocks(config: ResolvedConfig, scores: Scores, prompt_tokens: int) -> Int[Tensor, " kept_head"]:
     """Return each kept set's number of prefix blocks: always-kept ones plus those allocated by the policy."""
     statistics, blocks = scores.statistics, config.blocks(prompt_tokens)
-    ends, head_scores = config.ends(prompt_tokens), None
+    counts, head_scores = config.prefix_counts(prompt_tokens), None
     if statistics.head_scores:
         by_head = torch.tensor(statistics.head_scores, dtype=WORK)
         head_scores = by_head.view(statistics.layers, scores.kept_heads(config), -1).mean(dim=-1)
     available = LayerBudget(
         kept_heads=scores.kept_heads(config),
-        kept=blocks.tail_blocks + ends.always + ends.free,
-        always=blocks.tail_blocks + ends.always,
+        kept=blocks.tail_blocks + counts.always + counts.free,
+        always=blocks.tail_blocks + counts.always,
         layer=statistics.layer,
         layers=statistics.layers,
-        prefix=sys.maxsize if statistics.valid is not None else blocks.full - ends.always,
-        heads_by_score=lambda: scores.heads_by_score(config, ends),
+        prefix=sys.maxsize if statistics.valid is not None else blocks.full - counts.always,
+        heads_by_score=lambda: scores.heads_by_score(config, counts),
         head_scores=head_scores,
-        model_wide=statistics.model_wide and functools.partial(statistics.model_wide, config, ends),
+        model_wide=statistics.model_wide and functools.partial(statistics.model_wide, config, counts),
         window=blocks.tail_blocks,
     )
-    return checked.allocate(config.system, config, available) + ends.always
+    return checked.allocate(config.system, config, available) + counts.always
 
 
 def _alphas(configs: Sequence[ResolvedConfig], scores: Scores) -> Float[Tensor, "config kept_head"]:
@@ -127,9 +128,10 @@ def _stage1_blocks(
     free: Int[Tensor, "config kept_head"],
     always: Int[Tensor, "config kept_head"],
 ) -> Int[Tensor, "config kept_head"]:
-    """Return the number of `free` blocks that stage 1 takes, per configuration and kept set (METHOD: Select).
+    """Return the number of blocks that stage 1 takes by α, per configuration and kept set (METHOD: Select).
 
-    `always` are the numbers of blocks that stay whatever their scores.
+    `free` are the numbers of blocks that stay by their scores, `always` those that stay whatever their scores, the tail
+    among them.
     """
     total = to_device([[config.selection["split"] == "total"] for config in configs], free.device)
     of_prefix = round_down_entries(alpha * free)

@@ -11,6 +11,7 @@ from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.plugins import commands_for_signed
 from perturbkv.configs.selections import (
+    GIVEN,
     GRANULARITIES,
     SELECTIONS,
     TEXT_QUERIES,
@@ -20,7 +21,7 @@ from perturbkv.configs.selections import (
 )
 from perturbkv.errors import BudgetError, ConfigError
 from perturbkv.selection.policies import checked
-from perturbkv.selection.policies.registry import build, info, known, names
+from perturbkv.selection.policies.registry import all_policies, build, names, policy_class
 from perturbkv.selection.resolved_config import ResolvedConfig, resolve
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def compatible_choices() -> list[tuple[str, str, str]]:
     def selections_and_caches(policy: type[Policy]) -> tuple[Any, ...]:
         return policy.selections, policy.caches()
 
-    policies = sorted(known(), key=selections_and_caches)
+    policies = sorted(all_policies(), key=selections_and_caches)
     return [
         (", ".join(policy.name for policy in group), _describe_selections(selections), " or ".join(caches))
         for (selections, caches), group in groupby(policies, key=selections_and_caches)
@@ -42,12 +43,13 @@ def compatible_choices() -> list[tuple[str, str, str]]:
 
 def _describe_selections(selections: tuple[str, ...]) -> str:
     """Return the names of a policy's selections as text, abbreviated where only `position` and `given` are missing."""
-    return "every selection but position" if len(selections) == len(SELECTIONS) - 2 else ", ".join(selections)
+    every_other = SELECTIONS.keys() - {"position", GIVEN}
+    return "every selection but position" if set(selections) == every_other else ", ".join(selections)
 
 
 def check(config: EvictionConfig, cache: str = "ragged") -> None:
     """Raise ConfigError for incompatible choices of policy, selection, granularity, correction and cache layout."""
-    policy = info(config.policy.name)
+    policy = policy_class(config.policy.name)
     if config.selection.name not in policy.selections:
         raise ConfigError(
             f"policy '{policy.name}' does not combine with selection '{config.selection.name}'; "
@@ -80,8 +82,9 @@ def check(config: EvictionConfig, cache: str = "ragged") -> None:
 
 def can_share(policy: type[Policy], granularity: Choice) -> bool:
     """Return whether a policy's budgets are equal wherever a granularity shares a kept set."""
-    alike = {"uniform": True, "by layer": not shares_layers(granularity)}
-    return alike.get(policy.budgets, granularity.name in ("query", "kv"))
+    if policy.budgets == "uniform":
+        return True
+    return not shares_layers(granularity) if policy.budgets == "by layer" else granularity.name in ("query", "kv")
 
 
 def _check_correction(config: ResolvedConfig) -> None:
@@ -101,7 +104,7 @@ def _check_correction(config: ResolvedConfig) -> None:
 
 
 def check_ends(config: ResolvedConfig, prompt_tokens: int) -> None:
-    """Raise BudgetError for a budget that is no larger than the policy's number of always-kept entries.
+    """Raise BudgetError for a budget that leaves nothing beyond what the policy always keeps at a prompt's two ends.
 
     Policies that rank by position, and prompts that fit the budget, are not checked.
     """
@@ -205,7 +208,7 @@ def check_compressible(config: EvictionConfig) -> None:
 
 def check_searchable(config: EvictionConfig) -> None:
     """Raise ConfigError for a configuration whose kept sets are not searched head by head for the best ones."""
-    kind = info(config.policy.name)
+    kind = policy_class(config.policy.name)
     reasons = {
         "policies with kept sets from outside": config.is_external,
         f"policy {config.policy.name}, which evicts nothing": not config.evicts,

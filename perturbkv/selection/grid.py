@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +59,7 @@ def _owners_of(name: str) -> list[tuple[str, str]]:
 def _options_by_owner() -> dict[tuple[str, str], Mapping[str, Option]]:
     """Return (kind, name) -> options, for every policy and choice."""
     return {
-        **{("policy", policy.name): policy.options() for policy in registry.known()},
+        **{("policy", policy.name): policy.options() for policy in registry.all_policies()},
         **{(owner, name): options for owner, owners in _OPTIONS.items() for name, options in owners.items()},
     }
 
@@ -99,17 +99,23 @@ def _build_configuration(
     for owner, option in without_effect:
         added[owner].pop(option, None)
     needs = {
-        (owner, choice.name, option): without_effect.get((owner, option), "")
-        for owner, choice in choices.items()
-        for option in choice.options
-        if option in _options(choice.name, owner)
-        and getattr(config, owner).options[option] != _options(choice.name, owner)[option].default
+        (owner, choice, option): without_effect.get((owner, option), "")
+        for owner, choice, option in _options_off_default(choices, config)
     }
     effective = {
-        owner: choice.without(option for other, option in without_effect if other == owner)
+        owner: choice.drop(option for other, option in without_effect if other == owner)
         for owner, choice in choices.items()
     }
     return ParsedConfig(registry.normalise(_eviction_config(effective, added, fields)), needs)
+
+
+def _options_off_default(choices: Mapping[str, Choice], config: EvictionConfig) -> Iterator[tuple[str, str, str]]:
+    """Yield (field, choice, option) of the options that are written in a choice with another value than the default."""
+    for owner, choice in choices.items():
+        known = _options(choice.name, owner)
+        for name in choice.options:
+            if name in known and getattr(config, owner).options[name] != known[name].default:
+                yield owner, choice.name, name
 
 
 def _eviction_config(
@@ -134,7 +140,7 @@ def _applicable_options(choice: Choice, owner: str, options: Mapping[str, Any]) 
 def _options(name: str, owner: str) -> Mapping[str, Option]:
     """Return the options of the choice `name` in the field `owner`, such as `policy`. Raises UnknownNameError."""
     if owner == "policy":
-        return registry.info(name).options()
+        return registry.policy_class(name).options()
     known = _OPTIONS[owner]
     if name not in known:
         raise UnknownNameError(name, owner, SELECTABLE if owner == "selection" else known)
@@ -228,7 +234,7 @@ def _check_names(policies: Iterable[Any], selections: Iterable[Any]) -> None:
         chosen = as_choice(parts[-1])
         if len(parts) > 1:
             registry.check_name(parse(parts[0]))
-        elif ":" in chosen.name or (chosen.name not in SELECTIONS and chosen.name in registry.names()):
+        elif _names_policy_alone(chosen):
             registry.check_name(chosen)
             continue
         if chosen.name not in SELECTIONS:
@@ -271,20 +277,20 @@ def parse_configuration(
     values = {name: value for name, value in choices.items() if value is not None}
     policy_choice, selection_choice = _split_policy_and_selection(selection, policy)
     policy_choice = registry.name_first_argument(policy_choice)
-    info = registry.info(policy_choice.name)
-    if info.selections == (GIVEN,):  # it takes none of ours, nor a window, whatever the grid's other policies get
+    kind = registry.policy_class(policy_choice.name)
+    if kind.selections == (GIVEN,):  # it takes none of ours, nor a window, whatever the grid's other policies get
         alone = policy_choice == as_choice(policy)
         selection_choice, values["window"] = _external_selection(policy_choice, selection_choice, alone), 0
-    default_granularity = info.own_granularity or PRESETS[preset].get("granularity", "query")
+    default_granularity = kind.own_granularity or PRESETS[preset].get("granularity", "query")
     owners = {"policy": policy_choice, "selection": selection_choice}
     for owner, default in (("granularity", default_granularity), ("precision", FULL), ("correction", NONE)):
         owners[owner] = as_choice(values.pop(owner, default))
     separate = {name: value for name, value in values.items() if name not in FIELDS}
     _check_no_duplicate_options(owners, separate)
-    window = PRESETS[preset].get("window", 32) if info.own_window is None else info.own_window
+    window = PRESETS[preset].get("window", 32) if kind.own_window is None else kind.own_window
     fields = {"window": window, **{name: value for name, value in values.items() if name in FIELDS}}
     preset_options = {
-        name: value for name, value in PRESETS[preset].items() if name not in (*FIELDS, *info.own_defaults)
+        name: value for name, value in PRESETS[preset].items() if name not in (*FIELDS, *kind.own_defaults)
     }
     return _build_configuration(owners, preset_options, separate, budget=budget, **fields)
 
@@ -335,8 +341,8 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
 
 
 def names_policy(selection: str) -> bool:
-    """Return whether a selection's text includes a policy, as in `adakv:two-stage`."""
-    return _split_policy_and_selection(selection, "-")[0].name != "-"
+    """Return whether a selection's text includes a policy, as in `adakv:two-stage`, or is a policy's name."""
+    return _split_policy_and_selection(selection, "-")[0].name != "-"  # no policy has that name
 
 
 def _split_policy_and_selection(text: str | Choice, policy: str | Choice) -> tuple[Choice, Choice]:
@@ -344,6 +350,14 @@ def _split_policy_and_selection(text: str | Choice, policy: str | Choice) -> tup
     if isinstance(text, str) and len(parts := split_policy_and_selection(text)) > 1:
         return parse(parts[0]), parse(parts[1])
     chosen = as_choice(text)
-    if chosen.name not in SELECTIONS and (":" in chosen.name or chosen.name in registry.names()):
-        return chosen, Choice(registry.info(chosen.name).selections[0])
+    if _names_policy_alone(chosen):
+        return chosen, Choice(registry.policy_class(chosen.name).selections[0])
     return as_choice(policy), chosen
+
+
+def _names_policy_alone(chosen: Choice) -> bool:
+    """Return whether a choice in a selection's place is a policy's, which then stands for its first selection.
+
+    `random`, which is both, is the selection.
+    """
+    return chosen.name not in SELECTIONS and (":" in chosen.name or chosen.name in registry.names())

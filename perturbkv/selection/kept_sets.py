@@ -92,10 +92,10 @@ def rankings(config: ResolvedConfig, scores: Scores) -> Rankings:
     return scores.first_ranking(config), scores.second_ranking(config)
 
 
-def on_device(shared: Mapping[ResolvedConfig, Rankings], device: torch.device) -> dict[ResolvedConfig, Rankings]:
+def move_rankings(shared: Mapping[ResolvedConfig, Rankings], device: torch.device) -> dict[ResolvedConfig, Rankings]:
     """Return the rankings on a device; a ranking of several configurations stays one object."""
-    here = {ranking: ranking.on(device) for pair in shared.values() for ranking in pair if ranking}
-    return {config: (here[first], second and here[second]) for config, (first, second) in shared.items()}
+    moved = {ranking: ranking.to(device) for pair in shared.values() for ranking in pair if ranking}
+    return {config: (moved[first], second and moved[second]) for config, (first, second) in shared.items()}
 
 
 def ranking_groups(
@@ -104,7 +104,7 @@ def ranking_groups(
     prompt_tokens: int,
     shared: Mapping[ResolvedConfig, Rankings] = MappingProxyType({}),
 ) -> list[RankingGroup]:
-    """Return one layer's configurations, grouped by equal ranking; `scores` is called per configuration.
+    """Return one layer's configurations, grouped by equal ranking; `scores` gives each configuration's scores there.
 
     `shared` has the rankings of configurations whose kept sets all layers share. The groups, and the configurations in
     each, come in the same order in all layers.
@@ -150,7 +150,7 @@ def _make_ranking_group(
     """Return the group of the configurations `indices`, with the rankings of stage 1 and of the rest."""
     budgets = compute_budgets(configs, scores, prompt_tokens)
     begin = scores.statistics.begin // budgets.blocks.size
-    has_protected = any(config.ends(prompt_tokens).always for config in configs)
+    has_protected = any(config.prefix_counts(prompt_tokens).always for config in configs)
     steps = [
         _cutoffs(first, second, budgets, begin if has_protected else None, rows)
         for rows in _config_slices(len(configs), first)
@@ -175,15 +175,15 @@ def _cutoffs(
     each kept set's first block; None where no entry before the window always stays.
     """
     stage1, kept = budgets.stage1[rows], budgets.kept[rows]
-    stage1_cut = stage1
-    if begin is not None:
-        taken = budgets.is_always_kept(first.order, begin, rows)
-        stage1_cut = _cutoff(taken, stage1 - budgets.first[rows] - budgets.recent[rows])
-    elif first is second:
-        return stage1_cut, kept
-    taken = first.ranks.gather(-1, second.order) < stage1_cut.unsqueeze(-1)
-    if begin is not None:
-        taken |= budgets.is_always_kept(second.order, begin, rows)
+    if begin is None and first is second:
+        return stage1, kept  # both stages take the beginning of one order
+    stage1_ranks = first.ranks.gather(-1, second.order)
+    if begin is None:
+        return stage1, _cutoff(stage1_ranks < stage1.unsqueeze(-1), kept - stage1)
+    always = budgets.is_always_kept(first.order, begin, rows)
+    stage1_cut = _cutoff(always, stage1 - budgets.first[rows] - budgets.recent[rows])
+    taken = stage1_ranks < stage1_cut.unsqueeze(-1)
+    taken |= budgets.is_always_kept(second.order, begin, rows)
     return stage1_cut, _cutoff(taken, kept - stage1)
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from perturbkv import theory
-from perturbkv.devices import on_first_device
+from perturbkv.devices import move_to_first_device
 from perturbkv.errors import ConfigError
 
 
@@ -35,7 +35,7 @@ def allocate_above_minimum(order: Int[Tensor, " entry"], rows: int, mean: int, l
 
     `order` are the entries' rows by descending score; every row occurs equally often.
     """
-    by_row = order.argsort(stable=True)
+    by_row = order.argsort(stable=True)  # the entries of row 0 by score, then those of row 1, …
     index = torch.arange(len(order), device=order.device)
     rank_in_row = torch.empty_like(order).scatter_(0, by_row, index % max(1, len(order) // rows))
     free = rank_in_row >= least
@@ -102,12 +102,12 @@ class LayerBudget:
     def counts_among_model_top(self) -> Int[Tensor, " kept_head"]:
         """Return each kept set's number of entries among the model's k highest scores, k the budget of the model."""
         rows, total = self.layers * self.kept_heads, self.layers * self.kept_heads * self.free
-        order = self.compute_model_wide("order", lambda layers: rows_by_score(torch.cat(on_first_device(layers))))
+        order = self.compute_model_wide("order", lambda layers: rows_by_score(torch.cat(move_to_first_device(layers))))
         counts = self.compute_model_wide(
             ("counts", self.free), lambda _: count_rows(order[:total], rows).to(torch.int64)
         )
         return counts.view(self.layers, -1)[self.layer]
 
-    def uniform(self, entries: int) -> Int[Tensor, " kept_head"]:
+    def equal_counts(self, entries: int) -> Int[Tensor, " kept_head"]:
         """Return the same number of entries, `entries`, for all kept sets."""
         return torch.full((self.kept_heads,), entries, dtype=torch.int64)

@@ -12,14 +12,17 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.devices import on_first_device
+from perturbkv.devices import move_to_first_device
 from perturbkv.errors import ConfigError
-from perturbkv.selection.resolved_config import Ends, ResolvedConfig
+from perturbkv.selection.resolved_config import PrefixCounts, ResolvedConfig
 from perturbkv.theory import WORK
 
 Score = Float[Tensor, "kept_head prefix"]
-ModelWide = Callable[[ResolvedConfig, Ends, Hashable, Callable[[Iterable[Score]], Any]], Any]
-"""Function from a configuration, its ends, a key and a function of all layers' competing scores to the result."""
+ModelWide = Callable[[ResolvedConfig, PrefixCounts, Hashable, Callable[[Iterable[Score]], Any]], Any]
+"""Function that applies its last argument, a function of all layers' competing scores, once per key.
+
+The configuration and its prefix counts say which scores compete.
+"""
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class LayerStatistics:
         sample: the sample's id, for the seed of `random`.
         realised: A of the first decoding query per query head; None where it is not known.
         head_scores: the user's scores of all query heads of the model, (layer, head); empty where there are none.
-        valid: False where a kept set has no entry, as ragged caches that are compressed again are padded on the left.
+        valid: False where a kept set has no entry, as ragged caches that are compressed again are padded on the left;
+            None where all have all entries.
         first_stage: the score of a policy's own stage 1, unpooled; None where no policy has one.
         model_wide: computes a result from the competing scores of all layers for a configuration, once per key.
     """
@@ -91,15 +95,15 @@ def join_layers(layers: Iterable[LayerStatistics]) -> LayerStatistics:
     all_layers = list(layers)
     first = all_layers[0]
 
-    def joined(rows: Sequence[Tensor | None]) -> Tensor:
-        parts = on_first_device(part for part in rows if part is not None)
+    def join(rows: Sequence[Tensor | None]) -> Tensor:
+        parts = move_to_first_device(part for part in rows if part is not None)
         return torch.stack([part.view(first.kv_heads, -1, first.prefix) for part in parts], dim=1).flatten(0, 2)
 
     names = [name for name in ("accumulated", "norms", "realised", "euclidean") if getattr(first, name) is not None]
-    rows: dict[str, Any] = {name: joined([getattr(layer, name) for layer in all_layers]) for name in names}
+    rows: dict[str, Any] = {name: join([getattr(layer, name) for layer in all_layers]) for name in names}
     return dataclasses.replace(first, **rows, layers=1, first_stage=None, model_wide=None)
 
 
 def is_at_ends(index: Tensor, begin: Tensor, end: int, first: Tensor | int, recent: Tensor | int) -> Tensor:
-    """Return a mask of the indices at both ends: `first` ones from `begin` on, and the last `recent` before `end`."""
+    """Return a mask of `index`: True for the `first` indices from `begin` on and for the `recent` ones before `end`."""
     return ((index >= begin) & (index < begin + first)) | (index >= end - recent)

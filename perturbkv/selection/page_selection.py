@@ -60,8 +60,8 @@ class PagedLayer:
         bounds = positive @ self.high.to(WORK).transpose(1, 2) + negative @ self.low.to(WORK).transpose(1, 2)
         return (bounds * self.scale).flatten(0, 1)
 
-    def realised(self, query: Float[Tensor, "head d_head"]) -> Float[Tensor, "head prefix"]:
-        """Return the query's attention weights A on the entries before the window."""
+    def attention_weights(self, query: Float[Tensor, "head d_head"]) -> Float[Tensor, "head prefix"]:
+        """Return A, the query's attention weights on the entries before the window, of a softmax over all entries."""
         weights = theory.decode_attention(query, self.keys, self.scale)
         return weights[:, : self.statistics.prefix]
 
@@ -112,7 +112,7 @@ class PageScores(Scores):
         """Return Σ A ν over the entries of each page, with the query's true attention weights A."""
 
         def make() -> Score:
-            added = self.layer.realised(self.query) * self.statistics.selected_norms(config)
+            added = self.layer.attention_weights(self.query) * self.statistics.selected_norms(config)
             return self.reduce(config, self._page_sums(added))
 
         return self._compute_once("given", config, config.euclidean, make)
@@ -121,7 +121,7 @@ class PageScores(Scores):
         """Return Σ A over the entries of each page, with the query's true attention weights A."""
 
         def make() -> Score:
-            return self.reduce(config, self._page_sums(self.layer.realised(self.query)))
+            return self.reduce(config, self._page_sums(self.layer.attention_weights(self.query)))
 
         return self._compute_once("attended", config, "", make)
 
@@ -149,9 +149,12 @@ PagesOfConfig = Callable[[ResolvedConfig], PagedLayer]
 
 @dataclass(frozen=True, eq=False)
 class PageGroup:
-    """Configurations with the same ranking of pages; `steps` are the groups of the pages they read at each decode step.
+    """Configurations with the same ranking of pages.
 
     The entries that they read at the first step are stored as their kept sets.
+
+    Attributes:
+        steps: at each decode step the group with the pages that they read.
     """
 
     steps: tuple[RankingGroup, ...]
@@ -176,7 +179,10 @@ class PageGroup:
         return self.steps[0].kept_sets(rows)
 
     def kept_sets_per_step(self, rows: Rows, steps: int) -> list[KeptSets]:
-        """Return, per step, the masks of entries read by the configurations in the slice `rows`."""
+        """Return, per step, the masks of entries read by the configurations in the slice `rows`.
+
+        `steps` is for other groups, which keep the same at each step; this one has its own.
+        """
         return [step.kept_sets(rows) for step in self.steps]
 
 

@@ -15,13 +15,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from perturbkv.configs.selections import UNION, Blocks
-from perturbkv.devices import send
+from perturbkv.devices import copy_to_device
 from perturbkv.errors import ConfigError
-from perturbkv.scoring.window_attention import pool, pool_signed, reduce_group, seeded
+from perturbkv.scoring.window_attention import draw_uniform, pool, pool_signed, reduce_group
 from perturbkv.selection.layer_budget import rows_by_score
 from perturbkv.selection.layer_statistics import LayerStatistics, Score, is_at_ends
 from perturbkv.selection.policies import checked
-from perturbkv.selection.resolved_config import Ends, ResolvedConfig
+from perturbkv.selection.resolved_config import PrefixCounts, ResolvedConfig
 from perturbkv.theory import WORK
 
 
@@ -72,9 +72,13 @@ class Ranking:
         ranks = torch.arange(order.shape[-1], device=order.device).expand_as(order)
         return cls(order, torch.empty_like(order).scatter_(-1, order, ranks).to(torch.int32))
 
-    def on(self, device: torch.device) -> Ranking:
-        """Return the ranking on a device; itself where it is there."""
-        return self if self.order.device == device else Ranking(send(self.order, device), send(self.ranks, device))
+    def to(self, device: torch.device) -> Ranking:
+        """Return the ranking on a device; the ranking itself where it is there already."""
+        return (
+            self
+            if self.order.device == device
+            else Ranking(copy_to_device(self.order, device), copy_to_device(self.ranks, device))
+        )
 
 
 def rank(score: Score) -> Ranking:
@@ -146,17 +150,17 @@ class Scores:
 
         return self.once(("ranking", id(score), size, block_reduction, sets), make)
 
-    def heads_by_score(self, config: ResolvedConfig, ends: Ends) -> Int[Tensor, " entry"]:
+    def heads_by_score(self, config: ResolvedConfig, counts: PrefixCounts) -> Int[Tensor, " entry"]:
         """Return the kept-set index of every entry (or block) of the layer, sorted by descending competing score.
 
         Ties go to the earlier index, then to the earlier set. Entries at both ends, which always stay, and indices
         without an entry come last.
         """
-        score = self.competing_scores(config, ends)
-        key = ("heads", id(score), ends.first, ends.recent)
-        return self.once(key, lambda: rows_by_score(self._mask_ends(score, ends, config.block)))
+        score = self.competing_scores(config, counts)
+        key = ("heads", id(score), counts.first, counts.recent)
+        return self.once(key, lambda: rows_by_score(self._mask_ends(score, counts, config.block)))
 
-    def competing_scores(self, config: ResolvedConfig, ends: Ends) -> Score:
+    def competing_scores(self, config: ResolvedConfig, counts: PrefixCounts) -> Score:
         """Return the pooled scores by which the layer's kept sets compete for the budget.
 
         Entries of a policy's own stage 1 get the layer's largest score.
@@ -169,10 +173,10 @@ class Scores:
             return score
 
         def make() -> Score:
-            ranks = rank(self._mask_ends(self.first_stage(config), ends, config.block)).ranks
-            return torch.where(ranks < self.stage1_counts(config, ends).unsqueeze(-1), score.max(), score)
+            ranks = rank(self._mask_ends(self.first_stage(config), counts, config.block)).ranks
+            return torch.where(ranks < self.stage1_counts(config, counts).unsqueeze(-1), score.max(), score)
 
-        return self.once(("competing", id(score), config.policy, ends), make)
+        return self.once(("competing", id(score), config.policy, counts), make)
 
     def first_stage(self, config: ResolvedConfig) -> Score:
         """Return the scores of the policy's own stage 1, per kept set. Raises ConfigError where missing."""
@@ -183,13 +187,13 @@ class Scores:
             )
         return self.once(("own stage 1", self.kept_heads(config)), lambda: self.reduce(config, score))
 
-    def stage1_counts(self, config: ResolvedConfig, ends: Ends) -> Int[Tensor, " kept_head"]:
+    def stage1_counts(self, config: ResolvedConfig, counts: PrefixCounts) -> Int[Tensor, " kept_head"]:
         """Return each kept set's number of entries in the policy's own stage 1, without always-kept ones."""
         score, policy = self.first_stage(config), config.system
-        competing = ends.competing_slice(score.shape[-1])
+        competing = counts.competing_slice(score.shape[-1])
         return self.once(
-            ("own stage 1", config.policy, self.kept_heads(config), ends),
-            lambda: checked.stage1_counts(policy, config, score, competing).clamp(max=ends.free),
+            ("own stage 1", config.policy, self.kept_heads(config), counts),
+            lambda: checked.stage1_counts(policy, config, score, competing).clamp(max=counts.free),
         )
 
     def attention(self, config: ResolvedConfig, pooled: bool = True) -> Score:
@@ -260,8 +264,8 @@ class Scores:
         sets, statistics, seed = self._distinct_sets(config), self.statistics, config.selection["seed"]
 
         def make() -> Score:
-            numbers = seeded(sets, statistics.prefix, seed, statistics.sample, statistics.layer)
-            return send(numbers, statistics.norms.device).expand(self.kept_heads(config), -1)
+            numbers = draw_uniform(sets, statistics.prefix, seed, statistics.sample, statistics.layer)
+            return copy_to_device(numbers, statistics.norms.device).expand(self.kept_heads(config), -1)
 
         return self.once(("random", sets, seed), make)
 
@@ -275,13 +279,13 @@ class Scores:
 
         return self.once(("position", kept_heads, score_positions), make)
 
-    def _mask_ends(self, score: Score, ends: Ends, size: int) -> Score:
+    def _mask_ends(self, score: Score, counts: PrefixCounts, size: int) -> Score:
         """Return the score with −∞ for the always-kept entries at both ends, which do not compete."""
-        if not ends.always:
+        if not counts.always:
             return score
         prefix, begin = score.shape[-1], (self.statistics.begin // size).unsqueeze(-1)
         index = torch.arange(prefix, device=score.device)
-        return score.masked_fill(is_at_ends(index, begin, prefix, ends.first, ends.recent), -torch.inf)
+        return score.masked_fill(is_at_ends(index, begin, prefix, counts.first, counts.recent), -torch.inf)
 
     def _mask_missing(self, score: Score) -> Score:
         """Return the score with −∞ at padding, where a kept set has no entry."""

@@ -67,12 +67,12 @@ _SELECTORS = {
 
 
 @dataclass(frozen=True)
-class Ends:
-    """Numbers of entries (or blocks) before the window that always stay, and of those that are allocated by score.
+class PrefixCounts:
+    """The parts of a budget before the window, in entries or blocks: at both ends those that always stay, and the rest.
 
     Attributes:
         first, recent: numbers of the first and of the most recent ones, which always stay.
-        free: mean number per kept set that is allocated by score.
+        free: mean number per kept set of those that are allocated by score.
     """
 
     first: int
@@ -106,7 +106,7 @@ class ResolvedConfig(EvictionConfig):
 
     Attributes:
         system: the policy with its options.
-        selector: the selection.
+        selector: the selection, as the functions that score entries.
         score: the score by which the policy ranks entries.
         first_stage: the score of the policy's own stage 1; None without one.
         pooling: kind and width of the pooling of `score` over positions.
@@ -142,21 +142,21 @@ class ResolvedConfig(EvictionConfig):
             "shares_heads": selections.shares_heads(self.granularity),
             "shares_layers": selections.shares_layers(self.granularity),
             "_hash": super().__hash__(),
-            "_known": {},
+            "_results": {},
         }
         for name, value in resolved.items():
             object.__setattr__(self, name, value)
 
     def __hash__(self) -> int:
-        known: int = self._hash  # type: ignore[attr-defined]
-        return known
+        computed: int = self._hash  # type: ignore[attr-defined]
+        return computed
 
     def once(self, key: Hashable, make: Callable[[], _Result]) -> _Result:
         """Return the result of `make`, computed once per key."""
-        known: dict[Hashable, _Result] = self._known  # type: ignore[attr-defined]
-        if key not in known:
-            known[key] = make()
-        return known[key]
+        results: dict[Hashable, _Result] = self._results  # type: ignore[attr-defined]
+        if key not in results:
+            results[key] = make()
+        return results[key]
 
     @functools.cached_property
     def cache_contents(self) -> CacheContents:
@@ -185,34 +185,34 @@ class ResolvedConfig(EvictionConfig):
         """Return the number of kept entries per head, in whole blocks. Raises BudgetError likewise."""
         return self.once(("kept", prompt_tokens), lambda: super(ResolvedConfig, self).kept_entries(prompt_tokens))
 
-    def ends(self, prompt_tokens: int) -> Ends:
-        """Return the numbers of always-kept blocks at both ends before the tail, and of blocks to allocate by score.
+    def prefix_counts(self, prompt_tokens: int) -> PrefixCounts:
+        """Return the numbers of blocks before the tail that always stay, at both ends, and that scores allocate.
 
         Blocks that always stay are no more than the budget pays for. Raises BudgetError where the budget is no larger
         than the window.
         """
-        return self.once(("ends", prompt_tokens), lambda: self._count_ends(prompt_tokens))
+        return self.once(("prefix", prompt_tokens), lambda: self._count_prefix(prompt_tokens))
 
-    def _count_ends(self, prompt_tokens: int) -> Ends:
-        """Return what `ends` returns, computed anew."""
+    def _count_prefix(self, prompt_tokens: int) -> PrefixCounts:
+        """Compute what `prefix_counts` returns."""
         allowed, window = self.allowed_entries(prompt_tokens), min(self.window, prompt_tokens)
         blocks = self.blocks(prompt_tokens)
-        affordable = blocks.affordable(allowed)
+        affordable = blocks.affordable_blocks(allowed)
         first = min(checked.count(self.system, "first_entries", self, allowed), allowed - window)
         recent = min(checked.count(self.system, "recent_entries", self, allowed), allowed - first)
         first_blocks = min(blocks.first_blocks(first), affordable)
         recent_blocks = min(blocks.recent_blocks(recent), affordable - first_blocks)
-        return Ends(first_blocks, recent_blocks, affordable - first_blocks - recent_blocks)
+        return PrefixCounts(first_blocks, recent_blocks, affordable - first_blocks - recent_blocks)
 
     def least_stage1_blocks(self, prompt_tokens: int) -> int:
-        """Return the minimum number of blocks in stage 1, without the always-kept blocks."""
+        """Return the policy's smallest number of blocks in stage 1, besides those that always stay."""
 
-        def count() -> int:
-            tail, ends = self.blocks(prompt_tokens).tail_blocks, self.ends(prompt_tokens)
-            always = tail + ends.always
-            return checked.count(self.system, "least_stage1", self, always + ends.free, always)
+        def ask_policy() -> int:
+            counts = self.prefix_counts(prompt_tokens)
+            always = self.blocks(prompt_tokens).tail_blocks + counts.always
+            return checked.count(self.system, "least_stage1", self, always + counts.free, always)
 
-        return self.once(("least_stage1", prompt_tokens), count)
+        return self.once(("least_stage1", prompt_tokens), ask_policy)
 
 
 def resolve(config: EvictionConfig) -> ResolvedConfig:
@@ -235,6 +235,6 @@ class ResolvedRun(RunConfig):
         return cls(**{**fields, "configs": tuple(map(resolve, configs or run.configs))})
 
     def select_configs(self, configs: Iterable[EvictionConfig]) -> ResolvedRun:
-        """Return the run restricted to `configs`."""
-        known: dict[EvictionConfig, ResolvedConfig] = {config: config for config in self.configs}
-        return dataclasses.replace(self, configs=tuple(known[config] for config in configs))
+        """Return the run restricted to `configs`, each equal to one of the run's."""
+        resolved: dict[EvictionConfig, ResolvedConfig] = {config: config for config in self.configs}
+        return dataclasses.replace(self, configs=tuple(resolved[config] for config in configs))

@@ -19,7 +19,7 @@ from torch import Tensor
 from perturbkv.configs.entry_counts import round_down_entries
 from perturbkv.configs.selections import PROMPT_QUERIES
 from perturbkv.devices import to_device
-from perturbkv.scoring.window_attention import reduce_group, seeded
+from perturbkv.scoring.window_attention import draw_uniform, reduce_group
 from perturbkv.selection.budgets import Rows
 from perturbkv.selection.kept_sets import EntryCounts, KeptSets
 from perturbkv.selection.policies.vertical_slash import VerticalSlash
@@ -44,6 +44,7 @@ class Lines:
         """Return the causal mask of the entries attended to by the queries at the given positions."""
         n = self.slash.shape[1]
         offsets = F.pad(self.slash.flip(-1), (0, n - 1))  # from n − 1 down to 0, then the negative ones
+        # the n offsets from p down to p − n + 1 are those of the query at position p from the entries 0 … n − 1
         on_slash = offsets.unfold(-1, n, 1)[:, n - 1 - positions]
         causal = torch.arange(n, device=positions.device) <= positions.unsqueeze(-1)
         return on_slash | (self.vertical.unsqueeze(1) & causal)
@@ -82,17 +83,10 @@ def choose_lines(config: ResolvedConfig, queries: LastQueries) -> ChosenLines:
     kept_heads, n = _kept_heads(config, queries), queries.attention.shape[-1]
     free = config.kept_entries(n) - config.window - policy.first
     verticals = int(round_down_entries(policy.vertical * free))
-    first, second = _line_weights(config, queries)
     alphas = to_device(config.alphas(queries.layer, kept_heads), queries.attention.device, WORK)
-    random = _random_scores(config, queries, kept_heads, n) if config.selection.name == "random" else None
-    choices = []
-    for kind, (sums, count, always, end) in enumerate((
-        (_column_sums, verticals, policy.first, n - config.window),
-        (diagonal_sums, free - verticals, config.window, n - policy.first),
-    )):  # fmt: skip
-        scores = (random[kind], None) if random else (sums(first), None if second is None else sums(second))
-        choices.append(_choose_lines_of_kind(*scores, count, alphas, always, end))
-    (vertical, vertical1), (slash, slash1) = choices
+    entry_scores, offset_scores = _line_scores(config, queries, kept_heads)
+    vertical, vertical1 = _choose_lines_of_kind(*entry_scores, verticals, alphas, policy.first, n - config.window)
+    slash, slash1 = _choose_lines_of_kind(*offset_scores, free - verticals, alphas, config.window, n - policy.first)
     return ChosenLines(Lines(vertical, slash), Lines(vertical1, slash1))
 
 
@@ -118,6 +112,22 @@ def diagonal_sums(weights: Float[Tensor, "head query key"]) -> Float[Tensor, "he
 def _column_sums(weights: Float[Tensor, "head query key"]) -> Float[Tensor, "head key"]:
     """Return the total weight of the last queries on each entry."""
     return weights.sum(dim=1)
+
+
+def _line_scores(
+    config: ResolvedConfig, queries: LastQueries, kept_heads: int
+) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
+    """Return the scores (kept_head, key) of the entries, and those of the offsets: of stage 1, then of stage 2 each.
+
+    None in place of the latter where there are no stages.
+    """
+    if config.selection.name == "random":
+        entries, offsets = _random_scores(config, queries, kept_heads, queries.attention.shape[-1])
+        return (entries, None), (offsets, None)
+    first, second = _line_weights(config, queries)
+    if second is None:
+        return (_column_sums(first), None), (diagonal_sums(first), None)
+    return (_column_sums(first), _column_sums(second)), (diagonal_sums(first), diagonal_sums(second))
 
 
 def _line_weights(config: ResolvedConfig, queries: LastQueries) -> tuple[Tensor, Tensor | None]:
@@ -163,7 +173,7 @@ def _reduce_queries(
 
 def _random_scores(config: ResolvedConfig, queries: LastQueries, kept_heads: int, n: int) -> tuple[Tensor, Tensor]:
     """Return seeded random scores of the entries and of the offsets, both (kept_head, n)."""
-    numbers = seeded(2 * kept_heads, n, config.selection["seed"], queries.sample, queries.layer)
+    numbers = draw_uniform(2 * kept_heads, n, config.selection["seed"], queries.sample, queries.layer)
     numbers = numbers.to(queries.attention.device)
     return numbers[:kept_heads], numbers[kept_heads:]
 
@@ -210,7 +220,7 @@ def measured_positions(config: ResolvedConfig, prompt_tokens: int, sample: str) 
     begin = min(config.window + policy.first, prompt_tokens - 1)
     parts = min(PROMPT_QUERIES, prompt_tokens - begin)
     ends = [begin + part * (prompt_tokens - begin) // parts for part in range(parts + 1)]
-    shares = seeded(1, parts, policy.seed, sample, _NO_LAYER)[0].tolist()
+    shares = draw_uniform(1, parts, policy.seed, sample, _NO_LAYER)[0].tolist()
     return tuple(low + int(share * (high - low)) for low, high, share in zip(ends, ends[1:], shares, strict=False))
 
 

@@ -67,7 +67,7 @@ def _configs(**choices: Any) -> tuple[EvictionConfig, ...]:
 
 def _policy_configs(name: str) -> tuple[EvictionConfig, ...]:
     """Return a policy's configurations with the selection `attention`, or with its first if it does not take that."""
-    selections = registry.info(name).selections
+    selections = registry.policy_class(name).selections
     return _configs(policy=name, selection="attention" if "attention" in selections else selections[0])
 
 
@@ -96,7 +96,7 @@ def _prompt() -> Prompt:
 
 def _run(configs: Sequence[EvictionConfig], **settings: Any) -> ResolvedRun:
     """Return a run of these configurations."""
-    needed = any(registry.info(config.policy.name).needs_scores for config in configs)
+    needed = any(registry.policy_class(config.policy.name).needs_scores for config in configs)
     scores = _HEAD_SCORES if needed else ()
     return ResolvedRun.from_run(RunConfig("small", "random tokens", tuple(configs), head_scores=scores, **settings))
 

@@ -172,7 +172,7 @@ def _one_of(option: str, value: str, seed: int) -> str:
 def _calls() -> Iterator[Case]:
     """Yield every option of every policy, selection, granularity, precision and correction with every number."""
     tables: dict[str, dict[str, Mapping[str, Any]]] = {
-        "--policy": {name: registry.info(name).options() for name in registry.names()},
+        "--policy": {name: registry.policy_class(name).options() for name in registry.names()},
         "--selection": {name: options for name, options in SELECTION_OPTIONS.items() if name != "given"},
         "--granularity": dict(GRANULARITY_OPTIONS), "--precision": dict(PRECISION_OPTIONS),
         "--correction": dict(CORRECTION_OPTIONS),

@@ -145,7 +145,7 @@ def test_public_names_are_there_or_say_what_is_missing() -> None:
 
 def test_a_module_of_ours_that_is_missing_stays_an_error_of_ours() -> None:
     with pytest.raises(ModuleNotFoundError, match="gone"):
-        MissingPackageError.of(ModuleNotFoundError("gone", name="perturbkv.gone"))
+        MissingPackageError.from_error(ModuleNotFoundError("gone", name="perturbkv.gone"))
     assert str(MissingPackageError("psutil")).endswith("type: pip install psutil")
 
 

@@ -143,7 +143,7 @@ def test_an_option_may_be_true_or_false() -> None:
     assert grid(128, policy=str(off.policy), selection="attention") == (off,)
     document = json.loads(json.dumps(off.to_document()))
     assert EvictionConfig.from_document(document) == off
-    assert registry.info("expected-attention").options()["use_vnorm"].default_text == "true"
+    assert registry.policy_class("expected-attention").options()["use_vnorm"].default_text == "true"
 
 
 @pytest.mark.parametrize("value", ["1", "0.5", "yes", "none"])

@@ -270,12 +270,12 @@ def test_a_whole_number_of_numpy_is_one() -> None:
 
 @pytest.mark.parametrize("name", registry.names())
 def test_no_policy_takes_a_number_that_is_none(name: str) -> None:
-    options = registry.info(name).options()
+    options = registry.policy_class(name).options()
     for option, known in options.items():
         if isinstance(known.default, int | float) and not isinstance(known.default, bool):
             for value in ("nan", "inf", "1e999", 10**20):
                 with pytest.raises(ConfigError):
-                    grid(128, policy=f"{name}({option}={value})", selection=registry.info(name).selections[0])
+                    grid(128, policy=f"{name}({option}={value})", selection=registry.policy_class(name).selections[0])
 
 
 def test_the_odd_number_that_is_suggested_is_taken() -> None:

@@ -142,7 +142,7 @@ def marked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each path returns its mark, whatever it is given."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(projected_norms, "projected_value_norms", lambda value, w_o: TRITON)
-    monkeypatch.setattr(value_norms, "_chunked", lambda value, w_o, chunk_bytes: CHUNKED)
+    monkeypatch.setattr(value_norms, "_chunked_norms", lambda value, w_o, chunk_bytes: CHUNKED)
 
 
 @pytest.fixture

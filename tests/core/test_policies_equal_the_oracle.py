@@ -19,7 +19,7 @@ from perturbkv.selection.layer_budget import LayerBudget
 from perturbkv.selection.policies import registry
 from perturbkv.selection.policies.base import apportion
 from perturbkv.selection.policies.headkv import head_budgets
-from perturbkv.selection.policies.pyramidkv import layer_budgets, whole_budgets
+from perturbkv.selection.policies.pyramidkv import layer_budgets, total_budgets
 from tests.oracle import policies as naive
 from tests.support.configs import flat
 from tests.support.layers import SCALE, layer_view
@@ -167,9 +167,9 @@ def test_impossible_pairs_are_refused_with_all_that_works(
 
 def test_every_policy_stands_in_one_row_of_the_table() -> None:
     listed = [name for row in compatibility.compatible_choices() for name in row[0].split(", ")]
-    assert sorted(listed) == sorted(info.name for info in registry.known())
+    assert sorted(listed) == sorted(info.name for info in registry.all_policies())
     with pytest.raises(UnknownNameError, match="known: pyramidkv"):
-        registry.info("pyramid")
+        registry.policy_class("pyramid")
 
 
 def test_a_guaranteed_share_comes_first_and_the_layers_largest_fill_the_rest() -> None:
@@ -203,14 +203,14 @@ def test_a_guaranteed_share_spends_the_layers_total_to_the_entry(mean: int, more
 def test_a_line_over_whole_budgets_spends_the_uniform_total_to_the_entry(
     kept: int, more: int, window: int, layers: int, beta: float
 ) -> None:
-    budgets = whole_budgets(kept, kept + more - window, window, layers, beta).tolist()
+    budgets = total_budgets(kept, kept + more - window, window, layers, beta).tolist()
     assert sum(budgets) == layers * kept
     assert sorted(budgets, reverse=True) == budgets
     assert max(budgets) <= max(kept, kept + more - window)
 
 
 def test_a_line_over_whole_budgets_falls_back_to_equal_ones_below_the_window() -> None:
-    assert whole_budgets(1280, 4000, 64, 3, 20.0).tolist() == [2496, 1280, 64]
-    assert whole_budgets(1279, 4000, 64, 3, 20.0).tolist() == [1279] * 3, "the last layer would keep 63.95"
-    assert sum(whole_budgets(850, 1658, 1, 26, 20.0).tolist()) == 26 * 850, "halves come in pairs"
-    assert whole_budgets(600, 960, 64, 3, 20.0).tolist() == [960, 600, 240], "the first keeps n − w at most"
+    assert total_budgets(1280, 4000, 64, 3, 20.0).tolist() == [2496, 1280, 64]
+    assert total_budgets(1279, 4000, 64, 3, 20.0).tolist() == [1279] * 3, "the last layer would keep 63.95"
+    assert sum(total_budgets(850, 1658, 1, 26, 20.0).tolist()) == 26 * 850, "halves come in pairs"
+    assert total_budgets(600, 960, 64, 3, 20.0).tolist() == [960, 600, 240], "the first keeps n − w at most"

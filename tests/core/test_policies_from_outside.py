@@ -153,7 +153,7 @@ def test_given_kept_sets_have_a_name_and_nothing_else() -> None:
     with pytest.raises(ConfigError, match="policy 'snapkv' does not combine with selection 'given'"):
         compatibility.check(configuration(128, selection="given"))
     with pytest.raises(UnknownNameError, match="unknown policy 'other:mine'"):
-        registry.info("other:mine")
+        registry.policy_class("other:mine")
 
 
 @dataclass(frozen=True)

@@ -86,13 +86,13 @@ def test_a_score_of_a_file_is_read_and_told_from_its_next_version(peak: Path) ->
     score = registry.build(config.policy).score
     expected = layer_view(4, 2, 30, 1).attention[..., :25].amax(dim=1).square()
     torch.testing.assert_close(computed(score), expected)
-    (before,) = registry.plugins(config).items()
+    (before,) = registry.plugin_digests(config).items()
     peak.write_text(PEAK.replace("amax", "amin"))
-    (after,) = registry.plugins(config).items()
+    (after,) = registry.plugin_digests(config).items()
     assert (before[0], after[0]) == ("mine.py:Peak", "mine.py:Peak")
     assert before[1] != after[1]
-    assert registry.plugins(pk.grid(64, policy="adakv(mine.py:Peak)")[0]) == dict([after])
-    assert registry.plugins(pk.grid(64)[0]) == {}
+    assert registry.plugin_digests(pk.grid(64, policy="adakv(mine.py:Peak)")[0]) == dict([after])
+    assert registry.plugin_digests(pk.grid(64)[0]) == {}
 
 
 def test_policy_and_selection_of_a_file_stand_in_one_text(peak: Path) -> None:
@@ -102,7 +102,7 @@ def test_policy_and_selection_of_a_file_stand_in_one_text(peak: Path) -> None:
 
 def test_what_a_trace_stores_of_a_nested_choice_is_read_without_the_plugin(peak: Path) -> None:
     (config,) = pk.grid(24, policy="adakv(mine.py:Peak(pool=max, tau=3), floor=0.1)", window=5)
-    run = RunConfig("m", "d", (config,), plugins=registry.plugins(config))
+    run = RunConfig("m", "d", (config,), plugins=registry.plugin_digests(config))
     text = run.to_json()
     peak.unlink()
     held = RunConfig.from_json(text)
@@ -126,7 +126,7 @@ def test_an_installed_package_brings_a_score(tmp_path: Path, monkeypatch: pytest
         assert "sharp-peak" in registry.names()
         (config,) = pk.grid(24, policy="sharp-peak(tau=2)", window=5)
         assert computed(registry.build(config.policy).score).shape == (4, 25)
-        assert list(registry.plugins(config)) == ["sharp-peak"]
+        assert list(registry.plugin_digests(config)) == ["sharp-peak"]
         with pytest.raises(PluginError, match="expected 'no-peak' to be a subclass of Score"):
             pk.grid(24, policy="no-peak")
         with pytest.raises(PluginError, match="'gone' of the package brings-peak cannot be loaded: AttributeError"):
@@ -141,23 +141,23 @@ def test_a_file_that_imports_what_lies_beside_it_is_told_how(peak: Path, line: s
     (peak.parent / "beside.py").write_text("what = 1\n")
     peak.write_text(f"{line}\n{PEAK}")
     with pytest.raises(PluginError, match="cannot be loaded: ModuleNotFoundError: No module named 'beside'") as raised:
-        registry.info("mine.py:Peak")
+        registry.policy_class("mine.py:Peak")
     how = f"files beside it are imported by their names with PYTHONPATH={peak.parent} before the command"
     assert str(raised.value).endswith(f"(mine.py, line 1); {how}")
     peak.write_text(f"import nowhere_at_all\n{PEAK}")
     with pytest.raises(PluginError, match="nowhere_at_all") as raised:
-        registry.info("mine.py:Peak")
+        registry.policy_class("mine.py:Peak")
     assert "PYTHONPATH" not in str(raised.value)
     peak.write_text("x" * 1_000_000)
     with pytest.raises(PluginError, match=r"NameError: name 'x{100,200}… \(mine.py, line 1\)$"):
-        registry.info("mine.py:Peak")
+        registry.policy_class("mine.py:Peak")
 
 
 def test_a_helper_on_the_path_is_imported(peak: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (peak.parent / "beside_the_score.py").write_text("exponent = 3.0\n")
     peak.write_text(f"from beside_the_score import exponent\n{PEAK.replace('1.0', 'exponent')}")
     monkeypatch.syspath_prepend(peak.parent)
-    assert registry.info("mine.py:Peak").options()["tau"].default == 3.0
+    assert registry.policy_class("mine.py:Peak").options()["tau"].default == 3.0
 
 
 @pytest.mark.parametrize(
@@ -305,5 +305,5 @@ def test_scores_that_differ_in_pooling_alone_are_computed_once() -> None:
 def test_the_policy_that_a_score_is_is_made_once() -> None:
     """Making a class takes a millisecond."""
     for name in ("snapkv", "caote", "knorm"):
-        assert registry.info(name) is registry.info(name)
+        assert registry.policy_class(name) is registry.policy_class(name)
         assert registry.build(Choice(name)) == registry.build(Choice(name))

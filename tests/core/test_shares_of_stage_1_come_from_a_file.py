@@ -139,7 +139,7 @@ def test_heads_that_share_a_kept_set_take_their_mean() -> None:
     assert of(table(HEAD), granularity="kv").alphas(1, 2) == (0.35, 0.7)
     assert of(table(HEAD), granularity="layer").alphas(1, 2) == (0.525, 0.525)
     assert of(table(HEAD)).alphas(2, 4) == (0.5, 0.5, 0.25, 0.0)
-    assert table({**HEAD, "alpha": [[0.1] * 3, [0.3] * 3, [0.7] * 3]}).per_kept_set(1, 1) == (0.3,)
+    assert table({**HEAD, "alpha": [[0.1] * 3, [0.3] * 3, [0.7] * 3]}).kept_set_shares(1, 1) == (0.3,)
 
 
 BAD: dict[str, tuple[object, str]] = {

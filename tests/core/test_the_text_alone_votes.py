@@ -228,5 +228,5 @@ def test_selections_are_compared_within_the_queries_that_vote() -> None:
 
 def test_a_default_that_is_left_out_is_known_to_comparisons() -> None:
     """`sides` takes an option that is not there for its default."""
-    options = [pair for policy in registry.known() for pair in policy.options().items()]
+    options = [pair for policy in registry.all_policies() for pair in policy.options().items()]
     assert {name: option.default for name, option in options if option.omitted} == sides._OMITTED

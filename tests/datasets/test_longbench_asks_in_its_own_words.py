@@ -85,7 +85,9 @@ def named(tmp_path: Path, name: str, *rows: dict[str, Any]) -> LoadedDataset:
 
 
 def test_there_are_21() -> None:
-    assert {info.name for info in dataset_registry.known() if dataset_registry.in_longbench(info.name)} == set(LENGTHS)
+    assert {info.name for info in dataset_registry.all_datasets() if dataset_registry.in_longbench(info.name)} == set(
+        LENGTHS
+    )
     assert sorted(name for names in METRICS.values() for name in names) == sorted(LENGTHS)
 
 
@@ -170,31 +172,31 @@ def test_a_file_of_both_kinds_wants_to_be_told(tmp_path: Path) -> None:
     ],
 )
 def test_metrics_give_what_they_give_by_hand(task: str, text: str, answers: list[str], score: float) -> None:
-    metric = metrics.metric(task)
+    metric = metrics.find_metric(task)
     assert metric is not None
     assert metric.grade(text, answers, ("one", "two", "three") if task == "trec" else ()) == pytest.approx(score)
     assert metric.name == next((name for name, tasks in METRICS.items() if task in tasks), "exact-number")
 
 
 def test_a_prompt_of_no_dataset_has_no_metric() -> None:
-    assert metrics.metric("") is None
+    assert metrics.find_metric("") is None
 
 
 def test_answers_that_a_metric_cannot_read_are_told_before_anything_runs() -> None:
-    trec, retrieval = metrics.metric("trec"), metrics.metric("passage_retrieval_en")
+    trec, retrieval = metrics.find_metric("trec"), metrics.find_metric("passage_retrieval_en")
     assert trec is not None
     assert retrieval is not None
-    metrics.check(trec, ["one"], ["one", "two"], "s")
+    metrics.check_gradable(trec, ["one"], ["one", "two"], "s")
     with pytest.raises(DatasetError, match="sample 's': the metric classification needs the field 'all_classes'"):
-        metrics.check(trec, ["one"], (), "s")
+        metrics.check_gradable(trec, ["one"], (), "s")
     with pytest.raises(DatasetError, match="needs answers as LongBench writes them; got the answers 'third'"):
-        metrics.check(retrieval, ["third"], (), "s")
+        metrics.check_gradable(retrieval, ["third"], (), "s")
 
 
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """An installation that lacks a package."""
-    monkeypatch.setattr(metrics, "_functions", metrics._functions.__wrapped__)
+    monkeypatch.setattr(metrics, "_grading_functions", metrics._grading_functions.__wrapped__)
     return lambda package: monkeypatch.setitem(sys.modules, package, None)
 
 
@@ -214,7 +216,7 @@ def test_without_the_extra_its_name_is_told(tmp_path: Path, bare: Callable[[str]
 def test_without_what_the_metrics_need_the_extra_is_told(package: str, bare: Callable[[str], None]) -> None:
     bare(package)
     with pytest.raises(DatasetError, match=r"not installed; pip install '\.\[longbench\]' in"):
-        metrics.metric("qasper")
+        metrics.find_metric("qasper")
 
 
 def test_a_package_of_another_shape_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def theirs() -> ModuleType:
 
 @pytest.mark.parametrize(("kind", "task"), [(kind, task) for kind, tasks in TASKS.items() for task in tasks])
 def test_longbenchs_metrics_equal_lm_evals_own(kind: str, task: str, theirs: ModuleType) -> None:
-    metric = metrics.metric(task)
+    metric = metrics.find_metric(task)
     assert metric is not None
     one_answer = getattr(theirs, f"{kind}_score")
     scores = []
@@ -119,7 +119,7 @@ def test_longbenchs_metrics_equal_lm_evals_own(kind: str, task: str, theirs: Mod
 @pytest.mark.slow
 def test_f1_and_rouge_l_of_any_prompts_equal_lm_evals_too(theirs: ModuleType) -> None:
     for choice, kind in (("f1", "qa_f1"), ("rouge-l", "rouge")):
-        metric = metrics.metric(choice)
+        metric = metrics.find_metric(choice)
         assert metric is not None
         assert metric.name == choice
         for text, accepted in cases(kind, "any"):
@@ -160,7 +160,7 @@ def test_words_are_compared_as_a_loop_over_them_does() -> None:
         "f1": lambda text, answer: shared(*alike(text, answer)),
     }
     for choice, oracle in oracles.items():
-        metric = metrics.metric(choice)
+        metric = metrics.find_metric(choice)
         assert metric is not None
         scores: list[float] = []
         for kind in ("qa_f1", "qa_f1_zh", "rouge", "count", "code_sim"):
@@ -198,13 +198,13 @@ def test_words_are_compared_as_a_loop_over_them_does() -> None:
     ],
 )
 def test_what_is_chosen_gives_what_it_gives_by_hand(choice: str, text: str, answers: list[str], score: float) -> None:
-    metric: Any = metrics.metric(choice)
+    metric: Any = metrics.find_metric(choice)
     assert metric.grade(text, answers, ()) == pytest.approx(score)
 
 
 def test_grading_imports_nothing_of_lm_eval() -> None:
-    metrics.metric("qasper")
-    metrics.metric("rouge-l")
+    metrics.find_metric("qasper")
+    metrics.find_metric("rouge-l")
     assert not [name for name in sys.modules if name == "lm_eval" or name.startswith("lm_eval.")]
 
 
@@ -213,13 +213,13 @@ def test_grading_imports_nothing_of_lm_eval() -> None:
 def test_rouge_l_of_long_texts_is_not_given_up(words: int) -> None:
     reference = [f"w{number % 97}x{number}" for number in range(words)]
     answer = reference[: words // 2] + [f"other{number}" for number in range(words // 2)]
-    found = metrics.metric("rouge-l")
+    found = metrics.find_metric("rouge-l")
     assert found is not None
     assert found.grade(" ".join(answer), [" ".join(reference)], ()) == pytest.approx(0.5, abs=1e-3)  # P = R = 1/2
 
 
 def test_a_ctrl_c_while_grading_is_no_score() -> None:
-    found = metrics.metric("rouge-l")
+    found = metrics.find_metric("rouge-l")
     assert found is not None
     text = " ".join(f"w{number}" for number in range(5000))
     timer = threading.Timer(0.05, signal.raise_signal, [signal.SIGINT])
@@ -290,7 +290,7 @@ def test_every_sample_and_score_is_lm_evals(official: tuple[Path, dict[str, Any]
     finally:
         nltk.data.path.remove(os.environ["NLTK_DATA"])
     for (name, texts), scores in zip(told["texts"].items(), told["scores"], strict=True):
-        graded = metrics.metric("ruler:vt" if name == "process_results" else "ruler:qa_squad")
+        graded = metrics.find_metric("ruler:vt" if name == "process_results" else "ruler:qa_squad")
         assert graded is not None
         assert [graded.grade(text, answers, ()) for text, answers in texts] == scores
         assert 0.1 < sum(score == 0 for score in scores) / len(scores) < 0.9

@@ -46,13 +46,13 @@ def made(task: str, samples: int = 2, **options: Any) -> LoadedDataset:
 
 
 def test_there_are_13_of_which_6_need_no_data() -> None:
-    names = [info.name for info in dataset_registry.known() if dataset_registry.in_ruler(info.name)]
+    names = [info.name for info in dataset_registry.all_datasets() if dataset_registry.in_ruler(info.name)]
     assert sorted(names) == sorted(f"ruler:{name}" for name in LENGTHS)
     offline = {name for name in names if not dataset_registry.uses_option(name, "data_dir")}
     assert offline == {
         f"ruler:{name}" for name in ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe")
     }
-    for info in dataset_registry.known():
+    for info in dataset_registry.all_datasets():
         assert dataset_registry.uses_option(info.name, "lengths") == (
             info.name == "needle" or dataset_registry.in_ruler(info.name)
         )
@@ -273,10 +273,10 @@ def test_a_package_of_another_shape_is_told(
     ],
 )
 def test_metrics_give_what_they_give_by_hand(task: str, text: str, answers: list[str], score: float) -> None:
-    metric = metrics.metric(f"ruler:{task}")
+    metric = metrics.find_metric(f"ruler:{task}")
     assert metric is not None
     assert metric.grade(text, answers, ()) == pytest.approx(score)
-    metrics.check(metric, answers, (), "s")
+    metrics.check_gradable(metric, answers, (), "s")
 
 
 def test_a_short_length_is_refused_for_what_it_is() -> None:

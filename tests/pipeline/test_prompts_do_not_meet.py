@@ -104,9 +104,9 @@ def test_every_known_type_of_frequencies_is_taken_or_refused() -> None:
                 entries.check_positions(every((INSIDE,)), config, "m")
 
 
-@pytest.mark.parametrize("name", [info.name for info in registry.known() if not info.needs_scores])
+@pytest.mark.parametrize("name", [info.name for info in registry.all_policies() if not info.needs_scores])
 def test_every_policy_that_evicts_places_keys_inside_the_cache_and_others_say_why_not(name: str) -> None:
-    info = registry.info(name)
+    info = registry.policy_class(name)
     asked = {"policy": [f"{name}(positions={where})" for where in ("kept", "in-cache")], "window": 5}
     if name in {"quest", "vertical-slash"}:
         with pytest.raises(ConfigError, match=rf"policy '{name}' has no option 'positions'; its options: "):

@@ -25,7 +25,7 @@ def row(name: str, choices: dict[str, Any], compress: bool = False) -> str:
     scores = ((1.0, 2.0, 3.0, 4.0),)
 
     def of(configs: Any, layers: int) -> Rehearsal:
-        needed = scores * layers if registry.info(configs[0].policy.name).needs_scores else ()
+        needed = scores * layers if registry.policy_class(configs[0].policy.name).needs_scores else ()
         measure = answered(configs, 9, compress_every=30) if compress else traced(configs, head_scores=needed)
         return counted(measure, layers)
 
@@ -52,7 +52,7 @@ def main() -> None:
     )
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for name in registry.names():
-        selections = registry.info(name).selections
+        selections = registry.policy_class(name).selections
         lines.append(
             row(name, {"policy": name, "selection": "attention" if "attention" in selections else selections[0]})
         )

@@ -67,7 +67,7 @@ def check(measure: Measure, devices: Sequence[str], family: str = "llama", **mod
 
 def of_policy(name: str) -> list[pk.EvictionConfig]:
     """A policy with every selection that it takes."""
-    info = registry.info(name)
+    info = registry.policy_class(name)
     signed = {"knorm": ("attention", "random")}
     budget = 48 if name == "quest" else 24
     return [
@@ -95,7 +95,7 @@ def test_the_main_path_on_one_gpu() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", registry.names())
 def test_every_policy_and_selection_on_two_gpus(name: str) -> None:
-    scores = ((1.0, 2.0, 3.0, 4.0),) * 2 if registry.info(name).needs_scores else ()
+    scores = ((1.0, 2.0, 3.0, 4.0),) * 2 if registry.policy_class(name).needs_scores else ()
     check(traced(of_policy(name), steps=2, generate=3, head_scores=scores), TWO_GPUS)
 
 

@@ -24,7 +24,9 @@ from tests.support.sharded import assert_same_trace
 
 SHARDS, WHERE = 7, "hidden states of layer 1"
 CONFIGS = tuple(
-    config for one in registry.known() for config in pk.grid(40, policy=one.name, selection=one.selections[0], window=6)
+    config
+    for one in registry.all_policies()
+    for config in pk.grid(40, policy=one.name, selection=one.selections[0], window=6)
 )
 HEAD_SCORES = ((1.0, 2.0, 5.0, 1.0),)
 

@@ -16,7 +16,7 @@ from perturbkv.selection.policies import registry
 def of_every_policy() -> list[pk.EvictionConfig]:
     """Each with its own score, where it has one, and some with two stages; none that neither steps nor answers."""
     names = [name for name in registry.names() if WITHOUT_EVICTION.get(name) is not SPARSE_PREFILL]
-    known = [(name, registry.info(name).selections) for name in names]
+    known = [(name, registry.policy_class(name).selections) for name in names]
     own = [(name, "attention" if "attention" in selections else selections[0]) for name, selections in known]
     chosen = [*own, ("snapkv", "two-stage"), ("adakv", "two-stage"), ("pyramidkv", "two-stage")]
     return [one for name, selection in chosen for one in pk.grid(40, policy=name, selection=selection, window=8)]

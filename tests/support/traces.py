@@ -193,7 +193,7 @@ def trace(*samples: SampleTrace, failures: dict[str, str] | None = None, **run: 
     names = [sample.sample_id for sample in samples] + list(failures)
     arrays = {}
     for variable in samples[0].arrays:
-        if VARIABLES[variable].in_rows:
+        if VARIABLES[variable].is_concatenated:
             arrays[variable] = np.concatenate([sample.arrays[variable] for sample in samples])
             continue
         stacked = np.stack([sample.arrays[variable] for sample in samples])

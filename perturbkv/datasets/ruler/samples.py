@@ -54,8 +54,10 @@ def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedData
     row_maker = RowMaker(tasks.folder(), tokenizer, options.seed, data)
     per_length = -(-options.samples // len(lengths))
     rows = [_rows(row_maker, task, length, per_length) for length in lengths]
-    indices = [index for index in range(options.samples) if index // len(rows) < len(rows[index % len(rows)])]
-    samples = tuple(_sample(index, rows[index % len(rows)][index // len(rows)], task) for index in indices)
+    turns = [divmod(index, len(lengths)) for index in range(options.samples)]  # row of a length, length of a row
+    samples = tuple(
+        _sample(index, rows[which][row], task) for index, (row, which) in enumerate(turns) if row < len(rows[which])
+    )
     recorded = {
         "lengths": list(lengths),
         "seeds": {"random": options.seed, "numpy": NUMPY_SEED},
@@ -248,6 +250,7 @@ MOST_TRIES = 100
 """Prompts counted for one row since the last shorter one: some of lm-eval's loops never end where none fits."""
 _PACKAGE = "lm_eval.tasks.ruler."
 _KEYS = "prepare_niah"
+"""lm-eval's file that lists the keys of needles."""
 
 
 @dataclass(frozen=True)
@@ -273,7 +276,7 @@ class RowMaker:
         fits, DatasetError for missing data, and anything for lm-eval files of an unknown version.
         """
         file, function = maker
-        names = _Files(self, _RowCounter(self.tokenizer, tried)).execute(file)
+        names = _Executor(self, _RowCounter(self.tokenizer, tried)).execute(file)
         rows: Sequence[Mapping[str, Any]] = names[function](max_seq_lengths=[length])["test"]
         return rows
 
@@ -316,7 +319,7 @@ class _RowCounter:
         return SimpleNamespace(input_ids=ids)
 
 
-class _Files:
+class _Executor:
     """An executor of lm-eval's RULER files, with substitutes for their imports."""
 
     def __init__(self, row_maker: RowMaker, counter: _RowCounter) -> None:

@@ -18,14 +18,14 @@ from perturbkv import theory
 from perturbkv.cache.compact import CompactCache
 from perturbkv.cache.entries import KeptEntries
 from perturbkv.configs.resources import Resources
-from perturbkv.devices import on_first_device, to_device
+from perturbkv.devices import move_to_first_device, to_device
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample.prefill import layer_norms
 from perturbkv.pipeline.variants.readers import maker_of
 from perturbkv.scoring.compute import layer_scores
 from perturbkv.scoring.layer_view import LayerView
 from perturbkv.scoring.value_norms import euclidean_value_norms
-from perturbkv.selection.kept_sets import on_device, rankings, select
+from perturbkv.selection.kept_sets import move_rankings, rankings, select
 from perturbkv.selection.layer_statistics import LayerStatistics, join_layers
 from perturbkv.selection.ranking import Scores
 from perturbkv.selection.resolved_config import ResolvedConfig, ResolvedRun
@@ -126,7 +126,7 @@ class Compressor:
                 measured += self._compress_row(row, config, generated)
                 sizes.append((index, before, mean_entries(self.cache, row)))
         if measured:
-            by_row = torch.stack(on_first_device(measured)).cpu().view(len(sizes), len(self.queries), 3, -1)
+            by_row = torch.stack(move_to_first_device(measured)).cpu().view(len(sizes), len(self.queries), 3, -1)
             self.compressions += [
                 Compression(index, generated, before, after, *layers.unbind(dim=1))
                 for (index, before, after), layers in zip(sizes, by_row, strict=True)
@@ -144,10 +144,10 @@ class Compressor:
         sharing = config.shares_layers
         shared = {config: rankings(config, Scores(join_layers(layers)))} if sharing else {}
         kept = [
-            select(config, layer, view.longest, on_device(shared, layer.norms.device)).kept
+            select(config, layer, view.longest, move_rankings(shared, layer.norms.device)).kept
             for layer, view in zip(layers, views, strict=True)
         ]
-        counts = torch.stack(on_first_device(sets.sum(dim=-1) for sets in kept)).tolist()
+        counts = torch.stack(move_to_first_device(sets.sum(dim=-1) for sets in kept)).tolist()
         for view, sets, lengths in zip(views, kept, counts, strict=True):
             indices = view.kept_indices(sets, lengths)
             remaining = maker_of(config).compress(view.take(indices), indices, view.lengths, self.adapter.frequencies)

@@ -169,7 +169,7 @@ def plan(
         cache=settings.cache,
         head_scores=tuple(map(tuple, settings.head_scores)),
         generate=generate,
-        plugins={name: version for config in configs for name, version in registry.plugins(config).items()},
+        plugins={name: version for config in configs for name, version in registry.plugin_digests(config).items()},
     )
     for name in compatibility.scores_with_norms_counted_twice(fit):
         _log.info("value norms are in %s already; the selection two-stage multiplies ν in again", name)

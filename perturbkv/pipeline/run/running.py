@@ -290,9 +290,9 @@ def _log_kept_changes(leaving: int, lacking: int) -> None:
 def _log_peculiarities(planned: Plan) -> None:
     """Log cut prompts, configurations that evict nothing, unmeasured layers and random weights."""
     prompts, run = planned.prompts, planned.run
-    if prompts.cut:
+    if prompts.cut_count:
         most = "" if run.max_tokens is None else f" to {run.max_tokens} tokens"
-        _log.info("%d of %d prompts were cut in the middle%s", prompts.cut, len(prompts), most)
+        _log.info("%d of %d prompts were cut in the middle%s", prompts.cut_count, len(prompts), most)
     lengths = [len(prompt.parts(run.scenario)[0]) for prompt in prompts]
     whole: dict[Budget, list[int]] = {}
     for config in run.configs:

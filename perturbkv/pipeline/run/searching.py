@@ -73,7 +73,7 @@ def _layer_views(sample: SampleRun, layer: FullLayer, heads: Sequence[int]) -> I
 
 def _always_kept(configs: Sequence[ResolvedConfig], prompt_tokens: int, entries: int) -> Kept:
     """Return the mask of the entries that every configuration keeps whatever the scores, decoded entries included."""
-    ends = [config.ends(prompt_tokens) for config in configs]
+    ends = [config.prefix_counts(prompt_tokens) for config in configs]
     first, recent = min(each.first for each in ends), min(each.recent for each in ends)
     begin = prompt_tokens - min(configs[0].window, prompt_tokens) - recent
     index = np.arange(entries)

@@ -19,7 +19,7 @@ from perturbkv.configs.precision import FULL, stored_bits
 from perturbkv.configs.resources import Shape
 from perturbkv.datasets.metrics import leading_digits
 from perturbkv.datasets.prompts import decode_answer, grade, metrics_of
-from perturbkv.devices import on_first_device, stack_on_device
+from perturbkv.devices import move_to_first_device, stack_on_device
 from perturbkv.pipeline.sample.layer import LayerResult, config_order
 from perturbkv.pipeline.sample.measure import CHANGED_VARIABLES, Arrays, to_numpy
 from perturbkv.pipeline.sample.sample_run import SampleRun
@@ -144,7 +144,7 @@ def kept_arrays(
     offsets, sizes, counts, stage1 = (np.zeros(shape, dtype=np.int64) for _ in range(4))
     rows, start = [], 0
     for batch in batches:
-        padded, code_sizes = (torch.cat(on_first_device(parts)) for parts in zip(*batch.kept, strict=True))
+        padded, code_sizes = (torch.cat(move_to_first_device(parts)) for parts in zip(*batch.kept, strict=True))
         codes, ends = to_numpy(padded, "uint8"), to_numpy(code_sizes, "int64").cumsum()
         own_sizes = np.diff(ends, prepend=0)
         by_layer = zip(np.split(start + ends - own_sizes, len(layers)), np.split(own_sizes, len(layers)), strict=True)
@@ -155,7 +155,7 @@ def kept_arrays(
         rows.append(codes[np.arange(codes.shape[1]) < own_sizes[:, np.newaxis]])
         start += len(rows[-1])
     for groups in zip(*(layer.groups for layer in layers), strict=True):  # one group of every layer
-        first = torch.stack(on_first_device(group.budgets.stage1_entries for group in groups), dim=1)
+        first = torch.stack(move_to_first_device(group.budgets.stage1_entries for group in groups), dim=1)
         per_head = to_numpy(first, "int64").repeat(heads // groups[0].kept_heads, axis=-1)
         stage1[list(groups[0].config_indices)] = per_head
     return {

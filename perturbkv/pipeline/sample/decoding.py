@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import Cache
 
 from perturbkv.cache.compact import CompactCache, SharedCache
-from perturbkv.devices import send, to_device
+from perturbkv.devices import copy_to_device, to_device
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample.capture import (
     FINAL_NORM,
@@ -144,7 +144,7 @@ def _decode_step(
     """Run one forward pass with the same tokens in all rows, and return the record at the last token."""
     recorder = _StepRecorder(adapter, rows, finite)
     record = recorder.record
-    ids = send(tokens, adapter.device).unsqueeze(0).expand(rows, -1)
+    ids = copy_to_device(tokens, adapter.device).unsqueeze(0).expand(rows, -1)
     observer = Observer(recorder.query, recorder.head_output, recorder.hidden, recorder.final)
     with attention, capture(adapter, observer):
         record.logits = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[

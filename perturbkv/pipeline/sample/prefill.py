@@ -19,7 +19,7 @@ from perturbkv.cache.compact import full_cache, sliding_windows
 from perturbkv.cache.sliding import Window
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
-from perturbkv.devices import send, to_device
+from perturbkv.devices import copy_to_device, to_device
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.progress import phase
 from perturbkv.pipeline.sample.capture import FINAL_NORM, LOGITS, FiniteCheck, Observer, capture
@@ -27,10 +27,10 @@ from perturbkv.pipeline.sample.replay import replay_scores
 from perturbkv.scoring.compute import layer_scores
 from perturbkv.scoring.layer_view import LayerView, Rotation
 from perturbkv.scoring.value_norms import euclidean_value_norms, projected_value_norms
-from perturbkv.selection.kept_sets import Group, Rankings, kept_groups, on_device, rankings
+from perturbkv.selection.kept_sets import Group, Rankings, kept_groups, move_rankings, rankings
 from perturbkv.selection.layer_statistics import LayerStatistics, join_layers
 from perturbkv.selection.ranking import Scores
-from perturbkv.selection.resolved_config import Ends, ResolvedConfig, ResolvedRun, ScoreRequest
+from perturbkv.selection.resolved_config import PrefixCounts, ResolvedConfig, ResolvedRun, ScoreRequest
 from perturbkv.selection.sparse_lines import Positions, remembered_positions
 from perturbkv.theory import WORK
 
@@ -60,7 +60,7 @@ class Rotations:
         position_ids = torch.arange(positions.start, positions.stop, positions.step, device=like.device).unsqueeze(0)
         parts = copy.deepcopy(self._adapter.rotary)(like, position_ids, *self._adapter.rotary_kind)
         twice = 2 * len(self._adapter.frequencies) // parts[0].shape[-1]  # some modules give each pair's angle once
-        cosine, sine = (send(part[0].repeat(1, twice), device) for part in parts)
+        cosine, sine = (copy_to_device(part[0].repeat(1, twice), device) for part in parts)
         return Rotation(cosine, sine)
 
 
@@ -113,7 +113,7 @@ class Statistics:
     ) -> list[Group]:
         """Return the groups of all configurations with their kept sets in one layer, from its n entries."""
         external = {config: self.external[config](layer, key, value) for config in configs if config in self.external}
-        shared = on_device(self._shared_rankings(configs, realised), key.device)
+        shared = move_rankings(self._shared_rankings(configs, realised), key.device)
         return kept_groups(configs, self.scores(layer, realised), self.tokens, external, shared)
 
     def scores(self, layer: int, realised: Realised | None = None) -> Callable[[ResolvedConfig], Scores]:
@@ -140,25 +140,25 @@ class Statistics:
         return found
 
     def model_wide(
-        self, config: ResolvedConfig, ends: Ends, key: Hashable, make: Callable[[Iterable[Tensor]], Any]
+        self, config: ResolvedConfig, counts: PrefixCounts, key: Hashable, make: Callable[[Iterable[Tensor]], Any]
     ) -> Any:
         """Return `make` applied to all layers' competing scores, cached by key and kind of score.
 
         Entries at both ends, which always stay, are left out.
         """
         staged = config.first_stage is not None
-        ends_key = ends if staged else (ends.first, ends.recent)
-        full_key = (key, config.policy, config.window, config.granularity, ends_key)
+        counts_key = counts if staged else (counts.first, counts.recent)
+        full_key = (key, config.policy, config.window, config.granularity, counts_key)
         if full_key not in self.model_results:
             self.model_results[full_key] = make(
-                self._competing_scores(config, ends, layer) for layer in range(self.layers)
+                self._competing_scores(config, counts, layer) for layer in range(self.layers)
             )
         return self.model_results[full_key]
 
-    def _competing_scores(self, config: ResolvedConfig, ends: Ends, layer: int) -> Tensor:
+    def _competing_scores(self, config: ResolvedConfig, counts: PrefixCounts, layer: int) -> Tensor:
         """Return a configuration's competing scores in one layer, without the always-kept entries at both ends."""
-        scores = self.scores(layer)(config).competing_scores(config, ends)
-        return scores[:, ends.competing_slice(scores.shape[-1])]
+        scores = self.scores(layer)(config).competing_scores(config, counts)
+        return scores[:, counts.competing_slice(scores.shape[-1])]
 
     def _layer_statistics(
         self, requests: Sequence[ScoreRequest], layer: int, realised: Realised | None

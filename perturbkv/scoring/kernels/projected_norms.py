@@ -85,8 +85,8 @@ def projected_value_norms(
     """Return the projected value norms ν_{h,i} = ‖V_i W_O^h‖₁ in float32, with products in the inputs' precision.
 
     `w_o` is `o_proj.weight`. Both are on one device and of one dtype, bfloat16, float16 or float32, with heads of at
-    most `LARGEST_HEAD` (see `unsuited`); any strides are supported. No memory is used besides inputs and result. The
-    result has no gradient.
+    most `LARGEST_HEAD` (see `unmet_requirement`); any strides are supported. No memory is used besides inputs and
+    result. The result has no gradient.
     """
     kv_heads, keys, d_head = value.shape
     heads = w_o.shape[1] // d_head
@@ -104,8 +104,8 @@ def projected_value_norms(
     return norms
 
 
-def unsuited(value: Tensor, w_o: Tensor) -> str:
-    """Return the requirement of the kernel that these tensors violate, as text; empty if they are suitable."""
+def unmet_requirement(value: Tensor, w_o: Tensor) -> str:
+    """Return the first requirement of the kernel that these tensors violate, as text; empty if they are suitable."""
     if (value.dtype, value.device) != (w_o.dtype, w_o.device) or value.dtype not in _OPERANDS:
         wanted = ", ".join(str(dtype) for dtype in _OPERANDS)
         got = " and ".join(f"{tensor.dtype} on {tensor.device}" for tensor in (value, w_o))

@@ -61,6 +61,6 @@ class KVzip(Score):
     def score_replay(self, view: ReplayView) -> Float[Tensor, "head chunk"]:
         """Return the largest attention weight on each repeated entry over the pass's queries, per query head."""
         largest = torch.zeros(len(view.queries), view.chunk, dtype=WORK, device=view.keys.device)
-        for heads, _, weights in view.rows():
+        for heads, _, weights in view.attention_blocks():
             largest[heads] = torch.maximum(largest[heads], weights.amax(dim=-2).to(WORK))
         return largest

@@ -34,9 +34,9 @@ class KVzipPlus(KVzip):
         """Return the largest weight over the query's input norm, times the projected value norm, per query head."""
         if view.hidden is None:
             raise PluginError("hidden of the layer was not captured: no score of the run needs it")
-        size = view.hidden.to(WORK).norm(dim=-1)
+        input_norms = view.hidden.to(WORK).norm(dim=-1)
         largest = torch.zeros(len(view.queries), view.chunk, dtype=WORK, device=view.keys.device)
-        for heads, queries, weights in view.rows():
-            relative = (weights.to(WORK) / size[queries].unsqueeze(-1)).amax(dim=-2)
+        for heads, queries, weights in view.attention_blocks():
+            relative = (weights.to(WORK) / input_norms[queries].unsqueeze(-1)).amax(dim=-2)
             largest[heads] = torch.maximum(largest[heads], relative)
         return largest * view.norms()

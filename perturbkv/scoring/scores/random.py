@@ -15,7 +15,7 @@ from torch import Tensor
 from perturbkv.configs.option import option
 from perturbkv.scoring.layer_view import LayerView
 from perturbkv.scoring.score import Score
-from perturbkv.scoring.window_attention import seeded
+from perturbkv.scoring.window_attention import draw_uniform
 
 
 @dataclass(frozen=True)
@@ -30,4 +30,4 @@ class Random(Score):
 
     def score(self, layer: LayerView) -> Float[Tensor, "rows prefix"]:
         """Return uniform random numbers per query head, the same on every device."""
-        return seeded(layer.heads, layer.prefix, self.seed, layer.sample, layer.layer)
+        return draw_uniform(layer.heads, layer.prefix, self.seed, layer.sample, layer.layer)

@@ -47,7 +47,7 @@ class AdaKV(Pooled):
         return self.safeguard == "mixture"
 
     def least_stage1(self, config: EvictionConfig, kept: int, always: int) -> int:
-        """Return the minimum of stage 1 with the safeguard `guaranteed`, ⌊floor · b⌋ − `always`; else 0."""
+        """Return ⌊floor · `kept`⌋ − `always`, at least 0, with the safeguard `guaranteed`; else 0."""
         return max(0, entry_count(self.floor, kept) - always) if self.safeguard == "guaranteed" else 0
 
     def allocate(self, config: EvictionConfig, available: LayerBudget) -> Int[Tensor, " kept_head"]:

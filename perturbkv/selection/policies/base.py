@@ -19,7 +19,7 @@ from perturbkv.configs.choice import Choice
 from perturbkv.configs.entry_counts import round_down_entries
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import Option, WithOptions, option
-from perturbkv.configs.plugins import make
+from perturbkv.configs.plugins import instantiate
 from perturbkv.configs.precision import FULL, NONE
 from perturbkv.configs.selections import GIVEN, SELECTIONS, UNION, reduction, shares_heads, shares_layers
 from perturbkv.errors import ConfigError
@@ -79,7 +79,7 @@ class Policy(WithOptions):
 
     @classmethod
     def flaw(cls) -> str:
-        """Return an error message about the class definition; empty if it is valid."""
+        """Return what is wrong with the class definition, for a message; empty if it is valid."""
         missing = f'expected a name in its class, name = "{cls.__name__.lower()}", got none'
         return "" if getattr(cls, "name", "") else missing
 
@@ -118,10 +118,7 @@ class Policy(WithOptions):
 
     @property
     def first_stage(self) -> Score | None:
-        """Score of the policy's own stage 1, which precedes budgets and the selection `attention`; else None.
-
-        None for a policy without a stage 1 of its own.
-        """
+        """Score of the policy's own stage 1, which precedes budgets and the selection `attention`; None without one."""
         return None
 
     def stage1_counts(
@@ -146,9 +143,10 @@ class Policy(WithOptions):
         return config.protected_counts(kept)[1]
 
     def least_stage1(self, config: EvictionConfig, kept: int, always: int) -> int:
-        """Return the minimum number of entries in stage 1 of every kept set, besides the `always` kept ones.
+        """Return the smallest number of entries in stage 1 of every kept set, besides the `always` kept ones.
 
-        `kept` is the number of all entries that stay.
+        `kept` is the number of all entries that stay. With a granularity of blocks, every entry here is a block, as in
+        `LayerBudget`.
         """
         return 0
 
@@ -157,7 +155,7 @@ class Policy(WithOptions):
 
         The result is on the CPU where no score was used.
         """
-        return available.uniform(available.free)
+        return available.equal_counts(available.free)
 
 
 @dataclass(frozen=True)
@@ -196,7 +194,7 @@ class ByScore(Policy):
     def score(self) -> Score:
         """Score of the policy's name, with the policy's options."""
         options = {name: getattr(self, name) for name in self.scored.options()}
-        return make(self.scored, options, f"score '{self.name}'")
+        return instantiate(self.scored, options, f"score '{self.name}'")
 
     @staticmethod
     def subclass_for(scored: type[Score], name: str) -> type[Policy]:

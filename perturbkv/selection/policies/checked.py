@@ -34,7 +34,7 @@ def check_policy(policy: Policy) -> None:
 
 
 def count(policy: Policy, name: str, config: EvictionConfig, *numbers: int) -> int:
-    """Return the number of entries that a policy's method `name` gives, called with the configuration and `numbers`.
+    """Return the number that a policy's method `name`, such as `first_entries`, gives for `config` and `numbers`.
 
     Raises PluginError where an external policy fails, or gives something other than a whole number from 0 on.
     """
@@ -91,12 +91,12 @@ def _refusal(policy: Policy, name: str, expected: str, value: Any) -> PluginErro
     got = (
         f"a method; write @property above {name}"
         if callable(value) and name in ("score", "first_stage", *_FLAGS)
-        else _text(value)
+        else _short_repr(value)
     )
     return PluginError(f"policy '{policy.name}': expected {name} to give {expected}, got {got}")
 
 
-def _text(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     """Return a value as short text; its type where the value cannot be shown."""
     try:
         return repr(value)[:80]

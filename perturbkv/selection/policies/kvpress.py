@@ -148,16 +148,17 @@ def _complete(choice: Choice, name: str) -> Choice:
     if missing := [key for key, default in known.items() if default is inspect.Parameter.empty and key not in written]:
         missing_options = ", ".join(f"{key}=…" for key in missing)
         raise ConfigError(f"press '{name}' needs {' and '.join(missing)}: write kvpress:{name}({missing_options})")
-    usual = {
+    at_default = {
         key for key, default in plain.items() if complete[key] == default and not isinstance(complete[key], Choice)
     }
-    return Choice(choice.name, complete, frozenset(usual))
+    return Choice(choice.name, complete, frozenset(at_default))
 
 
 def _complete_parameter(name: str, key: str, value: Any, known: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return (name, value) of a press's parameter, with nested presses completed. Raises ConfigError if unknown.
+    """Return (name, value) of a parameter of the press `name`, with nested presses completed.
 
-    A parameter without a name is the press's first; `known` are the names that the press takes.
+    `key` is its name as written, `UNNAMED` for the press's first; `known` are the names that the press takes. Raises
+    ConfigError for any other.
     """
     first = next(iter(inspect.signature(_press_class(name)).parameters), UNNAMED)
     key = first if key == UNNAMED else key

@@ -55,7 +55,7 @@ class KVzip(Policy):
     def allocate(self, config: EvictionConfig, available: LayerBudget) -> Int[Tensor, " kept_head"]:
         """Return the number of entries per kept set: equal, or by the highest scores of the layer or of the model."""
         if self.across == "head":
-            return available.uniform(available.free)
+            return available.equal_counts(available.free)
         if self.across == "layer":
             return available.counts_among_layer_top()
         return available.counts_among_model_top()

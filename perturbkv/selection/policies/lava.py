@@ -33,7 +33,7 @@ from torch import Tensor
 from perturbkv import theory
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import option
-from perturbkv.devices import on_first_device
+from perturbkv.devices import move_to_first_device
 from perturbkv.scoring.score import Score
 from perturbkv.scoring.scores import lava
 from perturbkv.selection.layer_budget import LayerBudget, count_rows
@@ -79,14 +79,17 @@ class LAVa(Pooled):
 
 def entropies(scores: Iterable[Float[Tensor, "kept_head position"]]) -> Float[Tensor, " layer"]:
     """Return the entropy of each layer's scores, on the CPU, for which the host waits."""
-    return torch.stack(on_first_device(entropy(layer) for layer in scores)).cpu()
+    return torch.stack(move_to_first_device(entropy(layer) for layer in scores)).cpu()
 
 
-def layer_budgets(by_layer: Float[Tensor, " layer"], mean: int, most: int) -> Int[Tensor, " layer"]:
-    """Return each layer's number of entries per kept set, by entropies: `mean` on average, at most `most`."""
-    total = float(by_layer.sum())
-    shares = by_layer / total if total > 0 else torch.full_like(by_layer, 1 / len(by_layer))
-    return apportion(len(by_layer) * mean * shares, len(by_layer) * mean, most)
+def layer_budgets(weights: Float[Tensor, " layer"], mean: int, most: int) -> Int[Tensor, " layer"]:
+    """Return each layer's number of entries per kept set, in proportion to `weights`, the entropies of the layers.
+
+    It is `mean` on average and at most `most`; equal where all entropies are 0.
+    """
+    total = float(weights.sum())
+    shares = weights / total if total > 0 else torch.full_like(weights, 1 / len(weights))
+    return apportion(len(weights) * mean * shares, len(weights) * mean, most)
 
 
 def entropy(scores: Float[Tensor, "kept_head position"]) -> Float[Tensor, ""]:

@@ -49,7 +49,7 @@ class PyramidKV(Pooled):
         if self.line == "total":
             most = available.prefix + available.always - available.window
             budgets = (
-                whole_budgets(available.kept, most, available.always, available.layers, self.beta) - available.always
+                total_budgets(available.kept, most, available.always, available.layers, self.beta) - available.always
             )
         else:
             budgets = layer_budgets(available.free, available.prefix, available.layers, self.beta)
@@ -66,7 +66,7 @@ def layer_budgets(mean: int, prefix: int, layers: int, beta: float) -> Int[Tenso
     return apportion(line, layers * mean, prefix)
 
 
-def whole_budgets(kept: int, most: int, least: int, layers: int, beta: float) -> Int[Tensor, " layer"]:
+def total_budgets(kept: int, most: int, least: int, layers: int, beta: float) -> Int[Tensor, " layer"]:
     """Return the total number of entries per head of every layer (kvpress), with mean `kept` and none above `most`.
 
     All layers get `kept` where one would get fewer than `least`.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from perturbkv.configs.choice import UNNAMED, Choice, as_choice
@@ -19,9 +20,9 @@ from perturbkv.configs.plugins import (
     Catalogue,
     check_class_file,
     class_digest,
+    instantiate,
     is_builtin,
     load_class,
-    make,
     refers_to_file,
 )
 from perturbkv.configs.precision import CORRECTION_OPTIONS, PRECISION_OPTIONS
@@ -88,13 +89,13 @@ def names() -> list[str]:
     return sorted(dict.fromkeys(every), key=lambda name: (name in added, name != "snapkv"))
 
 
-def known() -> list[type[Policy]]:
+def all_policies() -> list[type[Policy]]:
     """Return the classes of all policies, in the order of `names`."""
-    return [info(name) for name in names()]
+    return [policy_class(name) for name in names()]
 
 
-def info(name: str) -> type[Policy]:
-    """Return the policy class of this name. Raises UnknownNameError and PluginError."""
+def policy_class(name: str) -> type[Policy]:
+    """Return the policy class of this name, a score's or an external one too. Raises UnknownNameError, PluginError."""
     if _is_external(name):
         return _external_class(name)
     if name in _POLICIES.names() or (refers_to_file(name) and not _is_score(name)):
@@ -112,15 +113,18 @@ def check_name(choice: Choice) -> None:
     name = choice.name
     if _is_external(name):
         return
+    _check_known(name, "policy", names(), "see `perturbkv list policies`")
+    by = choice.options.get("by", choice.options.get(UNNAMED) if name in _POLICIES.names() else None)
+    if isinstance(by, str | Choice) and (score := as_choice(by).name) != scores.OWN:
+        _check_known(score, "score", SCORES.names())
+
+
+def _check_known(name: str, kind: str, known: Sequence[str], hint: str = "") -> None:
+    """Raise UnknownNameError for a name that is not among `known`, PluginError for a user's file that is not there."""
     if refers_to_file(name):
         check_class_file(name)
-    elif name not in names():
-        raise UnknownNameError(name, "policy", names(), "see `perturbkv list policies`")
-    by = choice.options.get("by", choice.options.get(UNNAMED) if name in _POLICIES.names() else None)
-    if isinstance(by, str | Choice) and (score := as_choice(by).name) not in (scores.OWN, *SCORES.names()):
-        if not refers_to_file(score):
-            raise UnknownNameError(score, "score", SCORES.names())
-        check_class_file(score)
+    elif name not in known:
+        raise UnknownNameError(name, kind, known, hint)
 
 
 def _is_score(name: str) -> bool:
@@ -139,9 +143,9 @@ def _score_policy(score: type[Score], name: str) -> type[Policy]:
     return ByScore.subclass_for(score, name)
 
 
-def plugins(config: EvictionConfig) -> dict[str, str]:
+def plugin_digests(config: EvictionConfig) -> dict[str, str]:
     """Return name -> source digest of the external scores and policies that a configuration uses."""
-    policy = info(config.policy.name)
+    policy = policy_class(config.policy.name)
     by = config.policy.options.get("by", scores.OWN)
     used = {config.policy.name: getattr(policy, "scored", policy)}
     used |= {by.name: SCORES.load(by.name)} if isinstance(by, Choice) else {}
@@ -165,8 +169,8 @@ def build(choice: Choice) -> Policy:
     if _is_external(choice.name):
         return _external_class(choice.name)()  # its options matter only to the code that runs it
     complete = choice if choice.defaults is not None else _complete(choice)
-    kind = info(choice.name)
-    policy = make(kind, complete.options, f"policy '{choice.name}'")
+    kind = policy_class(choice.name)
+    policy = instantiate(kind, complete.options, f"policy '{choice.name}'")
     if not is_builtin(kind):
         from perturbkv.selection.policies.checked import check_policy
 
@@ -176,7 +180,7 @@ def build(choice: Choice) -> Policy:
 
 def name_first_argument(choice: Choice) -> Choice:
     """Return the choice with its unnamed first argument named `by`: `adakv(caote)` becomes `adakv(by=caote)`."""
-    if UNNAMED not in choice.options or "by" in choice.options or "by" not in info(choice.name).options():
+    if UNNAMED not in choice.options or "by" in choice.options or "by" not in policy_class(choice.name).options():
         return choice
     return Choice(choice.name, {name or "by": value for name, value in choice.options.items()})
 
@@ -185,11 +189,13 @@ def _complete(choice: Choice) -> Choice:
     """Return the choice of a policy with all its options, defaults included. Raises as `complete_choice`."""
     if _is_external(choice.name):
         return _external_class(choice.name).complete(choice)
-    complete = complete_choice(name_first_argument(choice), f"policy '{choice.name}'", info(choice.name).options())
+    complete = complete_choice(
+        name_first_argument(choice), f"policy '{choice.name}'", policy_class(choice.name).options()
+    )
     by = complete.options.get("by")
     if not isinstance(by, Choice):
-        return complete.without(["by"])
-    if by.name == info(choice.name)().score.name:
+        return complete.drop(["by"])
+    if by.name == policy_class(choice.name)().score.name:
         raise ConfigError(f"by={by} is the policy's own score; leave by out and give pool and kernel to the policy")
     return dataclasses.replace(complete, options={**complete.options, "by": scores.complete(by)})
 
@@ -199,7 +205,7 @@ def normalise(config: EvictionConfig) -> EvictionConfig:
 
     Raises UnknownNameError, and ConfigError for an option that its owner lacks, of a wrong value or without effect.
     """
-    info(config.policy.name).check(config)
+    policy_class(config.policy.name).check(config)
     complete = dataclasses.replace(config, policy=_complete(config.policy))
     without_effect = options_without_effect(complete, build(complete.policy))
     for (owner, name), needs in without_effect.items():
@@ -207,7 +213,7 @@ def normalise(config: EvictionConfig) -> EvictionConfig:
         if name in choice.shown_options:
             raise ConfigError(f"{name} of {owner} '{choice.name}' has no effect here: it needs {needs}; leave it out")
     effective = {
-        owner: getattr(complete, owner).without(name for other, name in without_effect if other == owner)
+        owner: getattr(complete, owner).drop(name for other, name in without_effect if other == owner)
         for owner in CHOICES
     }
     return dataclasses.replace(complete, **effective)
@@ -227,41 +233,7 @@ _SCORES = "a selection by score"
 
 def options_without_effect(config: EvictionConfig, policy: Policy) -> dict[OwnedOption, str]:
     """Return ineffective option -> what the option needs to take effect, for a configuration with this policy."""
-    staged, unpooled = config.selection.name in STAGED, policy.score.pooling()[0] == "none"
-    reduces = policy.score.reduces
-    scored = config.selection.name in SCORED or policy.competes
-    pooled = scored and (config.selection.name != "attention-unpooled" or policy.competes)
-    needs: dict[OwnedOption, str] = {}
-    if not scored:
-        protects = policy.ranks_by_another and policy.score.first_entries > 0
-        unused = [name for name in policy.score_options if not (protects and name == "by")]
-        needs |= {("policy", name): _LOOKS for name in unused}
-        needs["granularity", "reduce"] = _LOOKS
-    elif not pooled:
-        needs |= {("policy", name): _POOLED for name in _POOLING if name in policy.score_options}
-    elif unpooled:
-        needs |= {("policy", name): _POOLS for name in _POOLING[1:] if _width_has_no_effect(policy, name)}
-        needs["selection", "score"] = _POOLS
-    if reduces:
-        needs["granularity", "reduce"] = f"a score that leaves it to the granularity: '{policy.score.name}' does not"
-    if policy.ranks_by_another:
-        needs |= {("policy", name): "the policy's own score, without by" for name in (*_POOLING, WINDOW_QUERIES)}
-    if not staged:
-        needs["granularity", "product"] = "a two-stage selection"
-    elif reduction(config.granularity) == UNION:
-        needs["granularity", "product"] = "a reduce of mean or max: of a union, each head ranks by its own product"
-    elif _product_has_no_effect(config, unpooled, reduces):
-        needs["granularity", "product"] = "the value norms, a maximum or pooling: a mean of means is the same mean"
-    if config.reads_pages:
-        needs |= {("granularity", name): _PAGES for name in ("block", "block_score")}
-        needs["selection", "epsilon"] = "a score that is accumulated: pages are bounded"
-    elif config.has_sparse_prefill:
-        needs |= {("granularity", name): _LINES for name in ("block", "block_score")}
-        needs |= {("selection", name): "a score of entries: lines are summed" for name in ("epsilon", "score", "split")}
-    elif config.block == 1:
-        needs |= {("granularity", "block"): _BLOCKS, ("granularity", "block_score"): _BLOCKS}
-    elif config.selection.name == "position":
-        needs["granularity", "block_score"] = _SCORES
+    needs = {**_needs_of_score_options(config, policy), **_needs_of_product(config, policy), **_needs_of_units(config)}
     known = {
         "policy": policy.options(),
         "selection": SELECTION_OPTIONS[config.selection.name],
@@ -272,13 +244,60 @@ def options_without_effect(config: EvictionConfig, policy: Policy) -> dict[Owned
     return {(owner, name): need for (owner, name), need in needs.items() if name in known[owner]}
 
 
-def _width_has_no_effect(policy: Policy, name: str) -> bool:
-    """Return whether `name` is the policy's option for the pooling width, while nothing is pooled."""
-    return name in policy.score_options and policy.score.pool == "none"
+def _needs_of_score_options(config: EvictionConfig, policy: Policy) -> dict[OwnedOption, str]:
+    """Return option -> what it needs, for the options of a score, its pooling and its reduction that have no effect."""
+    scored = config.selection.name in SCORED or policy.competes
+    pooled = scored and (config.selection.name != "attention-unpooled" or policy.competes)
+    needs: dict[OwnedOption, str] = {}
+    if not scored:
+        protects = policy.ranks_by_another and policy.score.first_entries > 0
+        unused = [name for name in policy.score_options if not (protects and name == "by")]
+        needs |= {("policy", name): _LOOKS for name in unused}
+        needs["granularity", "reduce"] = _LOOKS
+    elif not pooled:
+        needs |= {("policy", name): _POOLED for name in _POOLING if name in policy.score_options}
+    elif _is_unpooled(policy):
+        if "kernel" in policy.score_options and policy.score.pool == "none":
+            needs["policy", "kernel"] = _POOLS
+        needs["selection", "score"] = _POOLS
+    if policy.score.reduces:
+        needs["granularity", "reduce"] = f"a score that leaves it to the granularity: '{policy.score.name}' does not"
+    if policy.ranks_by_another:
+        needs |= {("policy", name): "the policy's own score, without by" for name in (*_POOLING, WINDOW_QUERIES)}
+    return needs
 
 
-def _product_has_no_effect(config: EvictionConfig, unpooled: bool, reduces: str) -> bool:
-    """Return whether both orders of product and mean over a head group agree: ν ≡ 1 and only means are taken."""
-    raw = unpooled or config.selection.options.get("score") == "accumulated"
-    means = not reduces and reduction(config.granularity) == "mean"
-    return config.selection.name == "two-stage-uniform" and raw and means
+def _needs_of_product(config: EvictionConfig, policy: Policy) -> dict[OwnedOption, str]:
+    """Return what the granularity's `product` needs, where both orders of product and mean over a head group agree."""
+    raw = _is_unpooled(policy) or config.selection.options.get("score") == "accumulated"
+    means = not policy.score.reduces and reduction(config.granularity) == "mean"
+    if config.selection.name not in STAGED:
+        need = "a two-stage selection"
+    elif reduction(config.granularity) == UNION:
+        need = "a reduce of mean or max: of a union, each head ranks by its own product"
+    elif config.selection.name == "two-stage-uniform" and raw and means:  # ν ≡ 1, and only means are taken
+        need = "the value norms, a maximum or pooling: a mean of means is the same mean"
+    else:
+        return {}
+    return {("granularity", "product"): need}
+
+
+def _needs_of_units(config: EvictionConfig) -> dict[OwnedOption, str]:
+    """Return option -> what it needs, for the options without effect on the pages, lines or blocks that are kept."""
+    needs: dict[OwnedOption, str] = {}
+    if config.reads_pages:
+        needs |= {("granularity", name): _PAGES for name in ("block", "block_score")}
+        needs["selection", "epsilon"] = "a score that is accumulated: pages are bounded"
+    elif config.has_sparse_prefill:
+        needs |= {("granularity", name): _LINES for name in ("block", "block_score")}
+        needs |= {("selection", name): "a score of entries: lines are summed" for name in ("epsilon", "score", "split")}
+    elif config.block == 1:
+        needs |= {("granularity", "block"): _BLOCKS, ("granularity", "block_score"): _BLOCKS}
+    elif config.selection.name == "position":
+        needs["granularity", "block_score"] = _SCORES
+    return needs
+
+
+def _is_unpooled(policy: Policy) -> bool:
+    """Return whether nothing is pooled after the policy's score is computed."""
+    return policy.score.pooling()[0] == "none"

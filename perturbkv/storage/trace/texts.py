@@ -98,7 +98,7 @@ def with_text_shapes(sample_id: str, shapes: Shapes, texts: Texts | None) -> Sha
     if text is None:
         return others
     shape = {True: (len(text.prompt["prompt_token"]),), False: ()}
-    added = {name: shape[VARIABLES[name].in_rows] for name in text.prompt}  # answers are not decoded for this
+    added = {name: shape[VARIABLES[name].is_concatenated] for name in text.prompt}  # answers are not decoded for this
     if others.keys() >= set(_GENERATED):
         added |= {**dict.fromkeys(ANSWER_TEXT, ()), "answer": others["generated"][:1]}
     return {**others, **added}

@@ -261,7 +261,7 @@ class _BufferedVariable:
 
     def __init__(self, dataset: h5py.Dataset, variable: Variable) -> None:
         self._dataset = dataset
-        self._shape = () if variable.in_rows else dataset.shape[1:]
+        self._shape = () if variable.is_concatenated else dataset.shape[1:]
         self._dtype = np.dtype(object) if variable.dtype == "str" else dataset.dtype
         self._begin, self._end, self._bytes = 0, 0, 0
         self._rows_per_write = dataset.chunks[0] if dataset.ndim > 1 and dataset.chunks else _SCALARS_PER_WRITE
