@@ -42,7 +42,7 @@ from perturbkv.analyses.stats.permutation import (
     prompt_permutations,
 )
 from perturbkv.analyses.stats.rank_correlation import kendall, mean_ranks, spearman
-from perturbkv.analyses.verdicts import interval_verdict
+from perturbkv.analyses.verdicts import interval_side
 
 DIFFERENCES = StatisticKind(3 / 8, limits=(-2, 2))
 """A mean of differences between two rank correlations of the same prompt."""
@@ -346,7 +346,7 @@ _EXPECTED = {"rho": (-1, 0.0), "auc": (1, 0.5)}
 
 def _is_decided(baseline: IdentityBaseline, strength: Estimate, side: int, at: float) -> bool:
     """Return whether a statistic is decided against `at` and its excess against 0, both on the expected `side`."""
-    both = (interval_verdict(strength.interval, at), interval_verdict(baseline.beyond.interval, 0))
+    both = (interval_side(strength.interval, at), interval_side(baseline.beyond.interval, 0))
     return both == (side, side)
 
 

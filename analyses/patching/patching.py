@@ -250,7 +250,7 @@ def patching_result(
     Raises FailedRunError where no sample is complete, ConfigError where none has the step.
     """
     measured = MixtureOutcomes(store, game, settings.step)
-    valued = orders is None or len(orders) > 0
+    has_values = orders is None or len(orders) > 0
     kl, kl_interval = median_kl(measured, game.baseline_everywhere)
     return Patching(
         baseline=store.run.configs[0],
@@ -260,7 +260,7 @@ def patching_result(
         kl_median=kl,
         kl_median_interval=kl_interval,
         cache_share=measured.cache_share(game.baseline_everywhere),
-        shapley=shapley(measured, settings.outcome, orders) if valued else None,
+        shapley=shapley(measured, settings.outcome, orders) if has_values else None,
         greedy=greedy(measured, settings.outcome, paths) if paths else None,
         named=tuple(named_mixture(measured, name, mixture) for name, mixture in game.mixtures),
         same=float(np.mean([store.same[name] for name in measured.samples])),

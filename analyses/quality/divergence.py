@@ -63,7 +63,7 @@ class Divergence(Result):
 
     def claims(self) -> Sequence[Claim]:
         """Return the median number of tokens before answers differ, and the median KL along the full cache's answer."""
-        first = [Case(name, one.median_first_difference, _after(one)) for name, one in self._named]
+        first = [Case(name, one.median_first_difference, _first_difference_text(one)) for name, one in self._named]
         kl = [Case(name, one.kl, _format_kl(one)) for name, one in self._named if one.kl is not None]
         answers = f"the median KL of {plural(self._answer_count, 'answer')}"
         forced = Claim(f"where every cache reads the full one's, {answers}", "is", kl)
@@ -156,7 +156,7 @@ def divergence(answers: WrittenAnswers) -> Divergence:
     lengths = tuple(len(row["full"]["tokens"]) for row in rows)
     span = max(1, -(-max(lengths) // MOST_SPANS))
     has_kl = all(row.get("divergence") is not None for row in rows) and max(lengths) > 0
-    read = rows if has_kl else tuple({**row, "divergence": None} for row in rows)
+    compared = rows if has_kl else tuple({**row, "divergence": None} for row in rows)
     floors = span_means([row["divergence"]["noise_floor"] for row in rows], span) if has_kl else np.zeros((1, 0))
     return Divergence(
         identity=answers_identity(answers),
@@ -164,12 +164,12 @@ def divergence(answers: WrittenAnswers) -> Divergence:
         compress_every=answers.compress_every,
         lengths=lengths,
         span=span,
-        configs=tuple(divergence_point(read, config, span) for config in answers.run.configs),
+        configs=tuple(divergence_point(compared, config, span) for config in answers.run.configs),
         noise_floor=np.nanmean(floors, axis=0),
     )
 
 
-def _after(one: DivergencePoint) -> str:
+def _first_difference_text(one: DivergencePoint) -> str:
     """Return after how many tokens the median answer differs: 'after 3 tokens', or 'never'."""
     median = one.median_first_difference
     return "never" if isinf(median) else f"after {plural(int(median), 'token')}"
