@@ -129,7 +129,7 @@ def without_pooling(config: pk.EvictionConfig) -> pk.EvictionConfig | None:
         return config if ranks_by_attention(config) else None
     choices: dict[str, Any] = {"selection": "attention-unpooled", "policy": config.policy.name}
     if name in BY_VALUES:
-        choices = {"selection": f"two-stage(alpha=0{norm(config)})"}
+        choices = {"selection": f"two-stage(alpha=0{norm_option(config)})"}
     return replace(config, **choices)
 
 
@@ -137,7 +137,7 @@ def with_known_query(config: pk.EvictionConfig) -> pk.EvictionConfig | None:
     """Return what ranks by the realised A, or A ν, whichever the method estimates; None where that is neither."""
     if not ranks_by_attention(config):
         return None
-    by_values = f"hindsight({norm(config).removeprefix(', ')})" if norm(config) else "hindsight"
+    by_values = f"hindsight({norm_option(config).removeprefix(', ')})" if norm_option(config) else "hindsight"
     selection: Any = by_values if config.selection.name in BY_VALUES else "hindsight-attention"
     policy: Any = config.policy.name
     return replace(config, selection=selection, policy=policy)
@@ -148,7 +148,7 @@ def ranks_by_attention(config: pk.EvictionConfig) -> bool:
     return config.policy.name == "snapkv" and config.selection.name in (*BY_ATTENTION, *BY_VALUES)
 
 
-def norm(config: pk.EvictionConfig) -> str:
+def norm_option(config: pk.EvictionConfig) -> str:
     """Return the option of a selection that says which norm it ranks by; empty for L1."""
     return ", norm=l2" if config.euclidean else ""
 
@@ -264,7 +264,7 @@ def print_tables(parts: Sequence[Mapping[str, Any]], samples: int) -> None:
         for name, key in tables:
             if part[key]:
                 show(f"{part_name(part)}, {name}: L over that of the best known set, {part[key][0]['heads']} heads",
-                     [line(one) for one in part[key]])  # fmt: skip
+                     [table_line(one) for one in part[key]])  # fmt: skip
         print(f"{part['heads']} heads searched, no swap helps in {part['settled']}; {part['left_out']} left out")
         if part["tried"]:
             print(f"the best set is proven in {part['closed']} of {part['tried']}, where swaps alone had reached it in "
@@ -274,7 +274,7 @@ def print_tables(parts: Sequence[Mapping[str, Any]], samples: int) -> None:
     print(f"\nL over that of the best known set: {factors or 'no head loses more than rounding'} (n = {samples}).")
 
 
-def line(one: Mapping[str, Any]) -> dict[str, str]:
+def table_line(one: Mapping[str, Any]) -> dict[str, str]:
     """Return a method as a line of a table."""
     return {
         "method": str(one["config"].selection),
