@@ -163,14 +163,11 @@ def _heads_per_set(trace: pk.Trace, config: pk.EvictionConfig) -> int:
 
 
 def choose(sweep: Sweep, trained: NDArray[np.bool_]) -> Chosen:
-    """Return level -> (layer, head) index of the α with the least Σ isolated L1 over the `trained` samples, (sample,).
-
-    Of equal sums the α nearest the paper's is taken, of two as near the smaller.
-    """
+    """Return level -> (layer, head) index of the α of least Σ isolated L1 over the samples in the mask `trained`."""
     by_head = sweep.loss[trained].sum(axis=0)
     loss = by_head.reshape(*by_head.shape[:-1], -1, sweep.heads_per_set).sum(axis=-1)  # (α, layer, kept set)
     sums = {"global": loss.sum(axis=(1, 2), keepdims=True), "layer": loss.sum(axis=2, keepdims=True), "head": loss}
-    near = np.lexsort((sweep.alphas, np.abs(sweep.alphas - PAPER)))
+    near = np.lexsort((sweep.alphas, np.abs(sweep.alphas - PAPER)))  # of equal sums the α nearest the paper's
     chosen = {}
     for level in sweep.levels:
         best = near[sums[level][near].argmin(axis=0)]
@@ -374,17 +371,32 @@ def print_tables(document: Mapping[str, Any], finest: str) -> None:
              "drift": number_text(row, "drift"), "propagated Σ": number_text(row, "propagated")}
             for row in measured["rows"]
         ])  # fmt: skip
-        print(
-            f"composed and measured isolated L1 differ by at most {measured['composed_off']:.1e} of the head's largest"
-        )
-    unstable = ", ".join(
-        f"{LEVELS[level]} {percent_text(share)}" for level, share in document["differ_between_folds"].items()
-    )
+        off = measured["composed_off"]
+        print(f"composed and measured isolated L1 differ by at most {off:.1e} of the head's largest")
+    differing = document["differ_between_folds"].items()
+    unstable = ", ".join(f"{LEVELS[level]} {percent_text(share)}" for level, share in differing)
     print(f"the folds' choices differ: {unstable}")
     (row,) = (row for row in document["rows"] if _is_row(row, LEVELS[finest], OTHERS))
     found = number_text(row["over_fixed"], "sum_ratio", 3)
     side = _SIDES[common.side_of(row["over_fixed"]["sum_ratio_interval"], 1)]
     print(f"α chosen {LEVELS[finest]}, over one for all heads, judged on other samples: isolated Σ {found}, {side}")
+
+
+def fold_traces(asked: argparse.Namespace, folds: Sequence[Fold], model: Any, prompts: Any) -> list[pk.Trace]:
+    """Run each fold with its choices, or read its trace beside the one that was given; print where there is none."""
+    traces = []
+    for fold in folds:
+        name = f"alpha-fold-{fold.number}.h5"
+        if model is not None:
+            own = [prompt for prompt in prompts or () if prompt.sample_id in fold.samples]
+            traces.append(common.measure(asked, name, model, own, fold.distinct, overwrite=True))
+        elif (beside := Path(asked.trace[0]).parent / name).exists():
+            found = pk.read_trace(beside)
+            if {*found.sample_ids} == {*fold.samples} and {*fold.distinct} <= {*found.run.configs}:
+                traces.append(found)
+    if len(traces) < len(folds):
+        print(f"no runs of the folds: {asked.trace[0]} has no {len(folds)} traces beside it that are of these choices")
+    return traces
 
 
 def study(asked: argparse.Namespace) -> None:
@@ -403,18 +415,7 @@ def study(asked: argparse.Namespace) -> None:
     folds = split_folds(sweep, asked.folds, asked.output)
     whole = choose(sweep, np.ones(len(sweep.samples), dtype=bool))
     asked.written += [path for fold in folds for path in fold.tables]
-    traces = []
-    for fold in folds if asked.runs else ():
-        name = f"alpha-fold-{fold.number}.h5"
-        if model is not None:
-            own = [prompt for prompt in prompts or () if prompt.sample_id in fold.samples]
-            traces.append(common.measure(asked, name, model, own, fold.distinct, overwrite=True))
-        elif (beside := Path(asked.trace[0]).parent / name).exists():
-            found = pk.read_trace(beside)
-            if {*found.sample_ids} == {*fold.samples} and {*fold.distinct} <= {*found.run.configs}:
-                traces.append(found)
-    if asked.runs and len(traces) < len(folds):
-        print(f"no runs of the folds: {asked.trace[0]} has no {len(folds)} traces beside it that are of these choices")
+    traces = fold_traces(asked, folds, model, prompts) if asked.runs else []
     note = "chosen on all of these samples: what it gains on them flatters; studies/alpha.py judges on others"
     made = {"made_by": "studies/alpha.py", "model": trace.run.model, "dataset": trace.run.dataset,
             "samples": len(sweep.samples), "trace": trace.digest, "note": note,
