@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from perturbkv.analyses.names import PairRecord, plural, short_names
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES, OptionalInterval
-from perturbkv.analyses.text import capitalise, difference
+from perturbkv.analyses.text import capitalise, relative_difference
 from perturbkv.analyses.verdicts import ALIKE, EQUIVALENT, FEW, LESS, MORE, UNDECIDED, ratio_verdict, verdict_at
 
 COMPARED = {LESS: "less", MORE: "more", ALIKE: "as much"}
@@ -50,7 +50,7 @@ class Case(NamedTuple):
         ends = () if interval is None else (interval.low, interval.high)
         if all(abs(100 * (1 - number)) <= 0.5 for number in (ratio, *ends)):
             return cls(name, ratio, "within 0.5 %", EQUIVALENT)
-        return cls(name, ratio, difference(ratio, interval), verdict)
+        return cls(name, ratio, relative_difference(ratio, interval), verdict)
 
     @classmethod
     def number(

@@ -11,7 +11,7 @@ import numpy as np
 
 from perturbkv.analyses import text
 from perturbkv.analyses.measurements import Measurements, measured_steps
-from perturbkv.analyses.names import SIDE, common, common_choices, distinct_choices, distinct_names, plural
+from perturbkv.analyses.names import SIDE, common_choices, common_text, distinct_choices, distinct_names, plural
 from perturbkv.configs import layer_types
 from perturbkv.configs.cache_contents import WITHOUT_EVICTION
 from perturbkv.configs.eviction import EvictionConfig
@@ -74,7 +74,7 @@ class RunIdentity:
     @cached_property
     def shared(self) -> str:
         """The choices that all configurations share, as text."""
-        return common(self.configs)
+        return common_text(self.configs)
 
     def name_of(self, config: EvictionConfig) -> str:
         """Return the name of one of the configurations."""
@@ -161,16 +161,16 @@ class RunIdentity:
 
     def _configurations_in_words(self, sides: bool) -> str:
         """Return the configurations in words: 'policy snapkv, window 32; h2o and snapkv; budgets 64 and 128'."""
-        shared = [_in_words(choice, word) for choice, word in common_choices(self.configs).items()]
-        parts = self._distinct_parts(_in_words)
+        shared = [_choice_in_words(choice, word) for choice, word in common_choices(self.configs).items()]
+        parts = self._distinct_parts(_choice_in_words)
         if len(parts) > 1 and not sides:
-            parts = parts[1:]
-        names = [part for part in (list(filter(None, part)) for part in parts) if part]
-        told = [text.join_names(part) if all(" " not in name for name in part) else ", ".join(part) for part in names]
-        budgets = [_in_words("budget", f"b={config.budget}") for config in self.configs]
-        if names and names[-1] == list(dict.fromkeys(budgets)) and len(names[-1]) > 1:
-            told[-1] = "budgets " + text.join_names([name.removeprefix("budget ") for name in names[-1]])
-        return "; ".join(filter(None, (", ".join(shared), *told)))
+            parts = parts[1:]  # the settings alone
+        named = [part for part in (list(filter(None, part)) for part in parts) if part]
+        texts = [text.join_names(part) if all(" " not in name for name in part) else ", ".join(part) for part in named]
+        budgets = [_choice_in_words("budget", f"b={config.budget}") for config in self.configs]
+        if named and named[-1] == list(dict.fromkeys(budgets)) and len(named[-1]) > 1:  # the settings are budgets
+            texts[-1] = "budgets " + text.join_names([name.removeprefix("budget ") for name in named[-1]])
+        return "; ".join(filter(None, (", ".join(shared), *texts)))
 
     def _configurations_text(self) -> str:
         """Return the configurations in one line: shared choices, then distinct sides and settings.
@@ -183,7 +183,8 @@ class RunIdentity:
     def _distinct_parts(self, write: Callable[[str, str], str]) -> list[list[str]]:
         """Return the distinct sides and the distinct settings, or whole names where not each side has every setting.
 
-        `write` makes text of a choice and its word in a label.
+        One text with the number of configurations where there are more than `MOST_NAMED` names. `write` makes text of
+        a setting's choice and its word in a label; sides stay as they are in labels.
         """
         distinct = [
             {choice: word if choice in SIDE else write(choice, word) for choice, word in words.items()}
@@ -202,7 +203,7 @@ _WORDS = {"policy": "policy ", "selection": "selection ", "budget": "budget ", "
 _SETS = {"query": "query head", "kv": "key-value head", "layer": "layer", "head": "head of all layers"}
 
 
-def _in_words(choice: str, word: str) -> str:
+def _choice_in_words(choice: str, word: str) -> str:
     """Return a choice's word of a label in words: 'budget 128', 'max-pooling of 7', 'per query head'."""
     value = word.partition("=")[2] or word
     if choice == "granularity":
@@ -240,7 +241,11 @@ def identity(trace: Trace, configs: Sequence[EvictionConfig], step: int = 0) -> 
 
 
 def _whole_caches(trace: Trace, configs: Sequence[EvictionConfig], step: int) -> tuple[tuple[str, int], ...]:
-    """Return (budget or label, number of samples in which nothing was evicted)."""
+    """Return (name, number of samples that have the step and in which nothing was evicted), without zeros.
+
+    The name is a budget, with the least number of its configurations, where each of these leaves some cache whole;
+    elsewhere it is a configuration's label.
+    """
     evicted = trace.arrays["evicted"][trace.ok][measured_steps(trace) > step]
     groups: dict[str, dict[str, int]] = {}
     for config in configs:
@@ -267,7 +272,7 @@ def joint_identity(runs: Sequence[RunIdentity]) -> RunIdentity:
 
 
 def _trace_byte_shares(trace: Trace, configs: Sequence[EvictionConfig]) -> tuple[float, ...]:
-    """Return the byte share of each configuration; empty if unknown, or if all only evict."""
+    """Return the byte share of each configuration; empty where unknown, or where none is quantised or corrected."""
     known = "held_bytes" in trace.arrays and bool(np.isfinite(trace.arrays["held_bytes"][trace.ok]).all())
     if not known or not trace.ok.any() or all(config.in_16_bits for config in configs):
         return ()
@@ -284,7 +289,15 @@ def answers_identity(answers: WrittenAnswers) -> RunIdentity:
 def run_identity(
     run: RunConfig, provenance: Mapping[str, Any], samples: int, source: str, digest: str = ""
 ) -> RunIdentity:
-    """Return the identity of a run whose output is not a trace, with all its configurations."""
+    """Return the identity of a run whose output is not a trace, with all its configurations.
+
+    Args:
+        run: what was run.
+        provenance: versions, type of quantised weights and measured layers, as the output records them.
+        samples: number of complete samples.
+        source: what the output is, such as `answers`.
+        digest: of the output; empty where there is none.
+    """
     return RunIdentity(
         model=run.model,
         dataset=run.dataset,

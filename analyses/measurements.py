@@ -45,7 +45,7 @@ class Measurements:
     """
 
     def __init__(self, trace: Trace, analysis: str, step: int | None = 0) -> None:
-        self.trace: Trace = _with_step(trace, analysis, step or 0)
+        self.trace: Trace = _drop_ended_samples(trace, analysis, step or 0)
         self.analysis = analysis
         self.step = step
         self._arrays: dict[str, Floats] = {}
@@ -129,7 +129,7 @@ class Measurements:
         return array if self.step is None else np.asarray(array.squeeze(axis))
 
 
-def _with_step(trace: Trace, analysis: str, step: int) -> Trace:
+def _drop_ended_samples(trace: Trace, analysis: str, step: int) -> Trace:
     """Return the trace without the complete samples whose text ends before `step`. Raises as `Measurements`."""
     if not trace.ok.any():
         raise TraceError(f"{analysis} needs at least one complete sample, {trace.source or 'this trace'} has none")
@@ -173,7 +173,7 @@ def sets_per_layer(trace: Trace, config: int) -> int:
     Heads that share a set share its offset in the file. Raises TraceError where the trace does not hold the kept
     positions.
     """
-    offsets = trace.get("kept_offset", "kept sets")[0, config]
+    offsets = trace.get("kept_offset", "kept sets")[0, config]  # of the first complete sample: all have as many sets
     return max(len(np.unique(layer)) for layer in offsets)
 
 
@@ -190,7 +190,7 @@ CIRCULAR_MEASURES = {"kl": "KL, nat", "drift": "last layer's drift"}
 def first_step_measures(trace: Trace, analysis: str) -> dict[str, Floats]:
     """Return measure -> (sample, config) at the first decode step; configurations with identical runs get equal values.
 
-    Raises TraceError as `Measurements`.
+    Error messages name the `analysis`. Raises TraceError as `Measurements`.
     """
     first = Measurements(trace, analysis)
     norm = first["output_norm"].sum(axis=(1, 2))[:, None]
@@ -224,7 +224,7 @@ def _first_equal_config(trace: Trace) -> NDArray[np.int64]:
     count, samples = len(trace.run.configs), int(trace.ok.sum())
     first = np.tile(np.arange(count), (samples, 1))
     for later in range(count):
-        for earlier in reversed(range(later)):
+        for earlier in reversed(range(later)):  # the smallest index is written last
             same = equal_whole(trace, earlier, later)
             first[same, later] = first[same, earlier]
     return first
@@ -236,7 +236,7 @@ class Scores:
 
     Attributes:
         full: (sample,) of the full cache's answers.
-        evicted: (sample, config) of each configuration's.
+        evicted: (sample, config) of the answers from each configuration's cache.
     """
 
     full: Floats

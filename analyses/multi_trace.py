@@ -35,7 +35,7 @@ def check_no_duplicate_prompts(traces: Sequence[Trace], trace_name: Callable[[Tr
 
 
 def _prompt_keys(trace: Trace, index: int) -> list[str]:
-    """Return the keys that identify a prompt: source and sample id, and a digest of its tokens if stored."""
+    """Return the keys that identify the prompt at an index: source and sample id, and its tokens' digest if stored."""
     keys = [json.dumps([_prompt_source(trace), trace.sample_ids[index]])]
     if "prompt_token" in trace.arrays and (count := int(trace.arrays["prompt_count"][index])):
         start = int(trace.arrays["prompt_offset"][index])

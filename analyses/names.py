@@ -64,7 +64,7 @@ def setting_name(config: EvictionConfig, *without: str) -> str:
     return " ".join(word for choice, word in config.label_parts().items() if choice not in (*SIDE, *without))
 
 
-def common(configs: Sequence[EvictionConfig], *without: str) -> str:
+def common_text(configs: Sequence[EvictionConfig], *without: str) -> str:
     """Return the choices that all configurations share, as text; choices in `without` are left out."""
     return " ".join(common_choices(configs, *without).values())
 
@@ -72,7 +72,7 @@ def common(configs: Sequence[EvictionConfig], *without: str) -> str:
 def common_choices(configs: Sequence[EvictionConfig], *without: str) -> dict[str, str]:
     """Return choice -> word for the choices that all configurations share; those in `without` left out.
 
-    So is α where no configuration has stages: it says only of which entries σ is.
+    α is left out, too, where no configuration has stages: there it only says over which entries σ is measured.
     """
     shared = _shared_choices(configs) - set(without)
     if not any(config.is_staged for config in configs):
@@ -152,7 +152,7 @@ def pair_names(comparisons: Sequence[PairRecord]) -> list[str]:
 
 
 def pairs_title(comparisons: Sequence[PairRecord], shared: str) -> str:
-    """Return the sides and the shared choices: 'two-stage against attention: snapkv b=64'."""
+    """Return a title of both sides and the `shared` choices as text: 'two-stage against attention: snapkv b=64'."""
     baselines, treatments = (
         " and ".join(dict.fromkeys(names)) for names in zip(*(one.sides for one in comparisons), strict=True)
     )
@@ -188,7 +188,7 @@ def _shared_choices(configs: Sequence[EvictionConfig]) -> set[str]:
 
 
 def fold(name: str, width: int = 16) -> str:
-    """Return a long name broken into lines, between words or after brackets, colons and commas."""
+    """Return a name in lines of at most `width` letters where possible, broken at spaces, brackets, colons, commas."""
     lines = textwrap.wrap(name, width, break_long_words=False, break_on_hyphens=False)
     return "\n".join(part for line in lines for part in _break_word(line, width))
 

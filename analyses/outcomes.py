@@ -14,7 +14,7 @@ from perturbkv.analyses.heads import head_comparison
 from perturbkv.analyses.heads.head_comparison import HeadComparison
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns, setting_object
-from perturbkv.analyses.layers import drift as layer_drift
+from perturbkv.analyses.layers import drift
 from perturbkv.analyses.measurements import Measurements
 from perturbkv.analyses.names import short_names
 from perturbkv.analyses.result import Result
@@ -73,23 +73,16 @@ class Outcome(ComparisonRow):
     def compare(
         cls, trace: Trace, analysis: str, baseline: EvictionConfig, treatment: EvictionConfig, step: int, **more: Any
     ) -> Self:
-        """Return the outcome of a treatment against a baseline.
+        """Return the outcome of a treatment against a baseline, at a decode step.
 
-        Args:
-            trace: what was measured.
-            analysis: the command, which error messages name.
-            baseline: a configuration of the trace.
-            treatment: another one.
-            step: decode step, from 0.
-            **more: the fields that a subclass adds.
-
-        Raises as `head_comparison.summarise` and `drift.summarise`.
+        Error messages name the `analysis`, the command; `more` are the fields that a subclass adds. Raises as
+        `head_comparison.summarise` and `drift.summarise`.
         """
-        drift = layer_drift.summarise(trace, baseline, treatment, step=step)
+        layers = drift.summarise(trace, baseline, treatment, step=step)
         return cls(
             **field_values(head_comparison.summarise(trace, baseline, treatment, step)),
-            drift_ratio=float(drift.ratio[-1]),
-            drift_ratio_interval=interval_at(drift.ratio_interval, -1),
+            drift_ratio=float(layers.ratio[-1]),
+            drift_ratio_interval=interval_at(layers.ratio_interval, -1),
             **next_token_kl(trace, analysis, treatment, step),
             **more,
         )
@@ -145,9 +138,9 @@ class OutcomeSetting(BaselineSetting):
 
 
 def next_token_kl(trace: Trace, analysis: str, config: EvictionConfig, step: int) -> dict[str, Any]:
-    """Return the columns `kl_median` and `kl_median_interval` of a configuration, name -> value.
+    """Return the columns `kl_median` and `kl_median_interval` of a configuration.
 
-    `analysis` is the command, which error messages name. Raises as `Measurements`.
+    Error messages name the `analysis`. Raises as `Measurements`.
     """
     measurements = Measurements(trace, analysis, step)
     kl = measurements["logit_kl"][:, measurements.index(config)]
@@ -159,7 +152,7 @@ class SettingsResult(Result):
     """A result of one or several settings, in one table with the lines of each setting under its name.
 
     Attributes:
-        settings: one by one, instances of `BaselineSetting`.
+        settings: each one's baseline and rows.
         step: decode step, from 0.
         identity: of the run, with the configurations of all settings.
         IGNORED: choices that names of settings leave out.
@@ -190,7 +183,10 @@ class SettingsResult(Result):
 
 
 def head_rows(comparison: HeadComparison, **labels: Any) -> list[dict[str, Any]]:
-    """Return a comparison's data frame rows, one per kind of perturbation, layer and head: labels, then numbers."""
+    """Return a comparison's data frame rows, one per kind of perturbation, layer and head.
+
+    Columns are the configurations, then `labels`, then the numbers.
+    """
     sides = {**config_columns(comparison.treatment), "baseline": comparison.baseline.label()}
     layers = [comparison.identity.layer(index) for index in range(len(comparison.flagged))]
     kinds = (comparison.isolated, comparison.propagated)

@@ -167,8 +167,8 @@ Member = TypeVar("Member")
 MemberResult = TypeVar("MemberResult", bound=Result)
 
 
-class Sequenced(Generic[Member]):
-    """The methods of a sequence: `len`, iteration and indexing refer to `members`."""
+class MemberSequence(Generic[Member]):
+    """A sequence of members: `len`, iteration and indexing refer to `members`."""
 
     members: tuple[Member, ...]
 
@@ -183,7 +183,7 @@ class Sequenced(Generic[Member]):
 
 
 @dataclass(frozen=True, repr=False)
-class Several(Sequenced[MemberResult], Result):
+class ResultGroup(MemberSequence[MemberResult], Result):
     """Results of one question in one table, each with a figure of its own.
 
     Attributes:

@@ -20,6 +20,7 @@ from perturbkv.errors import ConfigError, TraceError
 from perturbkv.trace import Trace
 
 _STAGE1 = ("alpha", "split")
+"""Options of a selection's stage 1."""
 Pair = tuple[EvictionConfig, EvictionConfig]
 """Baseline and treatment."""
 
@@ -55,7 +56,7 @@ def choose_sides(trace: Any, baseline: Any, treatments: Any) -> tuple[str, tuple
     """
     names = check_sides(trace, baseline or "", "two-stage" if treatments is None else treatments)
     named = [(config.policy.name, config.selection.name) for config in trace.run.configs]
-    sides = [":".join(names) for names in dict.fromkeys(named) if "random" not in names] or [":".join(named[0])]
+    sides = [":".join(side) for side in dict.fromkeys(named) if "random" not in side] or [":".join(named[0])]
     if treatments is not None or any(matches(config, "two-stage") for config in trace.run.configs):
         return baseline or "attention", names
     first = baseline or next((side for side in sides if side == "snapkv:attention"), sides[0])
@@ -246,13 +247,16 @@ def group_settings(run: RunConfig, *free: str) -> list[list[EvictionConfig]]:
     groups = [tuple(range(len(choices)))]
     for name in dict.fromkeys(name for config in choices for name in config):
         groups = list(dict.fromkeys(part for group in groups for part in _split_by_value(group, choices, name)))
-    largest = [group for group in groups if not any(set(group) < set(other) for other in groups)]
+    largest = [group for group in groups if not any(set(group) < set(other) for other in groups)]  # none in another
     members = [[run.configs[index] for index in group] for group in largest]
     return sorted(members, key=lambda group: min(map(budget_order, group)))
 
 
 def _split_by_value(group: tuple[int, ...], choices: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, ...]]:
-    """Return one group per value of a choice; configurations without the choice are in all groups."""
+    """Return one group per value of the choice called `name`; configurations without it are in all groups.
+
+    The group itself where none has the choice. `choices`: each configuration's, by index.
+    """
     values = dict.fromkeys(choices[index][name] for index in group if name in choices[index])
     parts = [tuple(index for index in group if choices[index].get(name, value) == value) for value in values]
     return parts or [group]

@@ -31,15 +31,18 @@ def decimal(value: float, interval: OptionalInterval = None, digits: int = 2, se
 
 def percent(share: float, interval: OptionalInterval = None, separator: str = " ") -> str:
     """Return a share in [0, 1] with its interval in percent: '72 % [58, 82]'."""
-    return "–" if isnan(share) else f"{fixed(100 * share, 0)} %" + interval_text(interval, _hundredths, separator)
+    return "–" if isnan(share) else f"{fixed(100 * share, 0)} %" + interval_text(interval, _whole_percent, separator)
 
 
 def points(score: float, interval: OptionalInterval = None, separator: str = " ", end_digits: int = 1) -> str:
-    """Return a score or a difference of scores times 100, as papers show it, with its interval: '43.8 [40.1, 47.5]'."""
+    """Return a score or a difference of scores times 100, as papers show it, with its interval: '43.8 [40.1, 47.5]'.
+
+    Scores are known: NaN is not expected. `end_digits`: decimals of the interval's ends.
+    """
     return fixed(100 * score, 1) + interval_text(interval, lambda end: fixed(100 * end, end_digits), separator)
 
 
-def points_apart(difference: float, interval: OptionalInterval = None) -> str:
+def difference_in_points(difference: float, interval: OptionalInterval = None) -> str:
     """Return a difference of scores or shares in points of 100, with its interval: '3.1 [1.2, 5.0] points'."""
     return f"{points(difference, interval)} points"
 
@@ -109,7 +112,7 @@ def cache_share_note(shares: Iterable[float], limit: int | None = None) -> str:
 
 
 def verdict_counts(verdict: NDArray[np.int8]) -> str:
-    """Return the numbers of better, tied and worse verdicts: '7/0/1'."""
+    """Return how many of the verdicts, 1, 0 or −1, are better, tied and worse: '7/0/1'."""
     return "/".join(str(int((verdict == sign).sum())) for sign in (1, 0, -1))
 
 
@@ -126,8 +129,8 @@ def _three_digits(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def _hundredths(share: float) -> str:
-    """Return a share in percent without decimals and sign: '72'."""
+def _whole_percent(share: float) -> str:
+    """Return a share in percent without decimals, as a bare number: '72'."""
     return fixed(100 * share, 0)
 
 
@@ -144,7 +147,7 @@ def sample_note(samples: int, unit: str = "sample") -> str:
     return f"n = {plural(samples, unit)}{few}"
 
 
-def difference(ratio: float, interval: OptionalInterval = None) -> str:
+def relative_difference(ratio: float, interval: OptionalInterval = None) -> str:
     """Return a ratio as a difference: 0.83 as '17 % [12, 22] less', 1.09 as '9 % [3, 15] more'."""
     if ratio <= 1:
         return f"{percent(1 - ratio, complement(interval))} less"

@@ -58,21 +58,27 @@ LESS, MORE, ALIKE, EQUIVALENT, UNDECIDED, FEW = "less", "more", "alike", "equiva
 rounding; it is as good as equal, within a margin; its interval holds both sides; too few samples give no interval."""
 
 
-def interval_verdict(interval: OptionalInterval, at: float) -> int | None:
-    """Return 1 for an interval above `at`, −1 for below, 0 if it contains `at`; None without interval."""
+def interval_side(interval: OptionalInterval, at: float) -> int | None:
+    """Return 1 for an interval above `at`, −1 for below, 0 if it contains `at`; None for a range or no interval."""
     if interval is None or interval.kind == "range":
         return None
     return int(interval.low > at) - int(interval.high < at)
 
 
 def verdict_at(interval: OptionalInterval, at: float) -> str:
-    """Return MORE for an interval above `at`, LESS for below, UNDECIDED if it contains `at`, FEW without interval."""
-    side = interval_verdict(interval, at)
-    return FEW if side is None else (UNDECIDED, MORE, LESS)[side]
+    """Return MORE for an interval above `at`, LESS for below, UNDECIDED if it contains `at`.
+
+    FEW for a range of too few samples, or without interval.
+    """
+    side = interval_side(interval, at)
+    return FEW if side is None else {0: UNDECIDED, 1: MORE, -1: LESS}[side]
 
 
 def ratio_verdict(ratio: float, interval: OptionalInterval, tied: bool = False) -> str:
-    """Return the verdict on a ratio: ALIKE where rounding explains it, or both sides are equal in every sample."""
+    """Return the verdict on a ratio: ALIKE where both sides are equal in every sample, else `verdict_at` 1.
+
+    ALIKE also where it is `tied`: rounding explains the difference.
+    """
     equal = ratio == 1 and (interval is None or interval.low == interval.high)
     return ALIKE if tied or equal else verdict_at(interval, 1)
 
@@ -100,7 +106,8 @@ def verdicts(
 ) -> NDArray[np.int8]:
     """Return the verdict on each element: 1 where the treatment perturbs less, −1 where it perturbs more, 0 for ties.
 
-    For 1 − cos the square roots are compared: it grows with the square of the angle, and noise adds to the angle.
+    Perturbations and their noise `floor` have one shape. For 1 − cos the square roots are compared: it grows with the
+    square of the angle, and noise adds to the angle.
     """
     sides = (baseline, treatment, floor)
     first, second, noise = (np.sqrt(side) for side in sides) if distance_of(distance).angular else sides
@@ -115,9 +122,9 @@ Mask = NDArray[np.bool_]
 def equal_isolated(trace: Trace, first: int, second: int) -> Mask:
     """Return (sample, layer, head) True where the head's kept sets, and so its isolated perturbation, are equal.
 
-    False where the two configurations differ in precision, in positions or in their correction. False for page
-    selection and sparse prefill, too: a trace holds only the pages of the full run's first step, and only the lines of
-    the prompt's last query.
+    `first` and `second` are indices of configurations. False where these differ in precision, in positions or in their
+    correction. False for page selection and sparse prefill, too: a trace holds only the pages of the full run's first
+    step, and only the lines of the prompt's last query.
     """
     return np.asarray(trace.same_kept(first, second) & _equal_storage(trace, first, second)[:, None, None])
 
@@ -140,12 +147,15 @@ def equal_whole(trace: Trace, first: int, second: int) -> Mask:
 
 
 def _equal_storage(trace: Trace, first: int, second: int) -> Mask:
-    """Return (sample,) True where equal kept sets mean equal caches: same precision and, if evicted, the rest."""
+    """Return (sample,) True where equal kept sets make equal caches: those of one precision.
+
+    Where something is evicted, also of one correction and the same positions, and by two policies that evict.
+    """
     one, other = trace.run.configs[first], trace.run.configs[second]
     complete = trace.arrays["evicted"][trace.ok][:, first] == 0
-    always = one.evicts and other.evicts and one.correction == other.correction
-    placed = complete | (one.in_cache == other.in_cache)  # a cache that keeps everything has no other positions
-    return np.asarray((complete | always) & placed & (one.precision == other.precision))
+    alike_evicted = one.evicts and other.evicts and one.correction == other.correction
+    same_positions = complete | (one.in_cache == other.in_cache)  # a cache that keeps everything has no other positions
+    return np.asarray((complete | alike_evicted) & same_positions & (one.precision == other.precision))
 
 
 def _up_to_layer(same: Mask) -> Mask:

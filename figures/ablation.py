@@ -22,7 +22,7 @@ from perturbkv.analyses.ablation.ablation import Ablation
 from perturbkv.analyses.ablation.ingredients import BASELINE, INGREDIENTS, MEAN_OF_PRODUCTS, Setting
 from perturbkv.analyses.ablation.methods import MethodRanking, MethodSetting, Row
 from perturbkv.analyses.ablation.restriction import RESTRICTION_BASELINE, Restriction, RestrictionSetting
-from perturbkv.analyses.names import common, short_names
+from perturbkv.analyses.names import common_text, short_names
 from perturbkv.analyses.stats.equivalence import margin_text
 from perturbkv.figures import style
 from perturbkv.figures.labels import legend_columns, sort_by_cache_share
@@ -152,7 +152,7 @@ def draw_methods_over_budgets(result: MethodRanking, width_mm: float = style.WID
     with style.use():
         groups: dict[str, list[MethodSetting]] = {}
         for one in sort_by_cache_share(result.settings, lambda one: one.cache_share):
-            groups.setdefault(common((one.baseline,), *_NOT_OF_SETTING), []).append(one)
+            groups.setdefault(common_text((one.baseline,), *_NOT_OF_SETTING), []).append(one)
         names = list(dict.fromkeys(row.name for one in result.settings for row in one.rows))
         colours = dict(zip([_SNAPKV, *sorted(names)], style.category_colours(1 + len(names)), strict=True))
         columns = 1 if width_mm < style.WIDE_MM else min(_METHODS_WIDE, len(groups))

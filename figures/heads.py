@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from perturbkv.analyses import text
 from perturbkv.analyses.heads.head_comparison import HeadComparison, HeadKind
 from perturbkv.analyses.heads.heads import HeadComparisons
-from perturbkv.analyses.names import common, fold, plural, short_names
+from perturbkv.analyses.names import common_text, fold, plural, short_names
 from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.figures import style
 from perturbkv.figures.labels import cache_shares_text, sort_by_cache_share
@@ -329,7 +329,7 @@ def _side_names(results: Sequence[HeadComparison]) -> tuple[list[str], list[str]
 def _figure_title(results: Sequence[HeadComparison]) -> str:
     """Return the figure's title: the compared sides, and the choices that all configurations share."""
     baselines, treatments = _side_names(results)
-    shared = common([side for result in results for side in (result.baseline, result.treatment)])
+    shared = common_text([side for result in results for side in (result.baseline, result.treatment)])
     return f"Propagated, {' or '.join(baselines)} → {', '.join(treatments)}: {shared}"
 
 

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from perturbkv.analyses import text
 from perturbkv.analyses.measurements import FIRST_STEP_MEASURES
-from perturbkv.analyses.names import SIDE, common, distinct_choices, plural, short_names
+from perturbkv.analyses.names import SIDE, common_text, distinct_choices, plural, short_names
 from perturbkv.analyses.needle.needle import Needle
 from perturbkv.analyses.needle.retrieval import CIRCULAR, OUTCOMES, RankedBudget, Retrieval, RetrievalCorrelation
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES
@@ -57,7 +57,7 @@ def _draw_maps(result: Needle, width_mm: float, outcome: str) -> Figure:
                               fraction=0.03, pad=0.02, aspect=25)  # fmt: skip
         bar.outline.set_visible(False)
         where = f"Needle in {result.haystack}, {result.scenario}"
-        style.set_title(figure, f"{where}: {common(result.identity.configs)}", where)
+        style.set_title(figure, f"{where}: {common_text(result.identity.configs)}", where)
         shares = ", ".join(dict.fromkeys(text.decimal(method.cache_share) for method in result.methods))
         style.draw_foot(
             figure, result.identity, f"{style.interval_legend(result.identity.samples)} · cache share {shares}"

@@ -239,7 +239,7 @@ def _draw_divergence_config(
     axes: Sequence[Axes], result: Divergence, point: DivergencePoint, name: str, look: dict[str, Any], *, bands: bool
 ) -> Line2D:
     """Draw one configuration's curves with bands where `bands`; return its legend entry."""
-    alike, band = point.alike_after(max(result.lengths))
+    alike, band = point.equal_prefix_shares(max(result.lengths))
     curves: list[tuple[Axes, Any, Any, Band, str]] = [(axes[0], np.arange(len(alike)), alike, band, "alike")]
     if point.forced is not None:
         middles = (np.arange(len(point.forced.curve)) + 0.5) * result.span - 0.5

@@ -91,7 +91,7 @@ class Sweep:
         """The levels of choice; `head` only where a layer has several kept sets."""
         return [level for level in LEVELS if level != "head" or self.heads_per_set < self.loss.shape[-1]]
 
-    def composed(self, indices: NDArray[np.intp]) -> Floats:
+    def composed_loss(self, indices: NDArray[np.intp]) -> Floats:
         """Return (sample, layer, head) isolated L1 where each head takes the α at its (layer, head) index."""
         return np.asarray(np.take_along_axis(self.loss, indices[None, None], axis=1)[:, 0])
 
@@ -102,7 +102,7 @@ def read_sweep(trace: pk.Trace) -> Sweep:
     Raises PerturbkvError where it lacks the paper's α, another α or the baseline, holds several settings, has fewer
     than four complete samples, or where kept sets depend on the α of other heads.
     """
-    swept = [config for config in trace.run.configs if config.selection.name == "two-stage" and _is_number(config)]
+    swept = [config for config in trace.run.configs if config.selection.name == "two-stage" and _has_one_alpha(config)]
     papers = [config for config in swept if config.mean_alpha == PAPER]
     if len(papers) != 1:
         got = "; ".join(config.label() for config in papers) or "none"
@@ -147,7 +147,7 @@ def read_sweep(trace: pk.Trace) -> Sweep:
     )
 
 
-def _is_number(config: pk.EvictionConfig) -> bool:
+def _has_one_alpha(config: pk.EvictionConfig) -> bool:
     return isinstance(config.alpha, int | float)
 
 
@@ -163,11 +163,11 @@ def _heads_per_set(trace: pk.Trace, config: pk.EvictionConfig) -> int:
 
 
 def choose(sweep: Sweep, trained: NDArray[np.bool_]) -> Chosen:
-    """Return level -> (layer, head) index of the α with the least Σ isolated L1 over the `trained` samples."""
+    """Return level -> (layer, head) index of the α of least Σ isolated L1 over the samples in the mask `trained`."""
     by_head = sweep.loss[trained].sum(axis=0)
     loss = by_head.reshape(*by_head.shape[:-1], -1, sweep.heads_per_set).sum(axis=-1)  # (α, layer, kept set)
     sums = {"global": loss.sum(axis=(1, 2), keepdims=True), "layer": loss.sum(axis=2, keepdims=True), "head": loss}
-    near = np.lexsort((sweep.alphas, np.abs(sweep.alphas - PAPER)))
+    near = np.lexsort((sweep.alphas, np.abs(sweep.alphas - PAPER)))  # of equal sums the α nearest the paper's
     chosen = {}
     for level in sweep.levels:
         best = near[sums[level][near].argmin(axis=0)]
@@ -222,7 +222,7 @@ def split_folds(sweep: Sweep, number: int | None, folder: Path) -> list[Fold]:
     return folds
 
 
-def table(sweep: Sweep, level: str, indices: NDArray[np.intp]) -> dict[str, Any]:
+def alpha_table(sweep: Sweep, level: str, indices: NDArray[np.intp]) -> dict[str, Any]:
     """Return chosen shares as `two-stage(alpha=FILE)` reads them."""
     shares = sweep.alphas[indices]
     alpha = {"global": shares[0, 0], "layer": shares[:, 0], "head": shares}[level]
@@ -233,7 +233,7 @@ def table(sweep: Sweep, level: str, indices: NDArray[np.intp]) -> dict[str, Any]
 def write_table(path: Path, sweep: Sweep, level: str, indices: NDArray[np.intp], **more: Any) -> Path:
     """Write chosen shares into a file; return its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(table(sweep, level, indices) | more, indent=1, ensure_ascii=False) + "\n")
+    path.write_text(json.dumps(alpha_table(sweep, level, indices) | more, indent=1, ensure_ascii=False) + "\n")
     return path
 
 
@@ -250,11 +250,11 @@ def rows_of(sweep: Sweep, folds: Sequence[Fold], whole: Chosen) -> list[dict[str
     for level in whole:
         judged[level] = np.empty_like(sweep.baseline_loss)
         for fold in folds:
-            judged[level][fold.judged] = sweep.composed(fold.chosen[level])[fold.judged]
+            judged[level][fold.judged] = sweep.composed_loss(fold.chosen[level])[fold.judged]
     paper, fixed = sweep.loss[:, sweep.paper], judged["global"]
     losses = [("attention", "", sweep.baseline_loss), (f"α = {PAPER}", "", paper)]
     losses += [(LEVELS[level], OTHERS, judged[level]) for level in whole]
-    losses += [(LEVELS[level], SAME, sweep.composed(indices)) for level, indices in whole.items()]
+    losses += [(LEVELS[level], SAME, sweep.composed_loss(indices)) for level, indices in whole.items()]
     return [
         {"name": name, "chosen_on": on, **{
             against: compare(control, loss, sweep.floor, sweep.norm)
@@ -290,7 +290,7 @@ def outcomes_of(sweep: Sweep, folds: Sequence[Fold], traces: Sequence[pk.Trace])
         largest = np.maximum(sweep.loss.max(axis=(0, 1)), np.finfo(float).tiny)
         for level, chosen in fold.chosen.items():
             loss = variable(trace, "perturbation_isolated")[:, trace.config_index(fold.configs[level].label())]
-            off = np.abs(loss - sweep.composed(chosen)[places]) / largest
+            off = np.abs(loss - sweep.composed_loss(chosen)[places]) / largest
             composed_off = max(composed_off, float(off.max()))
     kl, drift, propagated = (np.concatenate([part[name] for part in parts]) for name in _OUTCOMES)
     roles = list(folds[0].configs)
@@ -371,17 +371,32 @@ def print_tables(document: Mapping[str, Any], finest: str) -> None:
              "drift": number_text(row, "drift"), "propagated Σ": number_text(row, "propagated")}
             for row in measured["rows"]
         ])  # fmt: skip
-        print(
-            f"composed and measured isolated L1 differ by at most {measured['composed_off']:.1e} of the head's largest"
-        )
-    unstable = ", ".join(
-        f"{LEVELS[level]} {percent_text(share)}" for level, share in document["differ_between_folds"].items()
-    )
+        off = measured["composed_off"]
+        print(f"composed and measured isolated L1 differ by at most {off:.1e} of the head's largest")
+    differing = document["differ_between_folds"].items()
+    unstable = ", ".join(f"{LEVELS[level]} {percent_text(share)}" for level, share in differing)
     print(f"the folds' choices differ: {unstable}")
     (row,) = (row for row in document["rows"] if _is_row(row, LEVELS[finest], OTHERS))
     found = number_text(row["over_fixed"], "sum_ratio", 3)
     side = _SIDES[common.side_of(row["over_fixed"]["sum_ratio_interval"], 1)]
     print(f"α chosen {LEVELS[finest]}, over one for all heads, judged on other samples: isolated Σ {found}, {side}")
+
+
+def fold_traces(asked: argparse.Namespace, folds: Sequence[Fold], model: Any, prompts: Any) -> list[pk.Trace]:
+    """Run each fold with its choices, or read its trace beside the one that was given; print where there is none."""
+    traces = []
+    for fold in folds:
+        name = f"alpha-fold-{fold.number}.h5"
+        if model is not None:
+            own = [prompt for prompt in prompts or () if prompt.sample_id in fold.samples]
+            traces.append(common.measure(asked, name, model, own, fold.distinct, overwrite=True))
+        elif (beside := Path(asked.trace[0]).parent / name).exists():
+            found = pk.read_trace(beside)
+            if {*found.sample_ids} == {*fold.samples} and {*fold.distinct} <= {*found.run.configs}:
+                traces.append(found)
+    if len(traces) < len(folds):
+        print(f"no runs of the folds: {asked.trace[0]} has no {len(folds)} traces beside it that are of these choices")
+    return traces
 
 
 def study(asked: argparse.Namespace) -> None:
@@ -400,18 +415,7 @@ def study(asked: argparse.Namespace) -> None:
     folds = split_folds(sweep, asked.folds, asked.output)
     whole = choose(sweep, np.ones(len(sweep.samples), dtype=bool))
     asked.written += [path for fold in folds for path in fold.tables]
-    traces = []
-    for fold in folds if asked.runs else ():
-        name = f"alpha-fold-{fold.number}.h5"
-        if model is not None:
-            own = [prompt for prompt in prompts or () if prompt.sample_id in fold.samples]
-            traces.append(common.measure(asked, name, model, own, fold.distinct, overwrite=True))
-        elif (beside := Path(asked.trace[0]).parent / name).exists():
-            found = pk.read_trace(beside)
-            if {*found.sample_ids} == {*fold.samples} and {*fold.distinct} <= {*found.run.configs}:
-                traces.append(found)
-    if asked.runs and len(traces) < len(folds):
-        print(f"no runs of the folds: {asked.trace[0]} has no {len(folds)} traces beside it that are of these choices")
+    traces = fold_traces(asked, folds, model, prompts) if asked.runs else []
     note = "chosen on all of these samples: what it gains on them flatters; studies/alpha.py judges on others"
     made = {"made_by": "studies/alpha.py", "model": trace.run.model, "dataset": trace.run.dataset,
             "samples": len(sweep.samples), "trace": trace.digest, "note": note,
@@ -425,10 +429,10 @@ def study(asked: argparse.Namespace) -> None:
         "heads_per_kept_set": sweep.heads_per_set,
         "rows": rows_of(sweep, folds, whole),
         "curve": curve_of(sweep, whole),
-        "chosen": {level: table(sweep, level, indices) for level, indices in whole.items()},
+        "chosen": {level: alpha_table(sweep, level, indices) for level, indices in whole.items()},
         "differ_between_folds": {level: (one != one[:1]).any(axis=0).mean() for level, one in differing.items()},
         "folds": [{"number": fold.number, "samples": fold.samples,
-                   "chosen": {level: table(sweep, level, indices) for level, indices in fold.chosen.items()}}
+                   "chosen": {level: alpha_table(sweep, level, indices) for level, indices in fold.chosen.items()}}
                   for fold in folds],
         "measured": outcomes_of(sweep, folds, traces) if len(traces) == len(folds) else None,
     }  # fmt: skip

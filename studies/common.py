@@ -44,8 +44,8 @@ def options(
 ) -> argparse.ArgumentParser:
     """Return a parser of the options that studies share; `defaults` are those of this study.
 
-    `names` are what a study is called with, and `about` says what these are. Budgets are tokens (128) or shares of the
-    prompt (0.1), as in `pk.grid`.
+    `text` describes the study; `names` and `about` are the name and the help of what it is called with beside options.
+    Budgets are tokens (128) or shares of the prompt (0.1), as in `pk.grid`.
     """
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(names, nargs="*", help=about)
@@ -121,7 +121,7 @@ def variable(trace: pk.Trace, name: str, step: int = 0) -> Floats:
     Raises TraceError where the trace lacks it.
     """
     values: Floats = np.asarray(trace.get(name, "a study"), dtype=np.float64)
-    of_full_run = "norm" in name or "noise" in name
+    of_full_run = "norm" in name or "noise" in name  # without an axis `config`
     return np.asarray(values.take(step, axis=1 if of_full_run else 2))
 
 
@@ -134,7 +134,7 @@ def trace_summary(trace: pk.Trace, step: int = 0) -> dict[str, Any]:
     arrays = {name: array[trace.ok].astype(np.float64) for name, array in trace.arrays.items() if name in _OF_CACHES}
     if "held_bytes" in arrays:
         arrays["held_bytes"] /= trace.arrays["full_bytes"][trace.ok].astype(np.float64)[:, None]
-    mass, weak = variable(trace, "retained_mass", step).mean(axis=(0, 2, 3)), below_theorem_3(trace, step)
+    mass, weak = variable(trace, "retained_mass", step).mean(axis=(0, 2, 3)), sigma_at_most_half(trace, step)
     configs = [
         {
             "label": config.label(), **config.to_document(), "retained_mass": mass[index],
@@ -153,7 +153,7 @@ _OF_CACHES = {"held_share": "held_over_full", "held_bytes": "bytes_over_full", "
 
 
 def matches(config: pk.EvictionConfig, name: str) -> bool:
-    """Return whether a configuration has a name: selection, policy or `policy:selection`, as labels write it.
+    """Return whether a configuration is meant by a name: selection, policy or `policy:selection`, as labels write it.
 
     A bare name means any options; one with options, `two-stage(alpha=0.5)`, exactly these.
     """
@@ -174,7 +174,7 @@ def choices_except(config: pk.EvictionConfig, prefix: str) -> dict[str, Any]:
     return {name: value for name, value in config.flat().items() if not name.startswith(prefix)}
 
 
-def below_theorem_3(trace: pk.Trace, step: int = 0) -> NDArray[np.bool_]:
+def sigma_at_most_half(trace: pk.Trace, step: int = 0) -> NDArray[np.bool_]:
     """Return (config, layer, head) True where σ, mean over samples, is at most ½: Theorem 3 says nothing there."""
     return np.asarray(variable(trace, "sigma_stage1", step).mean(axis=0) <= EVIDENCE)
 
@@ -287,7 +287,7 @@ def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def simulate(text: str, tables: Callable[[int], Iterable[Table]], draws: int, few: int) -> None:
-    """Run a simulation on invented numbers: its tables from so many draws, or a few with `--short`."""
+    """Run a study, described by `text`, whose tables are simulated by `draws` draws, or `few` with `--short`."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("draws", type=int, nargs="?", default=draws, help="number of draws [%(default)s]")
     parser.add_argument("--short", action="store_true", help=f"{few} draws, to see it work")
@@ -324,7 +324,7 @@ def page_figure(height_mm: float, width_mm: float = 174) -> Figure:
 def plain_log(axes: Axes, name: str, steps: Sequence[float] = (1, 2, 5)) -> None:
     """Make the axis `x` or `y` logarithmic with a few plain numbers, after its values were drawn.
 
-    `steps` are the ticks of a power of ten where there are few powers; `(1,)` of a narrow panel.
+    `steps` are the ticks of a power of ten where there are at most a few powers; `(1,)` of a narrow panel.
     """
     axis = axes.xaxis if name == "x" else axes.yaxis
     axes.set(**{f"{name}scale": "log"})

@@ -38,7 +38,14 @@ RESAMPLES, RESAMPLED, CHUNK = 400, 400, 100
 
 @dataclass(frozen=True)
 class Statistic:
-    """A number of one configuration, or of two: `of` takes weights (row, sample); None for the samples' median."""
+    """A number of one configuration, or of two, over samples.
+
+    Attributes:
+        name: of its row.
+        kind: of its interval, a `StatisticKind`.
+        of: returns it, (row,), from weights of the samples, (row, sample); None for the samples' median.
+        each: (sample, …) values that it is made of; where they are all the same, its interval cannot miss it.
+    """
 
     name: str
     kind: Any
@@ -46,19 +53,19 @@ class Statistic:
     each: Floats
 
 
-def mean(name: str, kind: Any, each: Floats) -> Statistic:
-    """Return the mean of (sample,) values."""
+def mean_statistic(name: str, kind: Any, each: Floats) -> Statistic:
+    """Return the mean of (sample,) values as a statistic."""
     return Statistic(name, kind, lambda weights: weights @ each, each)
 
 
-def over(name: str, top: Floats, bottom: Floats) -> Statistic:
-    """Return a ratio of sums."""
+def ratio_statistic(name: str, top: Floats, bottom: Floats) -> Statistic:
+    """Return Σ top / Σ bottom of (sample,) values as a statistic."""
     ratio = arithmetic.ratio
     return Statistic(name, intervals.RATIO, lambda weights: ratio(weights @ top, weights @ bottom), ratio(top, bottom))
 
 
-def middle(name: str, top: Floats, bottom: Floats) -> Statistic:
-    """Return the median of heads' ratios; (sample, head)."""
+def median_head_statistic(name: str, top: Floats, bottom: Floats) -> Statistic:
+    """Return the median over heads of Σ top / Σ bottom, of (sample, head) values, as a statistic."""
 
     def of(weights: Floats) -> Floats:
         ratios = arithmetic.ratio(weights @ top, weights @ bottom)
@@ -68,73 +75,77 @@ def middle(name: str, top: Floats, bottom: Floats) -> Statistic:
 
 
 def statistics(trace: pk.Trace) -> Iterator[Statistic]:
-    """Return everything to which the analyses give an interval, at the first step."""
+    """Yield every number to which the analyses give an interval, at the first step."""
     for group in by_selection(trace):
         if "attention" in group:
             for treatment in group.values():
                 if treatment != group["attention"]:
-                    yield from compared(trace, group["attention"], treatment)
-        yield from ranked(trace, list(group.values()))
+                    yield from pair_statistics(trace, group["attention"], treatment)
+        yield from rank_statistics(trace, list(group.values()))
         if set(STAGED) <= set(group):
-            yield from picks(trace, [group[name] for name in STAGED])
+            yield from pick_statistics(trace, [group[name] for name in STAGED])
     for config in range(len(trace.run.configs)):
-        yield from single(trace, config)
+        yield from config_statistics(trace, config)
 
 
 def by_selection(trace: pk.Trace) -> list[dict[str, int]]:
     """Return selection -> index for each group of configurations that differ in selection alone, by α and budget."""
     groups: list[list[pk.EvictionConfig]] = []
     for place, config in enumerate(trace.run.configs):
-        fitting = [group for group in groups if _fits(config, group)]
+        fitting = [group for group in groups if _fits_group(config, group)]
         for group in fitting:
             group.append(config)
         if not fitting:
             groups.append([config])
             for earlier in trace.run.configs[:place]:  # without an option that sets the others apart
-                if _fits(earlier, groups[-1]):
+                if _fits_group(earlier, groups[-1]):
                     groups[-1].insert(-1, earlier)
-    groups.sort(key=lambda group: min(map(_order, group)))
+    groups.sort(key=lambda group: min(map(_setting_order, group)))
     return [{config.selection.name: trace.run.configs.index(config) for config in group} for group in groups]
 
 
-def _fits(config: pk.EvictionConfig, group: Sequence[pk.EvictionConfig]) -> bool:
+def _fits_group(config: pk.EvictionConfig, group: Sequence[pk.EvictionConfig]) -> bool:
     """Return whether a configuration shares with each one of a group all choices that both have, but the selection."""
     own = config.flat()
     names = [(own.keys() & other.flat().keys()) - {"selection"} for other in group]
     return all(own[name] == other.flat()[name] for other, shared in zip(group, names, strict=True) for name in shared)
 
 
-def _order(config: pk.EvictionConfig) -> tuple[float, bool, float]:
+def _setting_order(config: pk.EvictionConfig) -> tuple[float, bool, float]:
+    """Return the sort key of a configuration: α, then budget, shares before entries."""
     return config.mean_alpha, isinstance(config.budget.value, int), float(config.budget.value)
 
 
-def compared(trace: pk.Trace, first: int, second: int) -> Iterator[Statistic]:
-    """Return the statistics of two configurations: heads, and drift after the middle and the last layer."""
+def pair_statistics(trace: pk.Trace, first: int, second: int) -> Iterator[Statistic]:
+    """Yield the statistics of two configurations: heads, and drift after the middle and the last layer.
+
+    `first` and `second` are the indices of baseline and treatment.
+    """
     for kind, name in (("isolated", "noise_floor_isolated"), ("propagated", "noise_floor")):
         both, floor = variable(trace, f"perturbation_{kind}"), variable(trace, name)
         better = (signs_beyond_noise(both[:, first], both[:, second], floor) == 1).reshape(len(both), -1)
         flat = both.reshape(*both.shape[:2], -1)
         share = intervals.share_kind(better.shape[1])
-        yield mean(f"share of heads better, {kind}", share, better.mean(axis=1))
-        yield over(f"ratio of ΣL, {kind}", flat[:, second].sum(axis=1), flat[:, first].sum(axis=1))
-        yield middle(f"median head's ratio, {kind}", flat[:, second], flat[:, first])
+        yield mean_statistic(f"share of heads better, {kind}", share, better.mean(axis=1))
+        yield ratio_statistic(f"ratio of ΣL, {kind}", flat[:, second].sum(axis=1), flat[:, first].sum(axis=1))
+        yield median_head_statistic(f"median head's ratio, {kind}", flat[:, second], flat[:, first])
     drift = variable(trace, "hidden_drift_l1")
     for layer in (drift.shape[2] // 2, -1):
-        yield over("ratio of drift", drift[:, second, layer], drift[:, first, layer])
+        yield ratio_statistic("ratio of drift", drift[:, second, layer], drift[:, first, layer])
 
 
-def single(trace: pk.Trace, config: int) -> Iterator[Statistic]:
-    """Return the statistics of one configuration: σ, drift, KL, and growth over the steps."""
+def config_statistics(trace: pk.Trace, config: int) -> Iterator[Statistic]:
+    """Yield the statistics of the configuration at an index: σ, S, drift, KL, and growth over the steps."""
     for name, words in (("sigma_stage1", "σ"), ("retained_mass", "S")):
         above = variable(trace, name)[:, config] > EVIDENCE
         share = intervals.rare_share_kind(above[0].size)
-        yield mean(f"share of heads with {words} > 0.5", share, above.mean(axis=(1, 2)))
+        yield mean_statistic(f"share of heads with {words} > 0.5", share, above.mean(axis=(1, 2)))
     levels = {
         "last layer's drift": variable(trace, "hidden_drift_l1")[:, config, -1],
         "KL": variable(trace, "logit_kl")[:, config],
     }
     for name, each in levels.items():
-        yield mean(f"mean of {name}", intervals.POSITIVE, each)
+        yield mean_statistic(f"mean of {name}", intervals.POSITIVE, each)
         yield Statistic(f"median of {name}", intervals.POSITIVE, None, each)
     third = trace.run.steps // LEAST_STEPS
     if third and trace.measured[trace.ok].all():
@@ -143,23 +154,26 @@ def single(trace: pk.Trace, config: int) -> Iterator[Statistic]:
             for name in ("perturbation_propagated", "output_norm")
         )
         relative = moved[:, config].sum(axis=(2, 3)) / norms.sum(axis=(2, 3))
-        yield over("growth over the steps", relative[:, -third:].mean(axis=1), relative[:, :third].mean(axis=1))
+        yield ratio_statistic(
+            "growth over the steps", relative[:, -third:].mean(axis=1), relative[:, :third].mean(axis=1)
+        )
 
 
-def ranked(trace: pk.Trace, places: Sequence[int]) -> Iterator[Statistic]:
-    """Return rank correlations of θ and 1 − S with L over selections."""
+def rank_statistics(trace: pk.Trace, places: Sequence[int]) -> Iterator[Statistic]:
+    """Yield the rank correlations of θ and 1 − S with L over configurations at `places`; none of fewer than three."""
     if len(places) >= LEAST_SELECTIONS:
         moved = variable(trace, "perturbation_isolated")[:, places]
         for bound in (variable(trace, "theta"), 1 - variable(trace, "retained_mass")):
             sides = (np.moveaxis(side, 1, 0) for side in (bound[:, places], moved))
             found = pk.stats.rank_correlation.spearman(*sides)
-            yield mean("rank correlation of a bound", intervals.CORRELATION, np.nanmean(found, axis=(1, 2)))
+            yield mean_statistic("rank correlation of a bound", intervals.CORRELATION, np.nanmean(found, axis=(1, 2)))
 
 
-def picks(trace: pk.Trace, pair: Sequence[int]) -> Iterator[Statistic]:
-    """Return how much more often θ and θ̂ tell which of two selections perturbs less than 1 − S does.
+def pick_statistics(trace: pk.Trace, pair: Sequence[int]) -> Iterator[Statistic]:
+    """Yield how much more often than 1 − S θ and θ̂ tell which of two configurations perturbs less.
 
-    Heads count where σ > ½ on both sides, and neither L nor any bound is equal.
+    Heads count where σ > ½ on both sides, and neither L nor any bound is equal. None where a sample has no such head.
+    `pair`: the indices of both.
     """
     bounds = variable(trace, "theta"), variable(trace, "theta_hat"), 1 - variable(trace, "retained_mass")
     values = [array[:, pair] for array in (variable(trace, "perturbation_isolated"), *bounds)]
@@ -170,15 +184,15 @@ def picks(trace: pk.Trace, pair: Sequence[int]) -> Iterator[Statistic]:
     *shares, mass = (intervals.mean_where_known(each, (1, 2)) for each in right)
     for share in shares:
         if not np.isnan(share).any():
-            yield mean("right picks of a bound less those of 1 − S", intervals.DIFFERENCE, share - mass)
+            yield mean_statistic("right picks of a bound less those of 1 − S", intervals.DIFFERENCE, share - mass)
 
 
 def coverage(one: Statistic, drawn: Indices, bootstrap: bool = False) -> dict[str, tuple[float, float]]:
     """Return method -> share of draws that hold the truth, and median width over it; `drawn` is (draw, sample)."""
     if one.of is None:
         found = intervals.of_medians(one.each[drawn].T)
-        assert found is not None
-        return {"ours": _told(float(np.median(one.each)), found.low, found.high)}
+        assert found is not None  # a draw has several samples
+        return {"ours": _coverage_and_width(float(np.median(one.each)), found.low, found.high)}
     population, samples = len(one.each), drawn.shape[1]
     counts = np.stack([np.bincount(row, minlength=population) for row in drawn]).astype(float)
     truth = float(one.of(np.full((1, population), 1 / population))[0])
@@ -191,13 +205,18 @@ def coverage(one: Statistic, drawn: Indices, bootstrap: bool = False) -> dict[st
         "t, log": intervals.StatisticKind(samples, log=True, limits=one.kind.limits),
         "ours": one.kind,
     }
-    told = {name: _told(truth, *intervals.jackknife(value, left_out, kind)) for name, kind in kinds.items()}
+    told = {
+        name: _coverage_and_width(truth, *intervals.jackknife(value, left_out, kind)) for name, kind in kinds.items()
+    }
     if bootstrap:
-        told["percentile bootstrap"] = _told(truth, *_percentile(one.of, drawn[:RESAMPLED], population))
+        told["percentile bootstrap"] = _coverage_and_width(
+            truth, *_bootstrap_ends(one.of, drawn[:RESAMPLED], population)
+        )
     return told
 
 
-def _percentile(of: Callable[[Floats], Floats], drawn: Indices, population: int) -> tuple[Floats, Floats]:
+def _bootstrap_ends(of: Callable[[Floats], Floats], drawn: Indices, population: int) -> tuple[Floats, Floats]:
+    """Return the ends of each draw's percentile bootstrap, (draw,), of `Statistic.of`; `drawn`: (draw, sample)."""
     draw, ends = np.random.default_rng(1), []
     for start in range(0, len(drawn), CHUNK):
         part = drawn[start : start + CHUNK]
@@ -210,14 +229,15 @@ def _percentile(of: Callable[[Floats], Floats], drawn: Indices, population: int)
     return low, high
 
 
-def _told(truth: float, low: Floats, high: Floats) -> tuple[float, float]:
+def _coverage_and_width(truth: float, low: Floats, high: Floats) -> tuple[float, float]:
+    """Return the share of (draw,) intervals that hold the truth, and their median width over it; over 1 if it is 0."""
     slack = 1e-9 * abs(truth)
     held = (low - slack <= truth) & (truth <= high + slack)
     return float(held.mean()), float(np.median(high - low) / (abs(truth) or 1.0))
 
 
 def table(trace: pk.Trace, draws: int, sizes: Sequence[int] = SAMPLES, bootstrap: bool = False) -> Table:
-    """Return the table: per n 'worst, median; width'."""
+    """Return the table of coverage, a row per statistic and method, a column per n: 'worst, median; width'."""
     drawn = [np.random.default_rng(0).integers(0, int(trace.ok.sum()), size=(draws, size)) for size in sizes]
     rows: dict[tuple[str, str], list[list[tuple[float, float]]]] = {}
     for one in statistics(trace):
@@ -231,6 +251,7 @@ def table(trace: pk.Trace, draws: int, sizes: Sequence[int] = SAMPLES, bootstrap
 
 
 def _cell(told: list[tuple[float, float]]) -> str:
+    """Return worst and median coverage and median width of several configurations: '91.0 %, 94.5 %; 0.3'."""
     held, width = (np.array(part) for part in zip(*told, strict=True))
     return f"{100 * held.min():.1f} %, {100 * np.median(held):.1f} %; {np.median(width):.2g}"
 

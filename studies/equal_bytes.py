@@ -43,7 +43,7 @@ def configurations(asked: argparse.Namespace, d_head: int) -> list[pk.EvictionCo
     return [*evicted, *pk.grid(1.0, precision=[f"quantise(bits={bits})" for bits in asked.bits], **chosen)]
 
 
-class Numbers:
+class TraceNumbers:
     """Measured numbers of the rows: (sample, config) arrays of a trace's complete samples."""
 
     def __init__(self, trace: pk.Trace) -> None:
@@ -65,7 +65,7 @@ class Numbers:
                 raise pk.PerturbkvError("equal_bytes needs graded answers, got some that no metric graded")
 
     def row(self, index: int, base: int | None) -> dict[str, Any]:
-        """Return a configuration's row, held against the one at `base`, which evicts alone."""
+        """Return a configuration's row, held against the one at `base`, which evicts alone; None: against none."""
         stats, config, own, kl = pk.stats.intervals, self.configs[index], self.perturbation[:, index], self.kl[:, index]
         kind = "evicted" if not config.quantised else "both" if self.evicts[index] else "quantised"
         row = {
@@ -86,8 +86,8 @@ class Numbers:
         return row
 
 
-def settings(numbers: Numbers) -> list[list[dict[str, Any]]]:
-    """Return the rows of each budget of bytes, the one in 16 bits first; none where 16 bits hold everything.
+def setting_rows(numbers: TraceNumbers) -> list[list[dict[str, Any]]]:
+    """Return the rows of each budget of bytes, the one in 16 bits first; no setting where 16 bits hold everything.
 
     Raises PerturbkvError where nothing of 16 bits has another of its bytes beside it.
     """
@@ -111,8 +111,8 @@ def settings(numbers: Numbers) -> list[list[dict[str, Any]]]:
     return found
 
 
-def everything(numbers: Numbers, shown: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the rows that keep every entry in few bits, and are in no setting."""
+def whole_cache_rows(numbers: TraceNumbers, shown: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the rows of configurations that keep every entry in few bits and are in none of the settings `shown`."""
     compared = {row["config"] for rows in shown for row in rows}
     alone = [
         index
@@ -158,7 +158,13 @@ def conclusion(shown: Sequence[Sequence[Mapping[str, Any]]]) -> str:
 
 
 def draw(shown: Sequence[Sequence[Mapping[str, Any]]], kept: Sequence[Mapping[str, Any]], full: float | None) -> Figure:
-    """Draw perturbation, and scores where there are any, over bytes: a column per method, a line per number of bits."""
+    """Draw perturbation, and scores where there are any, over bytes: a column per method, a line per number of bits.
+
+    Args:
+        shown: the rows of each setting.
+        kept: the rows that keep every entry, drawn as stars.
+        full: the full cache's mean score, a line; None: without scores.
+    """
     methods: dict[str, list[Mapping[str, Any]]] = {}
     for rows in shown:
         config = rows[0]["config"]
@@ -201,9 +207,9 @@ def study(asked: argparse.Namespace) -> None:
             raise pk.PerturbkvError(f"--bits takes 8, 4 and 2, got {wrong[0]}")
         configs = configurations(asked, common.load_model(asked).d_head)
     trace = common.read_or_measure(asked, configs, **({"generate": asked.max_new_tokens} if asked.answers else {}))
-    numbers = Numbers(trace)
-    shown = settings(numbers)
-    kept = everything(numbers, shown)
+    numbers = TraceNumbers(trace)
+    shown = setting_rows(numbers)
+    kept = whole_cache_rows(numbers, shown)
     common.show("one budget of bytes, in entries of 16 bits or more entries of fewer bits",
                 [table_row(row) for rows in (*shown, kept) for row in rows])  # fmt: skip
     samples = int(trace.ok.sum())

@@ -34,8 +34,8 @@ _WEIGHT = math.exp(_DEVIATION**2 / 2)
 _SEED = 4
 
 
-def drawn(ratio: float, spread: float, samples: int, draws: int, uneven: bool = False) -> tuple[Floats, Floats]:
-    """Return (sample, draw) sums of a method and of its control, with this ratio of expectations and this spread."""
+def draw_sums(ratio: float, spread: float, samples: int, draws: int, uneven: bool = False) -> tuple[Floats, Floats]:
+    """Draw (sample, draw) sums of a method and of its control, with this ratio of expectations and this spread."""
     source = np.random.default_rng(_SEED)
     control = source.lognormal(sigma=_DEVIATION, size=(samples, draws))
     even = spread / _WEIGHT
@@ -45,7 +45,7 @@ def drawn(ratio: float, spread: float, samples: int, draws: int, uneven: bool = 
 
 
 def verdicts(method: Floats, control: Floats) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Return, of every draw, whether a difference is decided, and whether equivalence is."""
+    """Return (draw,) whether a difference is decided, and whether equivalence is, from (sample, draw) sums."""
     value = method.sum(axis=0) / control.sum(axis=0)
     left_out = (method.sum(axis=0) - method) / (control.sum(axis=0) - control)
     low, high = intervals.jackknife(value, left_out, intervals.RATIO)
@@ -53,45 +53,48 @@ def verdicts(method: Floats, control: Floats) -> tuple[NDArray[np.bool_], NDArra
     return (low > 1) | (high < 1), (least >= 1 / (1 + MARGIN)) & (most <= 1 + MARGIN)
 
 
-def cell(spread: float, samples: int, draws: int, uneven: bool) -> str:
+def verdict_cell(spread: float, samples: int, draws: int, uneven: bool) -> str:
     """Return '1.2 %; 85 %, 3.1 %': equivalent at a true ratio of 1 + δ; at 1, and there a difference."""
-    _, wrong = verdicts(*drawn(1 + MARGIN, spread, samples, draws, uneven))
-    differs, right = verdicts(*drawn(1, spread, samples, draws, uneven))
+    _, wrong = verdicts(*draw_sums(1 + MARGIN, spread, samples, draws, uneven))
+    differs, right = verdicts(*draw_sums(1, spread, samples, draws, uneven))
     return f"{100 * wrong.mean():.1f} %; {100 * right.mean():.0f} %, {100 * differs.mean():.1f} %"
 
 
-def told(ratio: float, spread: float, samples: int, draws: int) -> list[int]:
-    """Return the n that each of so many undecided runs tells."""
-    methods, controls = drawn(ratio, spread, samples, draws)
+def samples_told(ratio: float, spread: float, samples: int, draws: int) -> list[int]:
+    """Return the n that would decide, as each undecided one of `draws` runs tells it."""
+    methods, controls = draw_sums(ratio, spread, samples, draws)
     needed = [equivalence.decide(*run).samples_to_decide for run in zip(methods.T, controls.T, strict=True)]
     return [count for count in needed if count is not None]
 
 
-def decided(ratio: float, spread: float, samples: int, draws: int) -> float:
-    """Return the share of runs of so many prompts that decide."""
-    differs, within = verdicts(*drawn(ratio, spread, samples, draws))
+def deciding_share(ratio: float, spread: float, samples: int, draws: int) -> float:
+    """Return the share of runs of so many prompts that decide a difference, or equivalence."""
+    differs, within = verdicts(*draw_sums(ratio, spread, samples, draws))
     return float((differs | within).mean())
 
 
 def tables(draws: int) -> Iterator[Table]:
     """Yield the table of verdicts, and that of the n that would decide."""
     rows = [
-        [f"{spread:g}{', uneven' if uneven else ''}", *(cell(spread, samples, draws, uneven) for samples in SAMPLES)]
+        [
+            f"{spread:g}{', uneven' if uneven else ''}",
+            *(verdict_cell(spread, samples, draws, uneven) for samples in SAMPLES),
+        ]
         for uneven in (False, True)
         for spread in SPREADS
     ]
     yield "verdicts", ["spread", *(f"n = {samples}" for samples in SAMPLES)], rows
     heads = ["ratio, spread", "n by the true ratio and spread", "of so many, decide", "told by 8", "told by 20"]
-    yield "the n that would decide", heads, [needed(*setting, draws) for setting in SETTINGS]
+    yield "the n that would decide", heads, [decision_row(*setting, draws) for setting in SETTINGS]
 
 
-def needed(ratio: float, spread: float, draws: int) -> list[str]:
+def decision_row(ratio: float, spread: float, draws: int) -> list[str]:
     """Return a setting's row: the n that would decide, how many runs of it do, and what small runs tell instead."""
     count = equivalence.samples_to_decide(ratio, spread) or 0
-    share = decided(ratio, spread, count, draws)
+    share = deciding_share(ratio, spread, count, draws)
     told_by = []
     for samples in (8, 20):
-        found = told(ratio, spread, samples, draws // 8)
+        found = samples_told(ratio, spread, samples, draws // 8)
         low, middle, high = np.quantile(found, (0.1, 0.5, 0.9)) if found else [math.nan] * 3
         told_by.append(f"{middle:.0f} [{low:.0f}, {high:.0f}] ({100 * len(found) / (draws // 8):.0f} %)")
     return [f"{ratio:g}, {spread:g}", str(count), f"{100 * share:.0f} %", *told_by]

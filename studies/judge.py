@@ -76,19 +76,40 @@ def ask_judge(
 
     Raises PerturbkvError for a file of another judge or other answers, and for a judge that fails or replies wrongly.
     """
+    replies = read_replies(asked, path, header)
+    missing = {question["id"]: question for question in asked if question["id"] not in replies}
+    for key, question in list(missing.items()):
+        if "a" in question and question["a"] == question["b"]:
+            replies[key] = {"id": key, "winner": "tie"}
+            del missing[key]
+    if missing:
+        replies |= run_judge(command, missing, path, header["scale"])
+    return replies
+
+
+def read_replies(asked: Sequence[Question], path: Path, header: Mapping[str, Any]) -> dict[str, Any]:
+    """Return id -> reply from a file of judgements; begin the file where there is none.
+
+    Raises PerturbkvError for a file of another judge or answers.
+    """
     content = {question["id"]: digest(question) for question in asked}
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else [dict(header)]
     replies = {line["id"]: line["reply"] for line in lines[1:] if content.get(line["id"]) == line["content"]}
     if lines[0] != header or len(replies) < len(lines) - 1:
         raise pk.PerturbkvError(f"expected no judgements of another judge in {path}; choose another --output")
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    missing = {question["id"]: question for question in asked if question["id"] not in replies}
-    for key, question in list(missing.items()):
-        if "a" in question and question["a"] == question["b"]:
-            replies[key] = {"id": key, "winner": "tie"}
-            del missing[key]
-    if not missing:
-        return replies
+    return replies
+
+
+def run_judge(
+    command: Sequence[str], asked: Mapping[str, Question], path: Path, scale: Sequence[float] | None
+) -> dict[str, Any]:
+    """Run the judge on questions, id -> question, append each reply to the file, and return id -> reply.
+
+    Raises PerturbkvError for a judge that cannot be started, fails, or replies wrongly or not to all.
+    """
+    missing: dict[str, Question] = dict(asked)
+    replies: dict[str, Any] = {}
     batch = path.with_name("questions.jsonl")
     batch.write_text("".join(json.dumps(question) + "\n" for question in missing.values()))
     try:
@@ -98,11 +119,11 @@ def ask_judge(
             subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, text=True) as judge,
         ):
             for line in judge.stdout or ():
-                reply = parse_reply(line, missing, header["scale"])
+                reply = parse_reply(line, missing, scale)
                 replies[reply["id"]] = reply
-                kept.write(json.dumps({"id": reply["id"], "content": content[reply["id"]], "reply": reply}) + "\n")
+                content = digest(missing.pop(reply["id"]))
+                kept.write(json.dumps({"id": reply["id"], "content": content, "reply": reply}) + "\n")
                 kept.flush()
-                del missing[reply["id"]]
     except OSError as error:
         raise pk.PerturbkvError(f"expected a judge that can be started, got '{command[0]}': {error.strerror}") from None
     if judge.returncode or missing:
@@ -214,7 +235,7 @@ def draw(rows: Sequence[Mapping[str, Any]], pairwise: bool, samples: int) -> Fig
     return figure
 
 
-def verdict(interval: Any, at: float, samples: int) -> str:
+def verdict_text(interval: Any, at: float, samples: int) -> str:
     """Return whether the evicted cache's answers are `worse`, `better` or `undecided`, or `too few samples`."""
     if interval is None or interval.kind == "range":
         return "too few samples" if samples < pk.stats.intervals.MIN_SAMPLES else "undecided"
@@ -245,7 +266,7 @@ def study(asked: argparse.Namespace) -> None:
         common.show("answers against the full cache's", [
             {"cache": row["config"], "share": row["cache_share"],
              **{name: common.interval_text(row["shares"][name], row["share_intervals"][name]) for name in OUTCOMES},
-             "its answers are": verdict(row["lost_interval"], 0.5, samples)} for row in rows])  # fmt: skip
+             "its answers are": verdict_text(row["lost_interval"], 0.5, samples)} for row in rows])  # fmt: skip
         print(f"n = {samples}; the answer shown first won {first:.0%} of {len(firsts)} decided pairs.")
     else:
         rows = score_rows(answers, replies, scale)
@@ -253,7 +274,7 @@ def study(asked: argparse.Namespace) -> None:
             {"cache": row["config"] or "full cache", "share": row["cache_share"],
              "mean": common.number_text(row, "mean"),
              "drop": common.number_text(row, "mean_drop"),
-             "its answers are": verdict(row["mean_drop_interval"], 0, samples) if row["config"] else ""}
+             "its answers are": verdict_text(row["mean_drop_interval"], 0, samples) if row["config"] else ""}
             for row in rows])  # fmt: skip
         print(f"n = {samples}; brackets: 95 % intervals over samples.")
     common.save(

@@ -113,7 +113,7 @@ def analyse(trace: pk.Trace, baseline: str = "attention", treatments: Any = None
     for name in sides:
         compared.update(comparisons(trace, baseline, name, step))
     sums, settings, each = head_sums(trace, step), [], []
-    for name, indices in comparable(configs).items():
+    for name, indices in comparable_groups(configs).items():
         own = [pair for pair in compared if pair[0] in [configs[index] for index in indices]]
         if own:
             ranked = len(indices) >= LEAST_RANKED
@@ -128,7 +128,7 @@ def analyse(trace: pk.Trace, baseline: str = "attention", treatments: Any = None
     about = {"model": trace.run.model, "dataset": trace.run.dataset, "trace_digest": trace.digest}
     samples = int(trace.measured[:, step].sum())
     return {**about, "samples": samples, "failed": len(trace.failures), "step": step, "settings": settings,
-            "together": over_all_settings(settings, sums, each, trace)}  # fmt: skip
+            "together": summary_over_settings(settings, sums, each, trace)}  # fmt: skip
 
 
 def _has_selection(config: pk.EvictionConfig, name: str) -> bool:
@@ -136,7 +136,7 @@ def _has_selection(config: pk.EvictionConfig, name: str) -> bool:
     return config.selection.name == name.partition("(")[0] and ("norm=l2" not in name or config.euclidean)
 
 
-def comparable(configs: Sequence[pk.EvictionConfig]) -> dict[str, list[int]]:
+def comparable_groups(configs: Sequence[pk.EvictionConfig]) -> dict[str, list[int]]:
     """Return setting -> indices of the configurations that share budget and the choices of SHARED.
 
     The groups are those of perturbkv.analyses.sides.comparable_groups, under other names.
@@ -167,7 +167,7 @@ def comparisons(trace: pk.Trace, baseline: str, treatment: str, step: int) -> di
 
 
 def comparison(heads: Mapping[str, Any], drift: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one treatment against its baseline, from its results by distance."""
+    """Return one treatment against its baseline, from its comparisons of heads and of drift: distance -> result."""
     first = heads["l1"]
     return {
         "baseline": first.baseline,
@@ -220,7 +220,7 @@ def norm_comparisons(trace: pk.Trace, indices: Sequence[int], step: int) -> Iter
                 yield from comparisons(both, name, f"{name}(norm=l2)", step).values()
 
 
-def at_step(trace: pk.Trace, name: str, step: int) -> Floats:
+def variable_at_step(trace: pk.Trace, name: str, step: int) -> Floats:
     """Return a variable at a decode step, over the samples whose text has it: (sample, config, …)."""
     array: Floats = np.asarray(trace.get(name, "measures"), dtype=np.float64)
     return np.asarray(array[trace.measured[trace.ok][:, step]].take(step, axis=2))
@@ -228,16 +228,16 @@ def at_step(trace: pk.Trace, name: str, step: int) -> Floats:
 
 def head_sums(trace: pk.Trace, step: int) -> dict[Measure, Floats]:
     """Return measure -> (sample, config) sums over heads; configurations whose caches are the same get one number."""
-    first = first_alike(trace)[trace.measured[trace.ok][:, step]]
+    first = first_equal_cache(trace)[trace.measured[trace.ok][:, step]]
     return {
         (kind, name): np.take_along_axis(
-            at_step(trace, f"perturbation_{kind}{DISTANCES[name]}", step).sum(axis=(2, 3)), first, axis=1
+            variable_at_step(trace, f"perturbation_{kind}{DISTANCES[name]}", step).sum(axis=(2, 3)), first, axis=1
         )
         for kind, name in MEASURES
     }
 
 
-def first_alike(trace: pk.Trace) -> NDArray[np.int64]:
+def first_equal_cache(trace: pk.Trace) -> NDArray[np.int64]:
     """Return (sample, config) the index of the first configuration whose cache is the same, entry for entry."""
     configs, whole = trace.run.configs, trace.arrays["evicted"][trace.ok] == 0
     first = np.tile(np.arange(len(configs)), (len(whole), 1))
@@ -297,8 +297,8 @@ def correlations(
     Of KL and of an answer's score it is ρ; of a lost answer the share of pairs of a lost and a kept one in which the
     lost one is more perturbed, ties at one half.
     """
-    alike = first_alike(trace)[trace.measured[trace.ok][:, step]]
-    kl = np.take_along_axis(at_step(trace, "logit_kl", step), alike, axis=1)[:, indices]
+    alike = first_equal_cache(trace)[trace.measured[trace.ok][:, step]]
+    kl = np.take_along_axis(variable_at_step(trace, "logit_kl", step), alike, axis=1)[:, indices]
     each = {("kl", one): ranks.spearman(sums[one][:, indices].T, kl.T) for one in MEASURES}
     if "score_full" not in trace.arrays:
         return each
@@ -310,10 +310,10 @@ def correlations(
     lost = scored < (LOST * full[answered] * (1 - ROUNDING))[:, None]
     perturbed = {one: first_step[one][answered][:, indices] for one in MEASURES}
     each |= {("score", one): ranks.spearman(perturbed[one].T, scored.T) for one in MEASURES}
-    return each | {("lost", one): area(perturbed[one], lost) for one in MEASURES}
+    return each | {("lost", one): roc_area(perturbed[one], lost) for one in MEASURES}
 
 
-def area(perturbed: Floats, lost: NDArray[np.bool_]) -> Floats:
+def roc_area(perturbed: Floats, lost: NDArray[np.bool_]) -> Floats:
     """Return (prompt,) the area under the ROC curve of lost against kept answers; NaN without one of both."""
     count = lost.sum(axis=1)
     above = np.where(lost, ranks.mean_ranks(perturbed.T).T, 0).sum(axis=1) - count * (count + 1) / 2
@@ -333,14 +333,14 @@ def mean_correlations(each: Mapping[tuple[str, Measure], Floats]) -> list[dict[s
     return rows
 
 
-def over_all_settings(
+def summary_over_settings(
     settings: Sequence[Mapping[str, Any]],
     sums: Mapping[Measure, Floats],
     each: Sequence[Mapping[tuple[str, Measure], Floats]],
     trace: pk.Trace,
 ) -> dict[str, Any]:
-    """Return the numbers over all settings: each prompt's are averaged over settings first."""
-    mean, groups = intervals.mean_where_known, comparable(trace.run.configs)
+    """Return the numbers over all settings; each prompt's correlations, `each`, are averaged over settings first."""
+    mean, groups = intervals.mean_where_known, comparable_groups(trace.run.configs)
     ranked = [groups[one["name"]] for one in settings if one["orders"]]
     known = [one for one in each if one]
     changes = [one for setting in settings for row in setting["comparisons"] for one in row["against_l1"]]
@@ -371,12 +371,12 @@ def name_of(config: pk.EvictionConfig) -> str:
 
 
 def print_tables(found: Mapping[str, Any]) -> None:
-    """Print a line of conclusion, and the numbers by setting."""
+    """Print the numbers by setting, those of all together, and a line of conclusion."""
     for setting in found["settings"]:
         show(f"{setting['name']}: Σ of perturbation over the baseline's, and heads whose verdict is opposite to L1's",
-             [line(row) for row in setting["comparisons"]])  # fmt: skip
+             [table_line(row) for row in setting["comparisons"]])  # fmt: skip
         if setting["norms"]:
-            show("by L2 norms over the same selection by L1 norms", [line(row) for row in setting["norms"]])
+            show("by L2 norms over the same selection by L1 norms", [table_line(row) for row in setting["norms"]])
         for one in setting["orders"]:
             methods = sorted(one["methods"], key=lambda method: method["ranks"]["l1"])
             show(f"methods' ranks, {one['kind']}; 1 perturbs least",
@@ -407,8 +407,8 @@ def print_tables(found: Mapping[str, Any]) -> None:
     print(f"\n{told} (n = {found['samples']} samples of {found['dataset']}, {found['model']}).")
 
 
-def line(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return a comparison as a line of a table."""
+def table_line(row: Mapping[str, Any]) -> dict[str, str]:
+    """Return a comparison as a line of a table: propagated sums by distance, and the last layer's drift in L1."""
     cells = {"treatment": name_of(row["treatment"])}
     for one in row["measured"]:
         if one["kind"] == "propagated":

@@ -35,7 +35,7 @@ def loss(model: Any) -> float:
     return float(torch.nn.functional.cross_entropy(logits, ids[0, 1:]))
 
 
-def answered(model: Any) -> tuple[str, str, str]:
+def ask_for_number(model: Any) -> tuple[str, str, str]:
     """Return a needle prompt as the model gets it, the number that it asks for, and the model's answer."""
     chat = bool(model.tokenizer.chat_template)
     (prompt,) = pk.load_prompts("needle", model, samples=1, lengths=(LENGTH,), depths=(DEPTH,), chat_template=chat)
@@ -46,18 +46,18 @@ def answered(model: Any) -> tuple[str, str, str]:
 
 
 def report(name: str) -> dict[str, Any]:
-    """Return what is found of one model."""
+    """Return the numbers and texts on one model, as the module's docstring lists them."""
     start = time.monotonic()
     model = pk.load_model(name, dtype="float32", device="cpu")
     seconds, peak = time.monotonic() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    prompt, number, answer = answered(model)
+    prompt, number, answer = ask_for_number(model)
     return {
         "model": name, "weights": model.weights, "stored": model.stored.detail, "seconds": seconds, "gib": peak,
         "loss": loss(model), "number": number, "answer": answer, "begins": prompt[:ENDS], "ends": prompt[-ENDS:],
     }  # fmt: skip
 
 
-def text(found: dict[str, Any]) -> str:
+def report_text(found: dict[str, Any]) -> str:
     """Return a paragraph on one model."""
     answer = f"{'found' if found['number'] in found['answer'] else 'not found'}: {found['answer']!r}"
     return "\n".join(
@@ -82,7 +82,7 @@ def study(asked: argparse.Namespace) -> None:
         found.append(
             json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
         )
-        print(text(found[-1]), flush=True)
+        print(report_text(found[-1]), flush=True)
     common.save(asked, {"models": found})
 
 

@@ -28,15 +28,15 @@ MEASURES = {
 """Measures of the summary -> their names in the tables."""
 
 
-def needle_of(folder: Path) -> dict[str, Any]:
-    """Return the analysis' section of a run's summary."""
+def needle_results(folder: Path) -> dict[str, Any]:
+    """Return the numbers of the analysis `needle` from a run's summary."""
     told: dict[str, Any] = json.loads((folder / "summary.json").read_text())["analyses"]["needle"]
     return told
 
 
-def methods(folder: Path) -> Iterator[Table]:
-    """Yield a row per method, found, leading digits, and found by prompt length; then the digits by depth."""
-    told = needle_of(folder)
+def method_tables(folder: Path) -> Iterator[Table]:
+    """Yield the table of what each method finds, whole numbers and leading digits, and that of the digits by depth."""
+    told = needle_results(folder)
     labels = short_names([configuration(method["config"]) for method in told["methods"]])
     rows = []
     for name, method in zip(["full cache", *labels], [told["full"], *told["methods"]], strict=True):
@@ -50,22 +50,22 @@ def methods(folder: Path) -> Iterator[Table]:
     yield f"{folder.name}: digits by depth", ["", *(f"{depth:g}" for depth in told["depths"])], depths
 
 
-def link(folder: Path) -> Iterator[Table]:
-    """Yield, per budget, the rank correlation of each measure between the methods of one prompt with both outcomes."""
-    told = needle_of(folder)["correlation"]
+def correlation_tables(folder: Path) -> Iterator[Table]:
+    """Yield tables of each measure's rank correlation with both outcomes, over the methods of one prompt and budget."""
+    told = needle_results(folder)["correlation"]
     for budget in told["budgets"]:
         for kind in ("correlations", "circular"):
             found = {(one["measure"], one["outcome"]): one for one in budget[kind]}
             rows = [[MEASURES[measure], *(cell for outcome in ("score", "digits")
-                                          for cell in _rho(found[measure, outcome]))]
+                                          for cell in _rho_cells(found[measure, outcome]))]
                     for measure in dict.fromkeys(measure for measure, _ in found)]  # fmt: skip
             title = f"{folder.name}: {kind}, b={budget['name']}, {told['samples']} prompts"
             yield title, ["", "whole number", "n", "digits", "n"], rows
 
 
-def levels(folder: Path) -> Iterator[Table]:
-    """Yield the means of every measure per configuration, over the prompts that the full cache answers."""
-    told = needle_of(folder)["correlation"]
+def mean_tables(folder: Path) -> Iterator[Table]:
+    """Yield a table per budget: each measure's mean per configuration, over the prompts that the full cache answers."""
+    told = needle_results(folder)["correlation"]
     for budget in told["budgets"] if told["samples"] else []:
         names = short_names(list(map(configuration, budget["configs"])))
         rows = [[MEASURES[measure], *(f"{value:.3f}" for value in np.mean(values, axis=0))]
@@ -73,43 +73,43 @@ def levels(folder: Path) -> Iterator[Table]:
         yield f"{folder.name}: means over {told['samples']} answered prompts, b={budget['name']}", ["", *names], rows
 
 
-def _rho(one: dict[str, Any]) -> list[str]:
+def _rho_cells(one: dict[str, Any]) -> list[str]:
     """Return ρ with its interval, and the number of prompts that decide it."""
     return [number(one["rho"], one["interval"]), str(one["deciding"])]
 
 
-def digits_kept(folder: Path) -> Iterator[Table]:
-    """Yield how many of the number's tokens a head keeps, and how many of them in a row from the first."""
+def kept_digits_table(folder: Path) -> Iterator[Table]:
+    """Yield the table of how many tokens of the number a head keeps, and how many of them in a row from the first."""
     trace = pk.read_trace(folder / "trace.h5")
     places = dict(enumerate(answer_places(trace)))
     rows = []
     for config, name in enumerate(short_names(trace.run.configs)):
-        kept, run = digits_held(trace, config, places)
+        kept, run = kept_digits(trace, config, places)
         rows.append([name, f"{kept:.2f} of {len(places[0])}", f"{run:.2f}"])
     yield f"{folder.name}: tokens of the number that a head keeps", ["", "kept", "from the first on"], rows
 
 
-def digits_held(trace: pk.Trace, config: int, places: Mapping[int, range]) -> tuple[float, float]:
-    """Return how many tokens of the number a head keeps, and how many in a row where it keeps the first one.
+def kept_digits(trace: pk.Trace, config: int, places: Mapping[int, range]) -> tuple[float, float]:
+    """Return how many tokens of the number a head keeps, and how many in a row where it keeps the first one (else NaN).
 
     `places` maps each sample that counts to the positions of its number; means over heads, then over samples.
     """
     kept, run = [], []
     for sample, place in places.items():
-        held = _held(trace, sample, config, place)
+        held = _kept_tokens(trace, sample, config, place)
         kept.append(held.sum(axis=-1).mean())
         first = held[held[..., 0]]
         run.append(first.cumprod(axis=-1).sum(axis=-1).mean() if len(first) else np.nan)
     return float(np.mean(kept)), float(np.nanmean(run))
 
 
-def _held(trace: pk.Trace, sample: int, config: int, place: range) -> Any:
+def _kept_tokens(trace: pk.Trace, sample: int, config: int, place: range) -> Any:
     """Return (layer, head, token), True where the head keeps that token of the number."""
     return trace.kept_masks(sample, config)[..., place.start : place.stop]
 
 
 def answer_places(trace: pk.Trace) -> list[range]:
-    """Return the positions of each prompt's number, in prompts made once more or of the measured file."""
+    """Return the positions of each prompt's number; the prompts are made once more, or read from the measured file."""
     run, model = trace.run, pk.load_model(trace.run.model)
     made = {
         name: run.dataset_options[name] for name in ("lengths", "depths", "haystack") if name in run.dataset_options
@@ -132,11 +132,11 @@ def tables(root: Path) -> Iterator[Table]:
     """Yield the tables of the folder's run and of those inside it."""
     inside = {name: root / name for name in ("context", "pooled", "kernel") if (root / name).is_dir()}
     for part in (root, *inside.values()):
-        yield from methods(part)
-        yield from link(part)
+        yield from method_tables(part)
+        yield from correlation_tables(part)
     for part in (root, *(folder for name, folder in inside.items() if name != "context")):
-        yield from levels(part)
-        yield from digits_kept(part)
+        yield from mean_tables(part)
+        yield from kept_digits_table(part)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from typing import Any
 import paper_answers
 import paper_heads
 from common import markdown
-from paper_verdicts import OPEN, RULES, WORDS, Row, Told
+from paper_verdicts import OPEN, RULES, WORDS, Finding, Row
 
 LIMIT = 20 * 60
 """Processor seconds that a step may take, with one thread: what else the machine does is left out."""
@@ -45,7 +45,7 @@ class Step:
     commands: tuple[str, ...]
 
     def calls(self, longbench: Path, output: Path) -> list[list[str]]:
-        """Return what perturbkv, or a study, is called with, where results go among it."""
+        """Return the words that perturbkv, or a study, is called with, a list per command, `--output` among them."""
         folder = output / self.name
         places = {"longbench": longbench, "folder": folder, "output": output, "chats": CHATS}
         filled = [[word.format(**places) for word in command.split()] for command in self.commands]
@@ -71,13 +71,14 @@ def run(steps: Sequence[Step], longbench: Path, output: Path) -> None:
     """Run the steps that are not finished, one after the other; what was killed goes on with the same call."""
     for step in steps:
         if seconds(step, longbench, output) is None:
-            _run(step, step.calls(longbench, output), output / step.name)
+            _run_step(step, step.calls(longbench, output), output / step.name)
 
 
-def _run(step: Step, calls: list[list[str]], folder: Path) -> None:
+def _run_step(step: Step, calls: list[list[str]], folder: Path) -> None:
+    """Run the calls of a step one after the other, and leave in its folder what was called and how long it took."""
     spent = folder / "spent.json"  # by a run that was killed
     before = json.loads(spent.read_text()) if spent.exists() else 0.0
-    begun = _processor()
+    begun = _processor_seconds()
     for call in calls:
         sys.stderr.write(f"{step.name}: {' '.join(call)}\n")
         program = [str(ROOT / call[0]), *call[1:]] if is_study(call) else ["-c", _CALL, *call]
@@ -85,14 +86,14 @@ def _run(step: Step, calls: list[list[str]], folder: Path) -> None:
             subprocess.run([sys.executable, *program], check=True)
         finally:
             if folder.exists():
-                spent.write_text(json.dumps(before + _processor() - begun))
-    told = {"calls": calls, "seconds": json.loads(spent.read_text())}
-    (folder / DONE).write_text(json.dumps(told, indent=1))
+                spent.write_text(json.dumps(before + _processor_seconds() - begun))
+    finished = {"calls": calls, "seconds": json.loads(spent.read_text())}
+    (folder / DONE).write_text(json.dumps(finished, indent=1))
     spent.unlink()
 
 
-def _processor() -> float:
-    """Return the seconds of all commands that have ended, in a step and for it."""
+def _processor_seconds() -> float:
+    """Return the processor seconds of all commands that this process ran and that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -100,8 +101,8 @@ def _processor() -> float:
 def seconds(step: Step, longbench: Path, output: Path) -> float | None:
     """Return the processor seconds of a step that is finished and was called the same; None of any other."""
     path = output / step.name / DONE
-    told = json.loads(path.read_text()) if path.exists() else {}
-    return float(told["seconds"]) if told.get("calls") == step.calls(longbench, output) else None
+    finished = json.loads(path.read_text()) if path.exists() else {}
+    return float(finished["seconds"]) if finished.get("calls") == step.calls(longbench, output) else None
 
 
 _TEXTS = "--dataset multi_news --data-dir {longbench} --max-tokens 1500"
@@ -182,7 +183,7 @@ class Shape:
     width: int
 
     def prefill(self, tokens: float) -> float:
-        """Return the floating-point operations: two a weight and token, and causal attention's two products."""
+        """Return a prefill's floating-point operations: two a weight and token, and causal attention's two products."""
         return 2 * self.weights * tokens + 2 * tokens**2 * self.width * self.layers
 
 
@@ -219,44 +220,49 @@ class Settling:
 
     @property
     def prompts(self) -> int:
-        """Return how many there are in all."""
+        """Number of prompts of all lengths."""
         return self.samples * len(self.lengths)
 
     def operations(self, sweep: float) -> float:
-        """Return the operations of all prefills, a sweep's at its price, and of what is decoded."""
+        """Return the operations of all prefills and of what is decoded; `sweep`: a sweep's cost in plain prefills."""
         prefills = (sweep + self.runs) * self.samples * sum(map(self.shape.prefill, self.lengths))
         return prefills + 2 * self.shape.weights * self.prompts * self.rows * self.answer
 
-    def read(self) -> float:
+    def bytes_read(self) -> float:
         """Return the bytes of weights that decoding reads: once for all rows of a token."""
         return _BYTES * self.shape.weights * self.prompts * self.answer
 
 
 def cost_rows(bench: Path) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each: name, command, prompts, operations, time of one H100 and of this machine."""
+    """Yield the heads of the table of costs, then a row per command on a large model.
+
+    `bench`: the file with this machine's measured times.
+    """
     rows = {row["name"]: row for row in json.loads(bench.read_text())["rows"]}
     sweep = rows["sweep-24"]["value"]
     assert sweep is not None
     yield ("", "command", "prompts", "PFLOP", "one H100, assumed", "two cores, as measured")
     for one in SETTLING:
         work = one.operations(sweep)
-        gpu = work / (FLOPS * USED) + one.read() / (BANDWIDTH * READ) + one.searched
+        gpu = work / (FLOPS * USED) + one.bytes_read() / (BANDWIDTH * READ) + one.searched
         cores = work / rate(rows) + one.searched
-        prompts = f"{one.prompts:,} of {_tokens(one.lengths)} tokens"
+        prompts = f"{one.prompts:,} of {_tokens_text(one.lengths)} tokens"
         answers = f", {one.answer} decoded with {one.rows} caches"
-        yield one.name, f"`{one.command}`", prompts + answers, f"{work / 1e15:,.1f}", _time(gpu), _time(cores)
+        yield one.name, f"`{one.command}`", prompts + answers, f"{work / 1e15:,.1f}", _time_text(gpu), _time_text(cores)
 
 
 def rate(rows: Measured) -> float:
-    """Return this machine's operations per second in a plain prefill of 4,096 tokens."""
+    """Return this machine's operations per second in a plain prefill of 4,096 tokens; `rows`: name -> measured row."""
     return EMBEDDED.prefill(4096) / float(statistics.median(rows["sweep-24"]["details"]["base_seconds"]))
 
 
-def _tokens(lengths: tuple[int, ...]) -> str:
+def _tokens_text(lengths: tuple[int, ...]) -> str:
+    """Return the lengths of prompts as text: '3,619', or '8,000 to 128,000'."""
     return f"{lengths[0]:,}" if len(lengths) == 1 else f"{lengths[0]:,} to {lengths[-1]:,}"
 
 
-def _time(seconds: float) -> str:
+def _time_text(seconds: float) -> str:
+    """Return a time in minutes, hours or days: '12 min', at least one minute."""
     if seconds < _HOUR:
         return f"{max(1.0, seconds / 60):.0f} min"
     hours = seconds / _HOUR
@@ -292,7 +298,7 @@ _HEADS = ("in the paper", "what it says", "here", "verdict", "rule", "step", "to
 
 
 def main() -> None:
-    """Run what is not finished, then write what there is to tell."""
+    """Run the steps that are not finished, and write the page after each."""
     reads = argparse.ArgumentParser()
     reads.add_argument("longbench", type=Path)
     reads.add_argument("--output", type=Path, default=Path("runs/paper"))
@@ -312,27 +318,27 @@ def write(page: Path, longbench: Path, output: Path) -> None:
     done = {name for name, spent in took.items() if spent is not None}
     heads, *costs = cost_rows(BENCH)
     parts = {
-        **{title: markdown(_HEADS, (_cells(row, told(row, output, done)) for row in rows))
+        **{title: markdown(_HEADS, (_cells(row, finding_of(row, output, done)) for row in rows))
            for title, rows in SECTIONS.items()},
         "Words": markdown(("verdict", "it says"), ((f"**{one}**", said) for one, said in WORDS.items())),
         "Rules": markdown(("rule", "it says"), ((f"*{one}*", said) for one, said in RULES.items())),
-        "Steps": "\n".join(["```sh", *_steps(took), "```"]),
+        "Steps": "\n".join(["```sh", *_step_lines(took), "```"]),
         "Cost": markdown(heads, costs),
     }  # fmt: skip
     text = page.read_text()
     for part, made in parts.items():
-        text = replaced(text, part, made)
+        text = replace_part(text, part, made)
     page.write_text(text)
 
 
-def told(row: Row, output: Path, done: set[str]) -> Told:
-    """Return what a row says, as far as its steps are finished."""
+def finding_of(row: Row, output: Path, done: set[str]) -> Finding:
+    """Return a row's finding; OPEN without a text while not all of its steps are `done`."""
     if not {*row.steps} <= done:
-        return Told("", OPEN)
-    return row.told(output)
+        return Finding("", OPEN)
+    return row.find(output)
 
 
-def replaced(text: str, part: str, made: str) -> str:
+def replace_part(text: str, part: str, made: str) -> str:
     """Return the page with one generated part made anew. Raises ValueError where the page has no such part."""
     begin, end = (f"<!-- {part}: {side} -->" for side in ("begin", "end"))
     before, found, rest = text.partition(begin)
@@ -342,12 +348,14 @@ def replaced(text: str, part: str, made: str) -> str:
     return f"{before}{begin}\n{made}\n{end}{after}"
 
 
-def _cells(row: Row, found: Told) -> list[str]:
+def _cells(row: Row, found: Finding) -> list[str]:
+    """Return the cells of a row of the page, under `_HEADS`."""
     steps = ", ".join(f"`{step}`" for step in row.steps)
     return [row.place, row.claim, found.text, f"**{found.verdict}**", f"*{row.rule}*", steps, row.settles]
 
 
-def _steps(took: dict[str, float | None]) -> Iterable[str]:
+def _step_lines(took: dict[str, float | None]) -> Iterable[str]:
+    """Yield each step's commands as shell lines, below a comment with its minutes; `took`: step -> seconds."""
     for step in STEPS:
         spent = took[step.name]
         yield f"# {step.name}: " + ("not finished" if spent is None else f"{spent / 60:.0f} min")

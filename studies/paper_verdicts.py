@@ -106,14 +106,14 @@ class Paired:
         """The two-sided exact sign test's."""
         return sign_test(self.better, self.worse)
 
-    def told(self, digits: int = 3) -> str:
+    def text(self, digits: int = 3) -> str:
         """Return '−0.042 [−0.160, 0.046], 0 better, 6 worse, p = 0.031'."""
-        counts = f"{self.better} better, {self.worse} worse, p = {shown_p(self.p)}"
+        counts = f"{self.better} better, {self.worse} worse, p = {p_text(self.p)}"
         return f"{number(self.value, self.interval, digits)}, {counts}"
 
 
-def shown_p(p: float) -> str:
-    """Return two significant digits: '0.031', '1', 'below 0.001'."""
+def p_text(p: float) -> str:
+    """Return p with two significant digits: '0.031', '1', 'below 0.001'."""
     return "below 0.001" if p < 0.001 else f"{p:.2g}"
 
 
@@ -122,19 +122,19 @@ def sign_test(better: int, worse: int) -> float:
     return float(stats.binomtest(better, better + worse).pvalue) if better + worse else 1.0
 
 
-def by_counts(better: int, worse: int) -> str:
-    """Return whether more are better than worse, by the sign test."""
+def judge_counts(better: int, worse: int) -> str:
+    """Return what the rule `prompts` says of so many better and worse prompts."""
     if sign_test(better, worse) > LEVEL:
         return UNDECIDED
     return SUPPORTS if better > worse else UNLIKE
 
 
-def paired(differences: Floats) -> Paired:
-    """Return what the rule `pair` says of (prompt,) differences, at most 1 in size: that they lie above 0."""
+def judge_pair(differences: Floats) -> Paired:
+    """Return what the rule `pair` says of (prompt,) differences from −1 to 1; above 0 is better."""
     better, worse = int((differences > 0).sum()), int((differences < 0).sum())
     interval = to_json(intervals.of_mean(differences, intervals.DIFFERENCE))
     rare = 2 * (better + worse) <= len(differences)
-    decided = by_counts(better, worse) if rare else verdict(interval, 0, 1)
+    decided = judge_counts(better, worse) if rare else verdict(interval, 0, 1)
     return Paired(float(differences.mean()), interval, better, worse, decided)
 
 
@@ -164,54 +164,57 @@ def at_floor(full: float, *sides: float) -> bool:
 
 
 def verdict(interval: Ends, at: float, wanted: int) -> str:
-    """Return whether an interval lies on the wanted side of a number: 1 above it, −1 below it."""
+    """Return SUPPORTS for an interval on the `wanted` side of `at` (1: above, −1: below), UNLIKE on the other side.
+
+    UNDECIDED where it holds `at`, and for a range, or None, of too few samples.
+    """
     if interval is None or interval["kind"] == "range":
         return UNDECIDED
     side = int(interval["low"] > at) - int(interval["high"] < at)
     return SUPPORTS if side == wanted else UNLIKE if side else UNDECIDED
 
 
-def answer(interval: Ends, at: float = 1) -> str:
-    """Return whether an interval leaves out a number."""
+def judge_effect(interval: Ends, at: float = 1) -> str:
+    """Return what the rule `effect` says: ANSWERED where the interval leaves out `at`, else UNDECIDED."""
     return UNDECIDED if verdict(interval, at, 1) == UNDECIDED else ANSWERED
 
 
-def harmless(interval: Ends) -> str:
-    """Return what the rule `margin` says of a ratio of harm."""
+def judge_margin(interval: Ends) -> str:
+    """Return what the rule `margin` says of the drift with the sets in question over that without."""
     if verdict(interval, 1, 1) == SUPPORTS:
         return UNLIKE
     return SUPPORTS if verdict(interval, MARGIN, -1) == SUPPORTS else UNDECIDED
 
 
-def falls(last: Ends, factor: Ends) -> str:
+def judge_falls(last: Ends, factor: Ends) -> str:
     """Return what the rule `falls` says of the last ratio and of its factor over the first."""
     if verdict(last, 1, 1) == SUPPORTS:
         return UNLIKE
     return SUPPORTS if verdict(last, 1, -1) == verdict(factor, 1, -1) == SUPPORTS else UNDECIDED
 
 
-def alike(interval: Ends) -> str:
-    """Return what the rule `alike` says."""
+def judge_alike(interval: Ends) -> str:
+    """Return what the rule `alike` says of a ratio."""
     within = verdict(interval, 0.98, 1) == verdict(interval, 1.02, -1) == SUPPORTS
-    return ANSWERED if within else answer(interval)
+    return ANSWERED if within else judge_effect(interval)
 
 
-def beyond_chance(decided: int, players: int) -> str:
-    """Return what the rule `players` says."""
-    return ANSWERED if decided > chance(players) else UNDECIDED
+def judge_players(decided: int, players: int) -> str:
+    """Return what the rule `players` says of so many decided intervals."""
+    return ANSWERED if decided > most_by_chance(players) else UNDECIDED
 
 
-def chance(players: int) -> int:
-    """Return how many of so many intervals leave out 0 by chance, in 95 of 100 cases, if one in twelve does."""
+def most_by_chance(players: int) -> int:
+    """Return how many of so many intervals leave out 0 by chance at most, in 95 of 100 cases, if one in twelve errs."""
     return int(stats.binom.ppf(1 - LEVEL, players, 1 - intervals.COVERED))
 
 
-def apart(which: str) -> str:
-    """Return the verdict that nothing is comparable, and what differs from the paper."""
+def not_comparable(which: str) -> str:
+    """Return the verdict that a number is not comparable; `which`: what is not the paper's, such as its task."""
     return f"{APART} ({which})"
 
 
-def joined(verdicts: Iterable[str]) -> str:
+def join_verdicts(verdicts: Iterable[str]) -> str:
     """Return one verdict of several cases: theirs where all agree, else how many say what; undecided without any."""
     found = Counter(verdicts)
     if len(found) <= 1:
@@ -221,8 +224,13 @@ def joined(verdicts: Iterable[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Told:
-    """A finding: in words with interval and n, and what that is for the claim, or for an open question."""
+class Finding:
+    """A finding on a claim, or on an open question.
+
+    Attributes:
+        text: the numbers in words, with interval and n.
+        verdict: one of WORDS, or several with their counts.
+    """
 
     text: str
     verdict: str
@@ -237,7 +245,7 @@ class Row:
         claim: what it says, or asks.
         rule: by which a verdict is reached, of RULES.
         step: whose folders tell, separated by commas; empty where none does.
-        told: from the folder of all steps to what it tells.
+        find: returns the finding, from the folder of all steps.
         settles: the commands of studies/paper.py that would settle it on a large model, separated by commas.
     """
 
@@ -245,17 +253,17 @@ class Row:
     claim: str
     rule: str
     step: str
-    told: Callable[[Path], Told]
+    find: Callable[[Path], Finding]
     settles: str
 
     @property
     def steps(self) -> list[str]:
-        """Return the names of the steps."""
+        """Names of the steps."""
         return self.step.split(", ") if self.step else []
 
 
 def analysis(output: Path, step: str, name: str) -> Document:
-    """Return what a step's summary holds of an analysis."""
+    """Return the numbers of an analysis from a step's summary."""
     found: Document = document(output, step, "summary.json")["analyses"][name]
     return found
 
@@ -283,57 +291,60 @@ def comparisons(
 ) -> list[Document]:
     """Return a policy's comparisons of two selections, one per budget, with shares in which a tie counts half."""
     found = pk.compare_heads(trace(output, f"{step}/trace.h5"), baseline, treatment)
-    return [_compared(one) for one in found if one.treatment.policy.name == policy]
+    return [_with_even_shares(one) for one in found if one.treatment.policy.name == policy]
 
 
-def _compared(one: Any) -> Document:
+def _with_even_shares(one: Any) -> Document:
+    """Return a comparison of heads as a document, with the numbers of `even_share` in both kinds of perturbation."""
     kinds = {kind.name: even_share(kind.differences) for kind in (one.isolated, one.propagated)}
-    told: Document = one.to_dict()
-    return told | {name: told[name] | found for name, found in kinds.items()}
+    compared: Document = one.to_dict()
+    return compared | {name: compared[name] | shares for name, shares in kinds.items()}
 
 
 def even_share(differences: Floats) -> Document:
-    """Return the share of a prompt's heads that are better, with its interval; (sample, layer, head), ties 0.
+    """Return the share of a prompt's heads that are better, with its interval, and the share of ties, `even`.
 
-    A tie counts half, so that equal kept sets are even.
+    `differences`: (sample, layer, head), above 0 where better, ties 0. A tie counts half, so that equal kept sets are
+    even.
     """
     each = ((np.sign(differences) + 1) / 2).reshape(len(differences), -1)
     interval = intervals.of_mean(each.mean(axis=1), intervals.share_kind(each.shape[1]))
     return {"share": float(each.mean()), "share_interval": to_json(interval), "even": float((each == 0.5).mean())}
 
 
-def share(one: Document, kind: str = "propagated") -> str:
+def share_text(one: Document, kind: str = "propagated") -> str:
     """Return '52 % [47, 57] of the heads of a prompt': averaged over prompts, where a tie counts half."""
-    return f"{percent(one[kind]['share'], one[kind]['share_interval'])} of the heads of a prompt{_even(one[kind])}"
+    return f"{percent(one[kind]['share'], one[kind]['share_interval'])} of the heads of a prompt{_tied_text(one[kind])}"
 
 
-def _even(kind: Document) -> str:
+def _tied_text(kind: Document) -> str:
+    """Return ' (3 % tied)'; empty where that rounds to 0."""
     return f" ({percent(kind['even'])} tied)" if kind["even"] >= 0.005 else ""
 
 
-def means(one: Document, kind: str = "propagated") -> str:
+def means_text(one: Document, kind: str = "propagated") -> str:
     """Return '171 of 270 heads by their means (3 tied)': the paper's estimator, which no interval is known to cover."""
     tied = one[kind]["tied"]
     return f"{one[kind]['improved']} of {one['heads']} heads by their means" + (f" ({tied} tied)" if tied else "")
 
 
-def ratio(one: Document, kind: str = "propagated") -> str:
+def ratio_text(one: Document, kind: str = "propagated") -> str:
     """Return 'Σ × 0.84 [0.74, 0.95]'."""
     return f"Σ × {number(one[kind]['sum_ratio'], one[kind]['sum_ratio_interval'])}"
 
 
-def value(one: Document, name: str, digits: int = 2) -> str:
-    """Return a number of a document with the interval beside it."""
+def value_text(one: Document, name: str, digits: int = 2) -> str:
+    """Return a document's number of a name, with its interval, as text."""
     return number(one[name], one[f"{name}_interval"], digits)
 
 
-def estimate(one: Document, digits: int = 2) -> str:
+def estimate_text(one: Document, digits: int = 2) -> str:
     """Return a document's `value` with its `interval` as text."""
     return number(one["value"], one["interval"], digits)
 
 
 def samples(output: Path, step: str) -> int:
-    """Return how many samples a step's trace holds."""
+    """Return how many complete samples a step's run has."""
     found = document(output, step, "summary.json")
     return int(found["run"]["samples"]) - len(found["failed"])
 
@@ -343,6 +354,6 @@ def policy_of(config: Document) -> str:
     return str(config["policy"]).partition("(")[0]
 
 
-def listed(cells: Iterable[str]) -> str:
-    """Return 'a; b; c'."""
+def join_cells(cells: Iterable[str]) -> str:
+    """Return several texts as one: 'a; b; c'."""
     return "; ".join(cells)

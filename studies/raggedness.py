@@ -24,7 +24,7 @@ from specification import (
     DOCS,
     SEED,
     WITHOUT_TEMPLATE,
-    commit,
+    commit_hash,
     measure_short,
     model,
     read_rows,
@@ -112,7 +112,7 @@ def runs() -> list[Run]:
 
 
 def configs() -> dict[tuple[float, str], dict[str, Any]]:
-    """Return (budget, selection) -> name of the kept sets -> configuration."""
+    """Return (budget, selection) -> what a kept set is of, as in SHARED, or ADAKV -> configuration."""
     found: dict[tuple[float, str], dict[str, Any]] = {}
     for budget in BUDGETS:
         for selection in SELECTIONS:
@@ -124,7 +124,7 @@ def configs() -> dict[tuple[float, str], dict[str, Any]]:
 
 
 def measure(run: Run, longbench: Path) -> pk.Trace:
-    """Return a run's trace, measured or finished."""
+    """Return a run's trace: measured now, or read where it is finished."""
     loaded = model(run.model)
     prompts = pk.load_prompts(
         run.dataset, loaded, samples=SAMPLES[run.model], seed=SEED, chat_template=run.template, data_dir=longbench,
@@ -140,7 +140,7 @@ def rows(trace: pk.Trace, run: Run) -> Iterator[dict[str, Any]]:
     """Yield a row per setting, comparison and number of a run."""
     lengths = trace.arrays["prompt_tokens"][trace.ok]
     same = {"model": run.model, "template": run.template, "dataset": run.dataset, "n": len(lengths), "seed": SEED,
-            "shortest": int(lengths.min()), "longest": int(lengths.max()), "commit": commit()}  # fmt: skip
+            "shortest": int(lengths.min()), "longest": int(lengths.max()), "commit": commit_hash()}  # fmt: skip
     divergence, shares = variable(trace, "logit_kl"), common.cache_shares(trace)
     for (budget, selection), made in configs().items():
         places = {name: trace.config_index(config.label()) for name, config in made.items()}
@@ -170,12 +170,12 @@ def select_rows(
 
 
 def verdict_of(row: dict[str, str]) -> str:
-    """Return holds, reversed or undecided, as the rules have it."""
+    """Return a row's verdict, holds, reversed or undecided, as the rules have it."""
     sign, even = (COMPARISONS | SHOWN)[row["comparison"]][2], 0 if row["number"] == "KL" else 1
     return verdict(sign, even, float(row["low"]), float(row["high"]))
 
 
-def sentence(selected: Sequence[dict[str, str]]) -> str:
+def overall_verdict(selected: Sequence[dict[str, str]]) -> str:
     """Return supported, contradicted or undecided over settings, as the rules have it."""
     verdicts = [verdict_of(row) for row in selected]
     holds, against = (verdicts.count(word) / len(verdicts) for word in ("holds", "reversed"))
@@ -184,12 +184,12 @@ def sentence(selected: Sequence[dict[str, str]]) -> str:
     return "contradicted" if against >= 0.8 and holds <= 0.05 else "undecided"
 
 
-def within(row: dict[str, str]) -> bool:
+def within_margin(row: dict[str, str]) -> bool:
     """Return whether a ratio's whole interval is within 5 % of 1."""
     return row["number"] != "KL" and NEAR[0] <= float(row["low"]) and float(row["high"]) <= NEAR[1]
 
 
-def _middle(selected: Sequence[dict[str, str]]) -> str:
+def _median_text(selected: Sequence[dict[str, str]]) -> str:
     """Return the median of the settings' values with the least and the largest."""
     values = [float(row["value"]) for row in selected]
     shown: Callable[[float], str] = "{:+.3f}".format if selected[0]["number"] == "KL" else "{:.2f}".format
@@ -205,8 +205,8 @@ def verdicts_table(found: Sequence[dict[str, str]]) -> Table:
         for number in NUMBERS:
             selected = select_rows(found, title, number)
             counts = [sum(verdict_of(row) == word for row in selected) for word in ("holds", "reversed", "undecided")]
-            near = "–" if number == "KL" else str(sum(map(within, selected)))
-            rows.append([title, number, _middle(selected), *map(str, counts), near, sentence(selected)])
+            near = "–" if number == "KL" else str(sum(map(within_margin, selected)))
+            rows.append([title, number, _median_text(selected), *map(str, counts), near, overall_verdict(selected)])
     return "verdicts", heads, rows
 
 
@@ -215,7 +215,7 @@ def levels_table(found: Sequence[dict[str, str]]) -> Table:
     titles, rows = [title for title in COMPARISONS if COMPARISONS[title][0] == "kv"], []
     for name in SETTINGS:
         for level in dict.fromkeys(row[name] for row in found):
-            rows.append([level if name != "template" else _template(level)])
+            rows.append([level if name != "template" else _template_text(level)])
             for title in titles:
                 selected = [row for row in select_rows(found, title, "propagated") if row[name] == level]
                 words = [verdict_of(row) for row in selected]
@@ -225,19 +225,25 @@ def levels_table(found: Sequence[dict[str, str]]) -> Table:
     return "by level", ["settings", *titles], rows
 
 
-def _template(level: str) -> str:
+def _template_text(level: str) -> str:
     """Return a level of the chat template as text."""
     return "with template" if level == "True" else "without template"
 
 
-def reversed_settings(found: Sequence[dict[str, str]]) -> Table:
+def reversed_table(found: Sequence[dict[str, str]]) -> Table:
     """Return the table of the settings in which a comparison's number is reversed."""
     rows = []
     for title in COMPARISONS:
         for number in NUMBERS:
             for row in select_rows(found, title, number):
                 if verdict_of(row) == "reversed":
-                    where = row["model"], _template(row["template"]), row["dataset"], row["budget"], row["selection"]
+                    where = (
+                        row["model"],
+                        _template_text(row["template"]),
+                        row["dataset"],
+                        row["budget"],
+                        row["selection"],
+                    )
                     rows.append([title, number, *where, f"{row['value']} [{row['low']}, {row['high']}]"])
     return "reversed", ["comparison", "number", "model", "template", "data", "b", "selection", ""], rows
 
@@ -255,7 +261,7 @@ def settings_table(found: Sequence[dict[str, str]]) -> Table:
     return "every setting, propagated", ["model", "template", "data", "b", "selection", "n", *titles], rows
 
 
-TABLES = verdicts_table, levels_table, reversed_settings, settings_table
+TABLES = verdicts_table, levels_table, reversed_table, settings_table
 
 
 def draw(found: Sequence[dict[str, str]], path: Path) -> None:

@@ -21,43 +21,47 @@ SAMPLES = (8, 12, 20, 40, 100)
 Draw = Callable[[np.random.Generator, tuple[int, int]], Floats]
 
 
-def sometimes(share: float, draw: Draw) -> Draw:
-    """Return losses that are 0 but in a share of the samples."""
+def zero_inflated(share: float, draw: Draw) -> Draw:
+    """Return a draw that is 0 but in a share of the samples, where it is `draw`'s."""
     return lambda source, size: np.where(source.random(size) < share, draw(source, size), 0.0)
 
 
-def heavy(source: np.random.Generator, size: tuple[int, int]) -> Floats:
-    """Return small losses, of which a few are large."""
+def heavy_tailed(source: np.random.Generator, size: tuple[int, int]) -> Floats:
+    """Draw small losses, of which a few are large."""
     return np.minimum(1.0, 0.05 * source.lognormal(sigma=1.2, size=size))
 
 
-def either(source: np.random.Generator, size: tuple[int, int]) -> Floats:
-    """Return a gain or a loss per sample."""
+def gain_or_loss(source: np.random.Generator, size: tuple[int, int]) -> Floats:
+    """Draw a gain or a loss per sample."""
     return source.choice([-1.0, 1.0], size) * source.beta(1, 2, size)
 
 
-def quarter(source: np.random.Generator, size: tuple[int, int]) -> Floats:
-    """Return losses of a quarter, as token F1 and ROUGE know them."""
+def beta_losses(source: np.random.Generator, size: tuple[int, int]) -> Floats:
+    """Draw losses of a quarter on average, as token F1 and ROUGE know them."""
     return source.beta(1, 3, size)
 
 
-def whole(_source: np.random.Generator, size: tuple[int, int]) -> Floats:
-    """Return lost answers, of 0 or 1."""
+def whole_losses(_source: np.random.Generator, size: tuple[int, int]) -> Floats:
+    """Return losses of 1: whole answers."""
     return np.ones(size)
 
 
-HEAVY = float(heavy(np.random.default_rng(0), (4_000_000, 1)).mean())
+HEAVY_MEAN = float(heavy_tailed(np.random.default_rng(0), (4_000_000, 1)).mean())
+"""The mean of `heavy_tailed`, by simulation."""
 POPULATIONS: dict[str, tuple[Draw, float]] = {
-    **{f"{share:.0%} lose Beta(1, 3)": (sometimes(share, quarter), share / 4) for share in (0.5, 0.2, 0.1, 0.05, 0.02)},
-    **{f"{share:.0%} lose 1": (sometimes(share, whole), share) for share in (0.1, 0.05)},
-    "10% lose or gain Beta(1, 2)": (sometimes(0.1, either), 0.0),
-    "20% lose 0.05 × lognormal(1.2)": (sometimes(0.2, heavy), 0.2 * HEAVY),
+    **{
+        f"{share:.0%} lose Beta(1, 3)": (zero_inflated(share, beta_losses), share / 4)
+        for share in (0.5, 0.2, 0.1, 0.05, 0.02)
+    },
+    **{f"{share:.0%} lose 1": (zero_inflated(share, whole_losses), share) for share in (0.1, 0.05)},
+    "10% lose or gain Beta(1, 2)": (zero_inflated(0.1, gain_or_loss), 0.0),
+    "20% lose 0.05 × lognormal(1.2)": (zero_inflated(0.2, heavy_tailed), 0.2 * HEAVY_MEAN),
     "all lose normal(0.1, 0.2)": (lambda source, size: source.normal(0.1, 0.2, size), 0.1),
 }
 
 
-def told(draw: Draw, truth: float, samples: int, draws: int) -> str:
-    """Return '86 → 93 %, 1.4 ×': coverage without and with the share, and by how much the width grows."""
+def coverage_cell(draw: Draw, truth: float, samples: int, draws: int) -> str:
+    """Return '86 → 93 %, 1.4 ×': coverage without and with the share not seen, and how much wider intervals are."""
     each = draw(np.random.default_rng(1), (samples, draws))
     left_out = (each.sum(axis=0) - each) / (samples - 1)
     ends = [
@@ -72,7 +76,7 @@ def told(draw: Draw, truth: float, samples: int, draws: int) -> str:
 def tables(draws: int) -> Iterator[Table]:
     """Yield the table of all populations."""
     rows = [
-        [name.replace("%", " %"), *(told(draw, truth, samples, draws) for samples in SAMPLES)]
+        [name.replace("%", " %"), *(coverage_cell(draw, truth, samples, draws) for samples in SAMPLES)]
         for name, (draw, truth) in POPULATIONS.items()
     ]
     yield "coverage without and with the share that was not seen", ["losses", *(f"n = {n}" for n in SAMPLES)], rows

@@ -41,11 +41,11 @@ class Population:
 
     def sums(self) -> tuple[Floats, Floats]:
         """Return each head's mean perturbation over all prompts: baseline, treatment."""
-        hit, usual = np.arange(HEADS) < self.heads, USUAL * _head_ratios()
-        rare = np.where(hit, RARE * self.weight, RARE)
-        moved = np.where(hit, rare * self.ratio, rare * usual)
+        differing, usual = np.arange(HEADS) < self.heads, USUAL * _head_ratios()
+        rare = np.where(differing, RARE * self.weight, RARE)  # what the rare prompts add to the baseline's mean
+        rare_treatment = np.where(differing, rare * self.ratio, rare * usual)
         scale = _head_scales()
-        return scale * (1 - RARE + rare), scale * ((1 - RARE) * usual + moved)
+        return scale * (1 - RARE + rare), scale * ((1 - RARE) * usual + rare_treatment)
 
     def draw(self, source: np.random.Generator, draws: int, samples: int) -> tuple[Floats, Floats]:
         """Return baseline and treatment perturbations (sample, draw, head); both kinds of noise have mean 1."""
@@ -74,15 +74,16 @@ def _head_ratios() -> Floats:
 
 
 def _noise(source: np.random.Generator, spread: float, size: tuple[int, ...]) -> Floats:
+    """Return lognormal factors of mean 1, whose logarithms have the deviation `spread`."""
     return source.lognormal(-(spread**2) / 2, spread, size)
 
 
 def ratios(baseline: Floats, treatment: Floats) -> tuple[Floats, Floats]:
-    """Return the ratio of sums over heads, and the median head's ratio, of sums over prompts (…, head)."""
+    """Return the ratio of sums over heads and the median head's ratio, (…) each, of sums over prompts (…, head)."""
     return treatment.sum(axis=-1) / baseline.sum(axis=-1), np.median(treatment / baseline, axis=-1)
 
 
-def covered(population: Population, samples: int, draws: int) -> tuple[float, float]:
+def coverage_shares(population: Population, samples: int, draws: int) -> tuple[float, float]:
     """Return the share of draws whose interval holds the ratio of sums, and the median head's ratio."""
     source, truth, held = np.random.default_rng(1), ratios(*population.sums()), np.zeros(2)
     for start in range(0, draws, _CHUNK):
@@ -100,7 +101,7 @@ def tables(draws: int) -> Iterator[Table]:
     heads = [f"n = {samples}: {what}" for samples in SAMPLES for what in ("Σ", "median head")]
     rows, shares = [], []
     for population in POPULATIONS:
-        held = [share for samples in SAMPLES for share in covered(population, samples, draws)]
+        held = [share for samples in SAMPLES for share in coverage_shares(population, samples, draws)]
         truths = [f"{float(truth):.2f}" for truth in ratios(*population.sums())]
         rows.append([population.name, *truths, *_cells(held)])
         shares += [held] if population.heads else []
@@ -110,6 +111,7 @@ def tables(draws: int) -> Iterator[Table]:
 
 
 def _cells(shares: object) -> list[str]:
+    """Return shares in percent: '92 %'."""
     return [f"{100 * share:.0f} %" for share in np.asarray(shares)]
 
 

@@ -28,34 +28,35 @@ SINKS = 4
 """First entries left out of the spread: their attention and their values are unlike all others."""
 
 
-def measured(trace: pk.Trace, name: str) -> Any:
-    """Return a variable as it is stored."""
+def stored_variable(trace: pk.Trace, name: str) -> Any:
+    """Return a variable of all samples as it is stored."""
     return trace.arrays[name]
 
 
 def runs_of_neighbours(trace: pk.Trace, config: int) -> float:
     """Return the mean number of unbroken runs among the kept prefix entries of a head."""
     window, counts = trace.run.configs[config].window, []
-    for sample, layer, head in np.ndindex(*np.delete(measured(trace, "kept_count").shape, 1)):
+    for sample, layer, head in np.ndindex(*np.delete(stored_variable(trace, "kept_count").shape, 1)):
         kept = trace.kept(sample, config, layer, head)[:-window]
         counts.append(1 + int((np.diff(kept) > 1).sum()))
     return float(np.mean(counts))
 
 
-def configurations(trace: pk.Trace) -> Table:
+def configuration_table(trace: pk.Trace) -> Table:
     """Return retained mass and runs of neighbours of every configuration."""
-    mass = measured(trace, "retained_mass")[:, :, 0].mean(axis=(0, 2, 3))
+    mass = stored_variable(trace, "retained_mass")[:, :, 0].mean(axis=(0, 2, 3))
     rows = [[label, f"{mass[place]:.3f}", f"{runs_of_neighbours(trace, place):.0f}"]
             for place, label in enumerate(trace.run.labels())]  # fmt: skip
     return "configurations", ["", "retained mass", "runs of neighbours"], rows
 
 
-def first_layer(trace: pk.Trace) -> Table:
+def first_layer_table(trace: pk.Trace) -> Table:
     """Return the second configuration against the first in the first layer: L, θ and the residual stream's drift."""
     perturbation, theta, sigma = (
-        measured(trace, name)[:, :2, 0, 0].mean(axis=0) for name in ("perturbation_isolated", "theta", "sigma_stage1")
+        stored_variable(trace, name)[:, :2, 0, 0].mean(axis=0)
+        for name in ("perturbation_isolated", "theta", "sigma_stage1")
     )
-    drift = measured(trace, "hidden_drift_l1")[:, :2, 0, 0]
+    drift = stored_variable(trace, "hidden_drift_l1")[:, :2, 0, 0]
     looseness, drifts = theta / perturbation, drift[:, 1] / drift[:, 0]
     rows = [
         ["L", f"× {perturbation[1].sum() / perturbation[0].sum():.2f}"],
@@ -67,14 +68,14 @@ def first_layer(trace: pk.Trace) -> Table:
     return "first layer, the second configuration against the first", ["", ""], rows
 
 
-def decomposition(trace: pk.Trace) -> Table:
+def decomposition_table(trace: pk.Trace) -> Table:
     """Return what L = (1 − S) D and θ = (1 − S) N consist of.
 
     D is the distance of what went from what stayed, N the sum of their mean norms. Sums over the first layer's heads,
     and over those of all other layers, mean over samples.
     """
     mass, perturbation, theta = (
-        measured(trace, name)[:, :, 0] for name in ("retained_mass", "perturbation_isolated", "theta")
+        stored_variable(trace, name)[:, :, 0] for name in ("retained_mass", "perturbation_isolated", "theta")
     )
     rows = []
     for place, label in enumerate(trace.run.labels()):
@@ -87,12 +88,12 @@ def decomposition(trace: pk.Trace) -> Table:
     return "what L and θ consist of", ["", "layers", "1 − S", "D", "N", "ΣL"], rows
 
 
-def single_heads(trace: pk.Trace) -> Table:
+def single_heads_table(trace: pk.Trace) -> Table:
     """Return S and L where attention and two-stage differ most at the smallest budget, each way round."""
     selections = [config.selection.name for config in trace.run.configs]
     sides = [selections.index(name) for name in ("attention", "two-stage")]
     mass, perturbation = (
-        measured(trace, name)[:, sides, 0].mean(axis=0) for name in ("retained_mass", "perturbation_isolated")
+        stored_variable(trace, name)[:, sides, 0].mean(axis=0) for name in ("retained_mass", "perturbation_isolated")
     )
     difference, rows = perturbation[0] - perturbation[1], []
     for flat in [*np.argsort(difference.ravel())[:2], *np.argsort(-difference.ravel())[:2]]:
@@ -103,7 +104,7 @@ def single_heads(trace: pk.Trace) -> Table:
     return f"single heads, {trace.run.labels()[sides[0]]} and two-stage", ["", "S", "L"], rows
 
 
-def spread(trace: pk.Trace, data_dir: Path) -> Table:
+def spread_table(trace: pk.Trace, data_dir: Path) -> Table:
     """Return the coefficient of variation over a head's entries: median over heads, then the range over samples."""
     run, model = ResolvedRun.from_run(trace.run), pk.load_model(trace.run.model)
     found: dict[str, list[float]] = {"ν": [], "window attention": []}
@@ -121,12 +122,15 @@ def spread(trace: pk.Trace, data_dir: Path) -> Table:
     return "coefficient of variation over samples", ["", ""], rows
 
 
-def one_token(trace: pk.Trace, layer: int, head: int, position: int) -> Table:
-    """Return in how many samples a head keeps the token at a position, and its mean L with it and without it."""
-    place = [trace.layer_name(place) for place in range(measured(trace, "theta").shape[3])].index(layer)
+def token_table(trace: pk.Trace, layer: int, head: int, position: int) -> Table:
+    """Return in how many samples a head keeps the token at a position, and its mean L with it and without it.
+
+    `layer` is the number of the decoder layer, whichever were measured.
+    """
+    place = [trace.layer_name(place) for place in range(stored_variable(trace, "theta").shape[3])].index(layer)
     rows = []
     for config, label in enumerate(trace.run.labels()):
-        lost = measured(trace, "perturbation_isolated")[:, config, 0, place, head]
+        lost = stored_variable(trace, "perturbation_isolated")[:, config, 0, place, head]
         keeps = np.array([position in trace.kept(sample, config, place, head) for sample in range(len(lost))])
         means = (f"{lost[some].mean():.1f}" if some.any() else "–" for some in (keeps, ~keeps))
         rows.append([label, f"{keeps.sum()} of {len(keeps)}", *means])
@@ -137,12 +141,12 @@ def tables(asked: argparse.Namespace) -> Iterator[Table]:
     """Yield the tables of a trace, or that of one token."""
     trace = pk.read_trace(asked.trace)
     if asked.token:
-        yield one_token(trace, *asked.token)
+        yield token_table(trace, *asked.token)
         return
-    for made in (configurations, decomposition, first_layer, single_heads):
+    for made in (configuration_table, decomposition_table, first_layer_table, single_heads_table):
         yield made(trace)
     if asked.longbench:
-        yield spread(trace, asked.longbench)
+        yield spread_table(trace, asked.longbench)
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def study(asked: argparse.Namespace) -> None:
 def search(asked: argparse.Namespace) -> Searches:
     """Run the searches that the output folder lacks, and return all that were asked for."""
     model = load_model(asked)
-    configs = with_references(pk.grid(asked.budget or [128], selection=asked.method or METHODS))
+    configs = add_references(pk.grid(asked.budget or [128], selection=asked.method or METHODS))
     few = {"heads": 4, "proven": 1, "seconds": 10.0} if asked.short else {}
     asked.written.append(asked.output / "regret.jsonl")
     found = pk.search_kept_sets(
@@ -107,11 +107,11 @@ def read(path: Path) -> Searches:
         ) from None
 
 
-def with_references(configs: Sequence[pk.EvictionConfig]) -> tuple[pk.EvictionConfig, ...]:
+def add_references(configs: Sequence[pk.EvictionConfig]) -> tuple[pk.EvictionConfig, ...]:
     """Return the configurations by budget, each group followed by its forms without pooling and with a known query."""
     ordered: list[pk.EvictionConfig] = []
     for group in by_budget(configs):
-        references = [reference(config) for reference in (without_pooling, with_known_query) for config in group]
+        references = [reference(config) for reference in (unpooled_config, known_query_config) for config in group]
         ordered += [*group, *(config for config in references if config is not None)]
     return tuple(dict.fromkeys(ordered))
 
@@ -122,33 +122,33 @@ def by_budget(configs: Sequence[pk.EvictionConfig]) -> list[list[pk.EvictionConf
     return [[config for config in configs if config.budget == budget] for budget in budgets]
 
 
-def without_pooling(config: pk.EvictionConfig) -> pk.EvictionConfig | None:
-    """Return what ranks by the window's mean A, or A ν, without pooling and stages; None for what ranks by neither."""
+def unpooled_config(config: pk.EvictionConfig) -> pk.EvictionConfig | None:
+    """Return what ranks by the window's mean A, or A ν, without pooling and stages; None for a method of neither."""
     name = config.selection.name
-    if not ranks_by_attention(config) or name in QUERY_KNOWN:
-        return config if ranks_by_attention(config) else None
+    if not is_ranked_by_attention(config) or name in QUERY_KNOWN:
+        return config if is_ranked_by_attention(config) else None
     choices: dict[str, Any] = {"selection": "attention-unpooled", "policy": config.policy.name}
     if name in BY_VALUES:
-        choices = {"selection": f"two-stage(alpha=0{norm(config)})"}
+        choices = {"selection": f"two-stage(alpha=0{norm_option(config)})"}
     return replace(config, **choices)
 
 
-def with_known_query(config: pk.EvictionConfig) -> pk.EvictionConfig | None:
-    """Return what ranks by the realised A, or A ν, whichever the method estimates; None where that is neither."""
-    if not ranks_by_attention(config):
+def known_query_config(config: pk.EvictionConfig) -> pk.EvictionConfig | None:
+    """Return the configuration that ranks by the realised A, or A ν, as the method estimates; None where by neither."""
+    if not is_ranked_by_attention(config):
         return None
-    by_values = f"hindsight({norm(config).removeprefix(', ')})" if norm(config) else "hindsight"
+    by_values = f"hindsight({norm_option(config).removeprefix(', ')})" if norm_option(config) else "hindsight"
     selection: Any = by_values if config.selection.name in BY_VALUES else "hindsight-attention"
     policy: Any = config.policy.name
     return replace(config, selection=selection, policy=policy)
 
 
-def ranks_by_attention(config: pk.EvictionConfig) -> bool:
+def is_ranked_by_attention(config: pk.EvictionConfig) -> bool:
     """Return whether a method ranks by the window's attention, or by that times value norms."""
     return config.policy.name == "snapkv" and config.selection.name in (*BY_ATTENTION, *BY_VALUES)
 
 
-def norm(config: pk.EvictionConfig) -> str:
+def norm_option(config: pk.EvictionConfig) -> str:
     """Return the option of a selection that says which norm it ranks by; empty for L1."""
     return ", norm=l2" if config.euclidean else ""
 
@@ -197,7 +197,7 @@ def rows_of(sample: Row, part: str, budget: str) -> list[Row]:
 
 
 def losses(rows: Sequence[Row], methods: int) -> tuple[Floats, Floats]:
-    """Return (method, head) L of each method's set and (head,) L of the best one, without heads that lose nothing."""
+    """Return (method, head) L of each method's set and (head,) L of the best one, of the heads that lose something."""
     values = np.array([row["perturbation"] for row in rows], dtype=np.float64).reshape(-1, methods).T
     best = np.array([row["best"] for row in rows], dtype=np.float64)
     lossy = best > ROUNDING * values.max(axis=0, initial=0)
@@ -217,7 +217,7 @@ def distance(
     own = [(methods[index], best) for methods, best in samples]
     sums = np.array([(values.sum(), best.sum()) for values, best in own])
     medians = np.array([np.median(values / best) for values, best in own])
-    links = [configs[index], without_pooling(configs[index]), with_known_query(configs[index])]
+    links = [configs[index], unpooled_config(configs[index]), known_query_config(configs[index])]
     chain = [configs.index(link) for link in links if link is not None] if {*links} <= {*configs} else []
     logs = [log_factors([*(methods[place] for place in chain), best]) for methods, best in samples]
     parts = np.array(logs) if chain else np.full((len(samples), 3), np.nan)
@@ -264,7 +264,7 @@ def print_tables(parts: Sequence[Mapping[str, Any]], samples: int) -> None:
         for name, key in tables:
             if part[key]:
                 show(f"{part_name(part)}, {name}: L over that of the best known set, {part[key][0]['heads']} heads",
-                     [line(one) for one in part[key]])  # fmt: skip
+                     [table_line(one) for one in part[key]])  # fmt: skip
         print(f"{part['heads']} heads searched, no swap helps in {part['settled']}; {part['left_out']} left out")
         if part["tried"]:
             print(f"the best set is proven in {part['closed']} of {part['tried']}, where swaps alone had reached it in "
@@ -274,7 +274,7 @@ def print_tables(parts: Sequence[Mapping[str, Any]], samples: int) -> None:
     print(f"\nL over that of the best known set: {factors or 'no head loses more than rounding'} (n = {samples}).")
 
 
-def line(one: Mapping[str, Any]) -> dict[str, str]:
+def table_line(one: Mapping[str, Any]) -> dict[str, str]:
     """Return a method as a line of a table."""
     return {
         "method": str(one["config"].selection),

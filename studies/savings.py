@@ -50,7 +50,14 @@ Interval = pk.stats.intervals.Interval
 
 @dataclass(frozen=True)
 class Curve:
-    """Configurations that differ in budget alone, smallest first: indices in the trace, and coordinates (budget,)."""
+    """Configurations that differ in budget alone, smallest first.
+
+    Attributes:
+        indices: in the trace.
+        configs: of these indices.
+        at: (budget,) coordinates: budgets, or cache shares.
+        cache_shares: (budget,) entries of the cache over those of the full one.
+    """
 
     indices: tuple[int, ...]
     configs: tuple[pk.EvictionConfig, ...]
@@ -77,7 +84,7 @@ class Loss:
 
 
 @dataclass(frozen=True)
-class Equivalent:
+class EquivalentBudget:
     """The baseline's budget that does as well, 0 or infinite beyond those measured, and its interval, likewise.
 
     Where `flat`, `value` is the smallest budget measured that does as well, and the true one is not known.
@@ -104,7 +111,7 @@ class Equivalent:
 
 def equivalent_budgets(
     budgets: Floats, baseline: Floats, own: Floats, treatment: Floats, log: bool
-) -> list[Equivalent]:
+) -> list[EquivalentBudget]:
     """Return, per budget of the treatment, the baseline's with an equally low mean loss.
 
     Args:
@@ -115,29 +122,33 @@ def equivalent_budgets(
         log: whether losses are positive and compared by ratios, instead of by differences of what lies in [0, 1].
     """
     falling, levels = make_falling(baseline), make_falling(treatment)
-    return [_equivalent(budgets, falling, float(at), level, log) for at, level in zip(own, levels.T, strict=True)]
+    return [
+        _equivalent_budget(budgets, falling, float(at), level, log) for at, level in zip(own, levels.T, strict=True)
+    ]
 
 
-def _equivalent(budgets: Floats, falling: Floats, own: float, level: Floats, log: bool) -> Equivalent:
+def _equivalent_budget(budgets: Floats, falling: Floats, own: float, level: Floats, log: bool) -> EquivalentBudget:
     """Return the baseline's budget at which its `falling` losses reach the treatment's `level` at budget `own`."""
     stats, curve, aim = pk.stats.intervals, falling.mean(axis=0), float(level.mean())
     if not log:
         same = np.abs(curve - aim) <= SAME
         if same[:2].all() or same[-2:].all() or aim >= 1 - SAME:
-            return Equivalent(float(budgets[np.argmax(same)]), None, flat=True)
+            return EquivalentBudget(float(budgets[np.argmax(same)]), None, flat=True)
     value = budget_at(budgets, curve, aim, own, log)
     tried = np.geomspace(budgets[0], budgets[-1], CANDIDATES)
     weights = np.stack([np.interp(np.log(tried), np.log(budgets), unit) for unit in np.eye(len(budgets))], axis=1)
     kind = stats.RATIO if log else stats.DIFFERENCE
     band = stats.of_statistics(_contrast(weights, falling, level, log), len(falling), kind)
     if band is None:
-        return Equivalent(value, None)
+        return EquivalentBudget(value, None)
     equal = 1.0 if log else 0.0
     low, high = _undecided_ends(tried, band.high < equal - SAME, band.low > equal + SAME)
-    return Equivalent(value, Interval(min(low, value), max(high, value), band.kind))
+    return EquivalentBudget(value, Interval(min(low, value), max(high, value), band.kind))
 
 
-def median_equivalent_budgets(budgets: Floats, baseline: Floats, own: Floats, treatment: Floats) -> list[Equivalent]:
+def median_equivalent_budgets(
+    budgets: Floats, baseline: Floats, own: Floats, treatment: Floats
+) -> list[EquivalentBudget]:
     """Return the median over samples of each sample's own equivalent budget; arguments as of `equivalent_budgets`."""
     sides = [np.stack([make_falling(curve[None])[0] for curve in each]) for each in (baseline, treatment)]
     each = np.array([
@@ -147,10 +158,10 @@ def median_equivalent_budgets(budgets: Floats, baseline: Floats, own: Floats, tr
     middle = np.sort(each, axis=0)[(len(each) - 1) // 2]  # of an even number the lower one: no more than is saved
     band = pk.stats.intervals.of_medians(each)
     if band is None:
-        return [Equivalent(float(value), None) for value in middle]
+        return [EquivalentBudget(float(value), None) for value in middle]
     ends = map(band.at, range(len(own)))
     return [
-        Equivalent(float(value), Interval(min(end.low, budgets[-1]), max(end.high, budgets[0]), end.kind))
+        EquivalentBudget(float(value), Interval(min(end.low, budgets[-1]), max(end.high, budgets[0]), end.kind))
         for value, end in zip(middle, ends, strict=True)
     ]
 
@@ -243,7 +254,10 @@ def curves(trace: pk.Trace, name: str) -> list[Curve]:
 
 
 def pairs(trace: pk.Trace, baseline: str, treatment: str) -> list[tuple[Curve, Curve, str]]:
-    """Return pairs of curves, and their coordinate: `budget`, or `held` where the sides keep other sets."""
+    """Return (baseline, treatment, coordinate) of the curves that differ in selection alone, of single ones always.
+
+    Raises PerturbkvError where there are none, and as `curves` and `place_on_axis`.
+    """
     firsts, seconds = curves(trace, baseline), curves(trace, treatment)
     alike = [
         (first, second)
@@ -259,21 +273,25 @@ def pairs(trace: pk.Trace, baseline: str, treatment: str) -> list[tuple[Curve, C
         if len(firsts) > 1 or len(seconds) > 1 or firsts[0].indices == seconds[0].indices:
             raise pk.PerturbkvError(f"expected curves of '{baseline}' and '{treatment}' that differ in selection alone")
         alike = [(firsts[0], seconds[0])]
-    found = []
-    for first, second in alike:
-        sizes = {(one.granularity.name, one.block, one.budget.unit) for one in (first.configs[0], second.configs[0])}
-        along = "budget" if len(sizes) == 1 else "held"
-        placed = [
-            one if along == "budget" else dataclasses.replace(one, at=one.cache_shares) for one in (first, second)
-        ]
-        if any(not (np.diff(one.at) > 0).all() for one in placed):
-            raise pk.PerturbkvError("savings needs caches that grow with the budget; compare sides of one granularity")
-        found.append((placed[0], placed[1], along))
-    return found
+    return [place_on_axis(first, second) for first, second in alike]
+
+
+def place_on_axis(first: Curve, second: Curve) -> tuple[Curve, Curve, str]:
+    """Return two curves over one coordinate, and it: `budget`, or cache shares (`held`) where they keep other sets.
+
+    Raises PerturbkvError where the coordinate does not rise with the budget.
+    """
+    sizes = {(one.granularity.name, one.block, one.budget.unit) for one in (first.configs[0], second.configs[0])}
+    along = "budget" if len(sizes) == 1 else "held"
+    if along == "held":
+        first, second = (dataclasses.replace(one, at=one.cache_shares) for one in (first, second))
+    if any(not (np.diff(one.at) > 0).all() for one in (first, second)):
+        raise pk.PerturbkvError("savings needs caches that grow with the budget; compare sides of one granularity")
+    return first, second, along
 
 
 def measured_savings(loss: Loss, baseline: Curve, treatment: Curve) -> dict[str, Any]:
-    """Return the levels of both curves by one measure, and the treatment's saving at each of its budgets."""
+    """Return both curves' levels by one measure, the treatment's savings, and where a loss rises with the budget."""
     first, second = (loss.each[:, list(curve.indices)] for curve in (baseline, treatment))
     if loss.name == "kl":
         reached = median_equivalent_budgets(baseline.at, first, treatment.at, second)

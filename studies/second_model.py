@@ -24,7 +24,7 @@ import numpy as np
 from common import Floats, Table, configuration, perturbation_of, setting_name, short_names
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from needle import answer_places, digits_held
+from needle import answer_places, kept_digits
 from numpy.typing import NDArray
 from tables import TABLES, Made, analyses, number, percent
 
@@ -70,7 +70,7 @@ def write_prompts(asked: argparse.Namespace) -> None:
     models = [pk.load_model(name) for name in asked.models]
     news = pk.load_prompts("multi_news", models[0], samples=asked.news, data_dir=asked.folders[0], chat_template=False)
     texts = {"news": prompt_rows(news, models[0])}
-    texts["news"] = [row for row in texts["news"] if max(tokens(row, models)) <= asked.longest]
+    texts["news"] = [row for row in texts["news"] if max(token_counts(row, models)) <= asked.longest]
     needles = pk.load_prompts(
         "needle", models[0], samples=asked.needles, lengths=asked.lengths, depths=DEPTHS, chat_template=False
     )
@@ -80,8 +80,8 @@ def write_prompts(asked: argparse.Namespace) -> None:
         asked.written.append(asked.folders[1] / f"{name}.jsonl")
         asked.written[-1].parent.mkdir(parents=True, exist_ok=True)
         asked.written[-1].write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in made), "utf-8")
-        for model, counts in zip(asked.models, np.transpose([tokens(row, models) for row in made]), strict=True):
-            rows.append([name, str(model), f"{len(counts)}: {spread_of(counts)}"])
+        for model, counts in zip(asked.models, np.transpose([token_counts(row, models) for row in made]), strict=True):
+            rows.append([name, str(model), f"{len(counts)}: {lengths_text(counts)}"])
     common.write_tables(asked, [("prompts", ["", "model", "prompts"], rows)])
 
 
@@ -99,13 +99,13 @@ def prompt_rows(prompts: Sequence[pk.Prompt], model: Any) -> list[dict[str, Any]
     return rows
 
 
-def tokens(row: dict[str, Any], models: Sequence[Any]) -> list[int]:
+def token_counts(row: dict[str, Any], models: Sequence[Any]) -> list[int]:
     """Return the number of tokens of a row's whole prompt for each model."""
     text = "\n".join(row[name] for name in ("prompt", "answer_prefix") if name in row)
     return [len(pk.Prompt.from_text(text, model, chat_template=False).token_ids) for model in models]
 
 
-def spread_of(counts: NDArray[Any]) -> str:
+def lengths_text(counts: NDArray[Any]) -> str:
     """Return '300 to 2,000 tokens, 1,200 on average'."""
     return f"{counts.min():,} to {counts.max():,} tokens, {counts.mean():,.0f} on average"
 
@@ -130,12 +130,12 @@ class Model:
 def tables(models: Sequence[Model]) -> Iterator[Table]:
     """Yield every table."""
     names = [model.name for model in models]
-    yield "models", ["", *names], about(models)
+    yield "models", ["", *names], model_rows(models)
     for part in PARTS:
         for pair in zip(*(model.tables(part) for model in models), strict=True):
-            yield beside(pair, names)
-    yield "two-stage over attention, by layer", *by_layer(models)
-    yield "needle", *needle(models)
+            yield join_tables(pair, names)
+    yield "two-stage over attention, by layer", *layer_rows(models)
+    yield "needle", *needle_rows(models)
 
 
 def study(asked: argparse.Namespace) -> None:
@@ -144,12 +144,12 @@ def study(asked: argparse.Namespace) -> None:
         write_prompts(asked)
         return
     models = [Model(name, folder) for name, folder in zip(asked.names, asked.folders, strict=True)]
-    settings = [per_query(model.folder / "ablation" / "summary.json") for model in models]
-    figure = draw(asked.names, [setting["rows"] for setting in settings], foot(models, settings[0]))
+    settings = [per_query_ablation(model.folder / "ablation" / "summary.json") for model in models]
+    figure = draw(asked.names, [setting["rows"] for setting in settings], foot_text(models, settings[0]))
     common.write_tables(asked, tables(models), figure)
 
 
-def about(models: Sequence[Model]) -> list[list[str]]:
+def model_rows(models: Sequence[Model]) -> list[list[str]]:
     """Return the rows on the layers and heads that were measured, and on the length of the prompts for each model."""
     columns = []
     for model in models:
@@ -158,26 +158,26 @@ def about(models: Sequence[Model]) -> list[list[str]]:
         columns.append([
             f"`{news.run.model}`",
             news.attrs["weights_stored"] if "weights_stored" in news.attrs else news.attrs["weights"],
-            measured(news),
+            measured_layers_text(news),
             f"{layers * heads} of {layers} layers",
-            *(told(trace) for trace in (news, hidden)),
+            *(prompts_text(trace) for trace in (news, hidden)),
         ])  # fmt: skip
     rows = ["model", "weights", "layers measured", "heads", "news prompts", "needle prompts"]
     return [[row, *cells] for row, *cells in zip(rows, *columns, strict=True)]
 
 
-def measured(trace: pk.Trace) -> str:
-    """Return which layers were measured."""
+def measured_layers_text(trace: pk.Trace) -> str:
+    """Return which layers a trace measured: '5 11 17 of 18', or 'all 30'."""
     return str(trace.attrs.get("measured_layers") or f"all {trace.arrays['theta'].shape[-2]}")
 
 
-def told(trace: pk.Trace) -> str:
-    """Return how many prompts there are, and how many tokens they have."""
+def prompts_text(trace: pk.Trace) -> str:
+    """Return how many prompts a trace has, and how many tokens these have."""
     counts = trace.arrays["prompt_tokens"][trace.ok]
-    return f"{len(counts)}: {spread_of(counts)}"
+    return f"{len(counts)}: {lengths_text(counts)}"
 
 
-def beside(pair: Sequence[Made], names: Sequence[str]) -> Made:
+def join_tables(pair: Sequence[Made], names: Sequence[str]) -> Made:
     """Return one table of two models, of the same rows. Raises ValueError where their rows differ."""
     (title, heads, _), (_, others, _) = pair
     titles = dict.fromkeys(made[0] for made in pair)
@@ -192,7 +192,7 @@ def beside(pair: Sequence[Made], names: Sequence[str]) -> Made:
     return " | ".join(titles), [*keys, *(f"{name}: {column}" for name in names for column in shown)], joined
 
 
-def by_layer(models: Sequence[Model]) -> tuple[list[str], list[list[str]]]:
+def layer_rows(models: Sequence[Model]) -> tuple[list[str], list[list[str]]]:
     """Return two-stage's sums over attention's in the first measured layer, and in all others."""
     columns = [layer_ratios(model.trace(NEWS)) | layer_ratios(model.trace(SHARES)) for model in models]
     heads = [f"{model.name}: {kind} Σ" for model in models for kind in KINDS]
@@ -209,23 +209,23 @@ def layer_ratios(trace: pk.Trace) -> dict[tuple[str, str], list[str]]:
             both = perturbation_of(trace, kind, *pair)
             for name, layers in (("first measured", slice(0, 1)), ("all others", slice(1, None))):
                 sums = [side[:, layers].sum(axis=(1, 2)) for side in both]
-                found.setdefault((setting_name(one.baseline), name), []).append(over(*sums))
+                found.setdefault((setting_name(one.baseline), name), []).append(ratio_text(*sums))
     return found
 
 
-def over(baseline: Floats, treatment: Floats) -> str:
+def ratio_text(baseline: Floats, treatment: Floats) -> str:
     """Return the ratio of two sums over samples."""
     value = float(treatment.sum() / baseline.sum())
     return number(value, common.to_json(intervals.of_ratio(treatment, baseline)))
 
 
-def needle(models: Sequence[Model]) -> tuple[list[str], list[list[str]]]:
+def needle_rows(models: Sequence[Model]) -> tuple[list[str], list[list[str]]]:
     """Return what every cache finds of the hidden numbers, and how much of a number its heads keep."""
     traces = [model.trace(NEEDLE) for model in models]
     places = [answer_places(trace) for trace in traces]
-    zones = zones_of(traces, places)
+    zones = number_zones(traces, places)
     columns = [
-        [finding(trace, place, held, zones) for place in range(-1, len(trace.run.configs))]
+        [needle_cells(trace, place, held, zones) for place in range(-1, len(trace.run.configs))]
         for trace, held in zip(traces, places, strict=True)
     ]
     labels = ["full cache", *short_names(traces[0].run.configs)]
@@ -236,7 +236,7 @@ def needle(models: Sequence[Model]) -> tuple[list[str], list[list[str]]]:
     return ["", *named], rows
 
 
-def zones_of(traces: Sequence[pk.Trace], places: Sequence[Sequence[range]]) -> dict[str, NDArray[np.bool_]]:
+def number_zones(traces: Sequence[pk.Trace], places: Sequence[Sequence[range]]) -> dict[str, NDArray[np.bool_]]:
     """Return which numbers are in reach of a sliding layer for both models, and which lie farther from the end.
 
     A number in the window, which every configuration keeps, is in neither.
@@ -249,39 +249,44 @@ def zones_of(traces: Sequence[pk.Trace], places: Sequence[Sequence[range]]) -> d
     return {"near": np.asarray(near), "far": np.asarray(far)}
 
 
-def finding(trace: pk.Trace, config: int, places: Sequence[range], zones: dict[str, NDArray[np.bool_]]) -> list[str]:
-    """Return a row's numbers for one model; −1 is the full cache."""
+def needle_cells(
+    trace: pk.Trace, config: int, places: Sequence[range], zones: dict[str, NDArray[np.bool_]]
+) -> list[str]:
+    """Return a configuration's cells of the needle table for one model; index −1 is the full cache."""
     full = config < 0
     arrays = (trace.arrays[f"{name}_full"] if full else trace.arrays[name][:, config] for name in ("score", "digits"))
     score, digits = (np.asarray(array, dtype=np.float64) for array in arrays)
     cells = ["1.00" if full else number(float(common.cache_shares(trace)[config]))]
-    cells += [shown(score, intervals.of_share(score > 0))]
+    cells += [share_text(score, intervals.of_share(score > 0))]
     cells += [
-        shown(digits[chosen], intervals.of_mean(digits[chosen], intervals.share_kind(0))) for chosen in zones.values()
+        share_text(digits[chosen], intervals.of_mean(digits[chosen], intervals.share_kind(0)))
+        for chosen in zones.values()
     ]
     if full:
         return [*cells, f"{len(places[0])} of {len(places[0])}"]
     inside = np.any(list(zones.values()), axis=0)
     chosen = {sample: place for sample, place in enumerate(places) if inside[sample]}
-    kept, _ = digits_held(trace, config, chosen)
+    kept, _ = kept_digits(trace, config, chosen)
     return [*cells, number(kept)]
 
 
-def shown(values: Floats, interval: Any) -> str:
-    """Return a mean share with its interval."""
+def share_text(values: Floats, interval: Any) -> str:
+    """Return the mean of (sample,) shares with its interval in percent; a dash without samples."""
     return percent(float(values.mean()) if len(values) else None, common.to_json(interval))
 
 
-def per_query(summary: Path) -> dict[str, Any]:
+def per_query_ablation(summary: Path) -> dict[str, Any]:
     """Return the ablation with a kept set per query head."""
     settings: list[dict[str, Any]] = analyses(summary)["ablation"]["settings"]
     return next(one for one in settings if one["baseline"]["granularity"] == "query")
 
 
-def foot(models: Sequence[Model], setting: dict[str, Any]) -> str:
+def foot_text(models: Sequence[Model], setting: dict[str, Any]) -> str:
     """Return the figure's foot: n, the setting, and each model's layers."""
     traces = [model.trace(NEWS) for model in models]
-    layers = ", ".join(f"{model.name} {measured(trace)}" for model, trace in zip(models, traces, strict=True))
+    layers = ", ".join(
+        f"{model.name} {measured_layers_text(trace)}" for model, trace in zip(models, traces, strict=True)
+    )
     said = setting_name(configuration(setting["baseline"]), "alpha")
     samples = int(traces[0].ok.sum())
     kind = "95 % intervals" if samples >= intervals.MIN_SAMPLES else "ranges of single samples"
@@ -294,19 +299,20 @@ def draw(names: Sequence[str], rows: Sequence[Sequence[dict[str, Any]]], foot: s
     panels = figure.subplots(1, 2, sharey=True)
     for panel, kind in zip(panels, KINDS, strict=True):
         for place, (name, own) in enumerate(zip(names, rows, strict=True)):
-            _points(panel, name, [row[kind] for row in own], place)
-        _axes(panel, kind, [_title(row) for row in rows[0]])
+            _draw_points(panel, name, [row[kind] for row in own], place)
+        _label_axes(panel, kind, [_row_label(row) for row in rows[0]])
     panels[0].legend(loc="lower right")
     figure.supxlabel(foot, x=0.008, ha="left", fontsize=5, color="0.35")
     return figure
 
 
-def _title(row: dict[str, Any]) -> str:
+def _row_label(row: dict[str, Any]) -> str:
+    """Return the label of a row of the ablation, with its α where it has one."""
     return row["name"] if row["alpha"] is None else f"{row['name']}, α = {row['alpha']:g}"
 
 
-def _points(axes: Axes, name: str, kinds: Sequence[dict[str, Any]], place: int) -> None:
-    """Draw one model's row of points, each with its interval."""
+def _draw_points(axes: Axes, name: str, kinds: Sequence[dict[str, Any]], place: int) -> None:
+    """Draw one model's points, each with its interval; `place` is 0 or 1, the model's place in each row."""
     ratios = [kind["sum_ratio"] for kind in kinds]
     ends = [kind["sum_ratio_interval"] or dict.fromkeys(("low", "high"), kind["sum_ratio"]) for kind in kinds]
     bars = [[ratio - end["low"] for ratio, end in zip(ratios, ends, strict=True)],
@@ -316,7 +322,8 @@ def _points(axes: Axes, name: str, kinds: Sequence[dict[str, Any]], place: int) 
                   linewidth=0.9, label=name)  # fmt: skip
 
 
-def _axes(axes: Axes, kind: str, titles: Sequence[str]) -> None:
+def _label_axes(axes: Axes, kind: str, titles: Sequence[str]) -> None:
+    """Label a panel's axes: a title per row, ratios on a logarithmic axis with a line at 1."""
     axes.axvline(1, color="0.55", linewidth=0.8, zorder=1)
     axes.set_yticks(range(len(titles)), titles)
     axes.set(ylim=(len(titles) - 0.5, -0.5), xlabel="Σ L1 over attention's (log axis)")

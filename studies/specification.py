@@ -91,7 +91,7 @@ class Run:
 
     @property
     def prompts(self) -> int:
-        """Return how many prompts it measures."""
+        """Number of prompts that it measures."""
         return (CONFIRMING if self.confirm else SAMPLES)[self.model]
 
     @property
@@ -169,7 +169,7 @@ def runs(confirm: bool = False) -> list[Run]:
     ]
 
 
-def by_preset() -> dict[str, tuple[Any, ...]]:
+def configs_by_preset() -> dict[str, tuple[Any, ...]]:
     """Return the configurations of each preset: every window, granularity and selection."""
     return {
         preset: tuple(
@@ -189,7 +189,7 @@ def model(name: str) -> Any:
 
 
 def measure(run: Run, longbench: Path) -> pk.Trace:
-    """Return a run's trace, measured or finished; says how the first prompt begins and ends."""
+    """Return a run's trace: measured now, or read where it is finished. Print how the first prompt begins and ends."""
     loaded = model(run.model)
     folder = longbench / "confirm" if run.confirm else longbench
     prompts = pk.load_prompts(
@@ -200,12 +200,12 @@ def measure(run: Run, longbench: Path) -> pk.Trace:
     path.parent.mkdir(parents=True, exist_ok=True)
     ends = [loaded.tokenizer.decode(part) for part in (prompts[0].token_ids[:20], prompts[0].token_ids[-20:])]
     print(f"{path.stem}: {len(prompts)} prompts, {ends[0]!r} … {ends[1]!r}", flush=True)
-    configs = [config for made in by_preset().values() for config in made]
+    configs = [config for made in configs_by_preset().values() for config in made]
     return pk.measure(loaded, prompts, configs, path=path)
 
 
-def commit() -> str:
-    """Return the commit of the code that measures."""
+def commit_hash() -> str:
+    """Return the short hash of the commit of the code that measures."""
     words = ("git", "rev-parse", "--short", "HEAD")
     return subprocess.run(words, cwd=DOCS, capture_output=True, text=True, check=True).stdout.strip()
 
@@ -214,8 +214,8 @@ def rows(trace: pk.Trace, run: Run) -> Iterator[dict[str, Any]]:
     """Yield a row per setting and comparison of a run."""
     lengths = trace.arrays["prompt_tokens"][trace.ok]
     same = {"model": run.model, "template": run.template, "dataset": run.dataset, "n": len(lengths), "seed": SEED,
-            "shortest": int(lengths.min()), "longest": int(lengths.max()), "commit": commit()}  # fmt: skip
-    presets = {config: preset for preset, made in by_preset().items() for config in made}
+            "shortest": int(lengths.min()), "longest": int(lengths.max()), "commit": commit_hash()}  # fmt: skip
+    presets = {config: preset for preset, made in configs_by_preset().items() for config in made}
     pairs: dict[tuple[str, str], tuple[Any, Any]] = {}
     for title, comparison in COMPARISONS.items():
         sides = comparison.baseline, comparison.treatment
@@ -224,7 +224,7 @@ def rows(trace: pk.Trace, run: Run) -> Iterator[dict[str, Any]]:
             pairs[sides] = list(pk.compare_heads(trace, *sides)), drifts
         for pair in pairs[sides][0]:
             config = pair.treatment
-            value, interval = number(title, comparison, pair, pairs[sides][1][config])
+            value, interval = comparison_number(title, comparison, pair, pairs[sides][1][config])
             low, high = (float("nan"),) * 2 if interval is None else (interval.low, interval.high)
             yield {
                 **same, "window": config.window, "granularity": config.granularity.name, "preset": presets[config],
@@ -232,26 +232,32 @@ def rows(trace: pk.Trace, run: Run) -> Iterator[dict[str, Any]]:
             }  # fmt: skip
 
 
-def number(title: str, comparison: Comparison, pair: Any, drift: Any) -> tuple[float, Any]:
-    """Return a comparison's number in one setting and its interval; None where the rules give it no verdict.
+def comparison_number(title: str, comparison: Comparison, pair: Any, drift: Any) -> tuple[float, Any]:
+    """Return a comparison's number in one setting, and its interval; None where the rules give it no verdict.
+
+    Args:
+        title: of the comparison.
+        comparison: of two selections.
+        pair: their comparison of heads.
+        drift: their drift after the last layer.
 
     In shares a tie counts half, so that two selections that keep the same are even.
     """
     if comparison.kind == "last layer":
         if title.endswith("prompts"):
             decided = drift.verdict[drift.verdict != 0]
-            return shares(drift.verdict).mean(), intervals.of_share(decided == 1) if len(decided) else None
+            return even_shares(drift.verdict).mean(), intervals.of_share(decided == 1) if len(decided) else None
         return drift.mean_ratio, drift.mean_ratio_interval
     kind = getattr(pair, comparison.kind)
     if title.startswith("heads by means"):
-        return float(shares(kind.verdict).mean()), None
+        return float(even_shares(kind.verdict).mean()), None
     if title.startswith("heads by sample"):
-        each = shares(np.sign(kind.differences)).reshape(len(kind.differences), -1)
+        each = even_shares(np.sign(kind.differences)).reshape(len(kind.differences), -1)
         return float(each.mean()), intervals.of_mean(each.mean(axis=1), intervals.share_kind(each.shape[1]))
     return kind.sum_ratio, kind.sum_ratio_interval
 
 
-def shares(verdicts: np.ndarray) -> np.ndarray:
+def even_shares(verdicts: np.ndarray) -> np.ndarray:
     """Return 1 for better, 1/2 for tied, 0 for worse, of verdicts 1, 0, -1."""
     return np.asarray((verdicts + 1) / 2)
 
@@ -272,7 +278,7 @@ def read_rows(paths: Iterable[Path]) -> list[dict[str, str]]:
 
 
 def write_rows(path: Path, columns: Sequence[str], measured: Sequence[dict[str, Any]]) -> None:
-    """Write the rows of a run, which appear at once."""
+    """Write the rows of a run into a file, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".tmp")
     with unfinished.open("w", newline="") as stream:
@@ -287,41 +293,41 @@ def _cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def tally(found: Sequence[dict[str, str]]) -> common.Table:
+def tally_table(found: Sequence[dict[str, str]]) -> common.Table:
     """Return the table of comparisons: settings, those on the claimed side, and the verdicts."""
-    rows = [[title, comparison.text, *map(str, counts(counted(found, title), comparison))]
+    rows = [[title, comparison.text, *map(str, count_verdicts(counted_rows(found, title), comparison))]
             for title, comparison in COMPARISONS.items()]  # fmt: skip
     heads = ["comparison", "number", "settings", "on the claimed side", "holds", "reversed", "undecided"]
     return "comparisons", heads, rows
 
 
-def by_level(found: Sequence[dict[str, str]], kind: str = "propagated") -> common.Table:
+def level_table(found: Sequence[dict[str, str]], kind: str = "propagated") -> common.Table:
     """Return the table of the settings' levels: of each of a picture's comparisons, holds / reversed, of how many."""
     rows = []
     for name in SETTINGS:
         for level in dict.fromkeys(row[name] for row in found):
-            rows.append([_level(name, level)])
+            rows.append([_level_label(name, level)])
             for title in _titles(kind):
-                own = [row for row in counted(found, title) if row[name] == level]
-                count, _, holds, against, _ = counts(own, COMPARISONS[title])
+                own = [row for row in counted_rows(found, title) if row[name] == level]
+                count, _, holds, against, _ = count_verdicts(own, COMPARISONS[title])
                 rows[-1].append(f"{holds} / {against} of {count}" if count else "–")
     return f"by level, {kind}", ["settings", *_titles(kind)], rows
 
 
 def _titles(kind: str) -> list[str]:
-    """Return the comparisons in the panels of one kind's picture."""
+    """Return the titles of the comparisons in the panels of one kind's picture."""
     return [words if words.startswith("last") else f"{words}, {kind}" for words in PANELS[kind]]
 
 
-def counts(rows: Sequence[dict[str, str]], comparison: Comparison) -> tuple[int, ...]:
+def count_verdicts(rows: Sequence[dict[str, str]], comparison: Comparison) -> tuple[int, ...]:
     """Return how many settings there are, lie on the claimed side, hold, are reversed and are undecided."""
     claimed = sum(comparison.sign * (float(row["value"]) - comparison.even) > 0 for row in rows)
     verdicts = [comparison.verdict(float(row["low"]), float(row["high"])) for row in rows]
     return len(rows), claimed, *(verdicts.count(verdict) for verdict in ("holds", "reversed", "undecided"))
 
 
-def counted(found: Sequence[dict[str, str]], title: str) -> list[dict[str, str]]:
-    """Return the rows of one comparison that are counted."""
+def counted_rows(found: Sequence[dict[str, str]], title: str) -> list[dict[str, str]]:
+    """Return the rows of one comparison that the rules count."""
     words = title.split(",")[0]
     return [row for row in found if row["comparison"] == title and (words, row["preset"]) not in UNCOUNTED]
 
@@ -331,21 +337,21 @@ def draw(found: Sequence[dict[str, str]], kind: str, path: Path) -> None:
 
     Hollow points in the first panel are the shares of heads by their means, which have no interval.
     """
-    sums = counted(found, f"sum, {kind}")
-    key = {_setting(row): float(row["value"]) for row in sums}
+    sums = counted_rows(found, f"sum, {kind}")
+    key = {_setting_of(row): float(row["value"]) for row in sums}
     order = {setting: place for place, setting in enumerate(sorted(key, key=key.__getitem__))}
     levels = [(name, level) for name in SETTINGS for level in dict.fromkeys(row[name] for row in sums)]
     titles = _titles(kind)
     figure = common.page_figure(27 * len(titles) + 64)
     axes = figure.subplots(len(titles) + 1, 1, sharex=True, height_ratios=[1] * len(titles) + [2.8])
     for axis, title in zip(axes, titles, strict=False):
-        _panel(axis, counted(found, title), COMPARISONS[title], order)
+        _draw_panel(axis, counted_rows(found, title), COMPARISONS[title], order)
         comparison = COMPARISONS[title]
         better = "above" if comparison.sign > 0 else "below"
         words = title.removesuffix(f", {kind}")
         axis.set_title(f"{words}: {comparison.text}; {better} {comparison.even:g} is better", loc="left")
-    for row in counted(found, f"heads by means, {kind}"):
-        axes[0].plot(order[_setting(row)], float(row["value"]), "o", color="0.3", fillstyle="none", markersize=1.8,
+    for row in counted_rows(found, f"heads by means, {kind}"):
+        axes[0].plot(order[_setting_of(row)], float(row["value"]), "o", color="0.3", fillstyle="none", markersize=1.8,
                      markeredgewidth=0.4)  # fmt: skip
     for place, (name, level) in enumerate(levels):
         on = [order[setting] for setting in order if setting[SETTINGS.index(name)] == level]
@@ -355,23 +361,23 @@ def draw(found: Sequence[dict[str, str]], kind: str, path: Path) -> None:
         axes[0].plot([], [], ".-", color=colour, markersize=2.5, linewidth=0.6, label=label)
     axes[0].plot([], [], "o", color="0.3", fillstyle="none", markersize=1.8, label="by means over prompts")
     figure.legend(loc="outside upper center", ncols=4)
-    axes[-1].set_yticks(range(len(levels)), [_level(*one) for one in levels])
+    axes[-1].set_yticks(range(len(levels)), [_level_label(*one) for one in levels])
     axes[-1].invert_yaxis()
     axes[-1].set_xlabel(f"{len(order)} settings, {kind}, sorted by the second panel")
     figure.savefig(path, dpi=200)
 
 
-def _level(name: str, level: str) -> str:
+def _level_label(name: str, level: str) -> str:
     """Return a level's label."""
     if name == "template":
         return "with chat template" if level == "True" else "no chat template"
     return level if name in ("model", "dataset") else f"{name} {level}"
 
 
-def _panel(axis: Any, rows: Sequence[dict[str, str]], comparison: Comparison, order: dict[Any, int]) -> None:
+def _draw_panel(axis: Any, rows: Sequence[dict[str, str]], comparison: Comparison, order: dict[Any, int]) -> None:
     """Draw a comparison's numbers and intervals, coloured by verdict; ratios on a logarithmic axis."""
     for row in rows:
-        place = order[_setting(row)]
+        place = order[_setting_of(row)]
         value, low, high = (float(row[name]) for name in ("value", "low", "high"))
         colour = COLOURS[comparison.verdict(low, high)]
         axis.plot([place, place], [low, high], color=colour, linewidth=0.6)
@@ -381,7 +387,7 @@ def _panel(axis: Any, rows: Sequence[dict[str, str]], comparison: Comparison, or
     axis.axhline(comparison.even, color="0.3", linewidth=0.6, linestyle=":")
 
 
-def _setting(row: dict[str, str]) -> tuple[str, ...]:
+def _setting_of(row: dict[str, str]) -> tuple[str, ...]:
     """Return a row's setting."""
     return tuple(row[name] for name in SETTINGS)
 
@@ -389,7 +395,7 @@ def _setting(row: dict[str, str]) -> tuple[str, ...]:
 def study(asked: argparse.Namespace) -> None:
     """Measure the runs that are missing, or draw and tell what was measured."""
     if asked.short:
-        run, trace = measure_short(asked.output, [config for made in by_preset().values() for config in made])
+        run, trace = measure_short(asked.output, [config for made in configs_by_preset().values() for config in made])
         measured = [asked.output / "rows.csv"]
         write_rows(measured[0], COLUMNS, list(rows(trace, run)))
     elif asked.work == "measure":
@@ -403,7 +409,7 @@ def study(asked: argparse.Namespace) -> None:
     for kind in PANELS:
         asked.written.append(folder / f"{'confirmation' if asked.confirm else 'specification'}-{kind}.png")
         draw(found, kind, asked.written[-1])
-    common.write_tables(asked, [tally(found), by_level(found)])
+    common.write_tables(asked, [tally_table(found), level_table(found)])
 
 
 def measure_short(folder: Path, configs: Iterable[Any], length: int = 300) -> tuple[Run, pk.Trace]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from common import Table, main, to_json, write_tables
-from specification import COMPARISONS, RUNS, SEED, Run, by_preset, counted, counts, read_rows, runs
+from specification import COMPARISONS, RUNS, SEED, Run, configs_by_preset, count_verdicts, counted_rows, read_rows, runs
 from tables import percent, points
 
 import perturbkv as pk
@@ -59,11 +59,13 @@ class Sentence:
     def _cell(self, found: Sequence[dict[str, str]], title: str) -> str:
         """Return how many settings are on its side, agree, and are against it, and the verdict."""
         title = title if self.kinds else self.comparison
-        rows = [row for row in counted(found, title) if all(row[name] in said for name, said in self.levels.items())]
-        count, claimed, holds, against, _ = counts(rows, COMPARISONS[title])
+        rows = [
+            row for row in counted_rows(found, title) if all(row[name] in said for name, said in self.levels.items())
+        ]
+        count, claimed, holds, against, _ = count_verdicts(rows, COMPARISONS[title])
         if self.wanted == "reversed":
             claimed, holds, against = count - claimed, against, holds
-        return judged(count, claimed, holds, against)
+        return verdict_text(count, claimed, holds, against)
 
 
 SENTENCES = (
@@ -78,7 +80,7 @@ SENTENCES = (
 )  # fmt: skip
 
 
-def judged(count: int, claimed: int, holds: int, against: int) -> str:
+def verdict_text(count: int, claimed: int, holds: int, against: int) -> str:
     """Return the counts, 'on its side / holds / reversed of settings', and the verdict that rules.md gives them."""
     refuted = against > FEW * count or count - claimed > count / 2
     confirmed = claimed >= MANY * count and holds >= count / 2
@@ -86,8 +88,8 @@ def judged(count: int, claimed: int, holds: int, against: int) -> str:
     return f"{claimed} / {holds} / {against} of {count}: {verdict}"
 
 
-def specific(trace: pk.Trace) -> np.ndarray:
-    """Return (prompt,) whether the token after each prompt is one that this prompt brought.
+def next_token_is_specific(trace: pk.Trace) -> np.ndarray:
+    """Return (prompt,) True where the token after the prompt is one that this prompt brought.
 
     It stands in its own prompt, and in at most `ELSEWHERE` of the others.
     """
@@ -124,24 +126,25 @@ class NextToken:
 
     def row(self) -> list[str]:
         """Return the row of its table."""
-        cells = self.run.model, _template(self.run), self.window, self.granularity, *self.prompts
+        cells = self.run.model, _template_text(self.run), self.window, self.granularity, *self.prompts
         return [*map(str, cells), *(f"{ratio:.2f}" for ratio in self.ratios), f"{self.p:.4f}"]
 
 
-def _template(run: Run) -> str:
+def _template_text(run: Run) -> str:
+    """Return whether a run's prompts went through the chat template: 'with' or 'without'."""
     return "with" if run.template else "without"
 
 
-def by_next_token(run: Run) -> Iterator[NextToken]:
-    """Yield what each setting of the preset paper says, or say that a run has too few prompts of one kind."""
+def next_token_sums(run: Run) -> Iterator[NextToken]:
+    """Yield the numbers of each setting of the preset paper; of a run with too few prompts of a kind, print that."""
     trace = pk.read_trace(RUNS / f"{run.name}.h5")
-    kinds = specific(trace)
+    kinds = next_token_is_specific(trace)
     if min(kinds.sum(), (~kinds).sum()) < LEAST:
         print(f"{run.name}: {kinds.sum()} of {len(kinds)} next tokens are specific", flush=True)
         return
     for pair in pk.compare_heads(trace, "attention", "two-stage"):
         config = pair.treatment
-        if config not in by_preset()["paper"]:
+        if config not in configs_by_preset()["paper"]:
             continue
         sums = [
             trace.arrays["perturbation_propagated"][:, trace.run.configs.index(one), 0].sum(axis=(1, 2), dtype=float)
@@ -150,10 +153,10 @@ def by_next_token(run: Run) -> Iterator[NextToken]:
         logs = np.log(sums[1] / sums[0])
         common, own = (float(np.exp(logs[kinds == kind].mean())) for kind in (False, True))
         prompts = int((~kinds).sum()), int(kinds.sum())
-        yield NextToken(run, config.window, config.granularity.name, prompts, (common, own), permuted(logs, kinds))
+        yield NextToken(run, config.window, config.granularity.name, prompts, (common, own), permutation_p(logs, kinds))
 
 
-def bounds(run: Run) -> tuple[list[str], dict[str, list[Any]]]:
+def bounds_row(run: Run) -> tuple[list[str], dict[str, list[Any]]]:
     """Return a run's row of the table of bounds, and of each bound what it gains on 1 − S in every setting.
 
     The row is of preset paper, window 32, a set per query head: medians of θ/L and θ̂/L over prompts and heads with
@@ -161,7 +164,9 @@ def bounds(run: Run) -> tuple[list[str], dict[str, list[Any]]]:
     θ and θ̂ gain on 1 − S, in points.
     """
     found = pk.bound_tightness(pk.read_trace(RUNS / f"{run.name}.h5"))
-    chosen = {config for config in by_preset()["paper"] if config.window == 32 and config.granularity.name == "query"}
+    chosen = {
+        config for config in configs_by_preset()["paper"] if config.window == 32 and config.granularity.name == "query"
+    }
     (shown,) = (one for one in found.agreements if chosen.issuperset(one.configs))
     (two_stage,) = (one for one in found.configs if one.config in chosen and one.config.selection.name == "two-stage")
     told = {one.bound: one for one in shown.pairs if one.same_stage1}
@@ -170,7 +175,7 @@ def bounds(run: Run) -> tuple[list[str], dict[str, list[Any]]]:
     checked = f"{found.violations} of {found.inequalities_checked['L ≤ θ']:,}"
     cells = (
         run.model,
-        _template(run),
+        _template_text(run),
         run.prompts,
         checked,
         *times,
@@ -183,8 +188,8 @@ def bounds(run: Run) -> tuple[list[str], dict[str, list[Any]]]:
     return [*map(str, (*cells, *gains))], every
 
 
-def gains_counted(name: str, found: Sequence[Any]) -> list[str]:
-    """Return in how many settings a bound gains on 1 − S, decidedly, and loses decidedly."""
+def gains_row(name: str, found: Sequence[Any]) -> list[str]:
+    """Return the row of a bound: in how many settings it gains on 1 − S, gains decidedly, and loses decidedly."""
     lows, highs = ([getattr(one.gain_interval, end) for one in found] for end in ("low", "high"))
     gains, losses = sum(low > 0 for low in lows), sum(high < 0 for high in highs)
     return [name, f"{sum(one.gain > 0 for one in found)} / {gains} / {losses} of {len(found)}"]
@@ -200,17 +205,17 @@ def gain_parts(found: Sequence[dict[str, str]]) -> Iterator[list[str]]:
         yield [*setting, f"{1 - gain:.3f}", percent(stages / gain), percent(pooling / gain)]
 
 
-def seventh(found: Sequence[NextToken]) -> list[str]:
+def seventh_row(found: Sequence[NextToken]) -> list[str]:
     """Return the row of the seventh sentence of docs/results/rules.md, that the gain is lost at specific tokens."""
     larger = [one.ratios[1] > one.ratios[0] for one in found]
     decided = [one.p < FEW for one in found]
     holds, against = (sum(clear and side == wanted for clear, side in zip(decided, larger, strict=True))
                       for wanted in (True, False))  # fmt: skip
-    return ["7: less gain at specific tokens", "", judged(len(found), sum(larger), holds, against)]
+    return ["7: less gain at specific tokens", "", verdict_text(len(found), sum(larger), holds, against)]
 
 
-def permuted(values: np.ndarray, kinds: np.ndarray) -> float:
-    """Return the two-sided p of the difference of two kinds' means, over random permutations of the kinds."""
+def permutation_p(values: np.ndarray, kinds: np.ndarray) -> float:
+    """Return the two-sided p of the difference of two kinds' means, over random permutations of (prompt,) `kinds`."""
     source = np.random.default_rng(SEED)
     drawn = source.permuted(np.tile(kinds, (PERMUTATIONS, 1)), axis=1)
     means = [values @ chosen.T / chosen.sum(axis=1) for chosen in (drawn, ~drawn)]
@@ -218,32 +223,32 @@ def permuted(values: np.ndarray, kinds: np.ndarray) -> float:
     return float((1 + (np.abs(means[0] - means[1]) >= seen * (1 - 1e-9)).sum()) / (1 + PERMUTATIONS))
 
 
-def tables_of_bounds(measured: Sequence[Run]) -> Iterator[Table]:
+def bound_tables(measured: Sequence[Run]) -> Iterator[Table]:
     """Yield the table of bounds, and that of the settings in which they gain on 1 − S."""
     every: dict[str, list[Any]] = {}
     rows = []
     for run in measured:
-        row, gained = bounds(run)
+        row, gained = bounds_row(run)
         rows.append(row)
         every = {name: every.get(name, []) + gained[name] for name in gained}
     yield "bounds", BOUND_HEADS, rows
-    yield "gains on 1 − S", ["", "gains / decided / lost of settings"], [gains_counted(*one) for one in every.items()]
+    yield "gains on 1 − S", ["", "gains / decided / lost of settings"], [gains_row(*one) for one in every.items()]
 
 
 def tables(claim: str, measured: Sequence[Run]) -> Iterator[Table]:
     """Yield the tables of a claim, from the runs that were measured."""
     if claim == "bounds":
-        yield from tables_of_bounds(measured)
+        yield from bound_tables(measured)
         return
     found = read_rows(run.rows for run in measured)
     if claim == "gain":
         yield "parts of the gain", [*GAIN_SETTING, "sum, ×", "stages", "un-pooling"], list(gain_parts(found))
         return
-    tokens = [one for run in measured for one in by_next_token(run)]
+    tokens = [one for run in measured for one in next_token_sums(run)]
     if claim == "next":
         yield "by the next token", NEXT_HEADS, [one.row() for one in tokens]
     else:
-        judged = [*(sentence.judged(found) for sentence in SENTENCES), seventh(tokens)]
+        judged = [*(sentence.judged(found) for sentence in SENTENCES), seventh_row(tokens)]
         yield "sentences", ["sentence", "isolated", "propagated"], judged
 
 

@@ -75,7 +75,7 @@ class Logs:
         return ~np.isnan(self.loss)
 
     def of_layers(self, layers: slice) -> Logs:
-        """Return the logarithms of some layers."""
+        """Return the logarithms of some layers alone."""
         return Logs(self.loss[:, layers], self.mass[:, layers])
 
 
@@ -128,7 +128,7 @@ def treatment_ratios(
 ) -> dict[str, Any]:
     """Return the ratios of L, 1 − S and D, treatment over baseline, and the shares of heads in which each falls."""
     first, second = logs[baseline.label()], logs[treatment.label()]
-    same, known = same_cache(trace, baseline, treatment), first.known & second.known
+    same, known = equal_kept_sets(trace, baseline, treatment), first.known & second.known
     ratios = {name: np.where(known, np.where(same, 0, getattr(second, name) - getattr(first, name)), np.nan)
               for name in FACTORS}  # fmt: skip
     document: dict[str, Any] = {"baseline": baseline.label(), "treatment": treatment.label()}
@@ -140,7 +140,7 @@ def treatment_ratios(
     return {**document, "heads": heads, "left_out": known.size - heads}
 
 
-def same_cache(trace: pk.Trace, baseline: pk.EvictionConfig, treatment: pk.EvictionConfig) -> NDArray[np.bool_]:
+def equal_kept_sets(trace: pk.Trace, baseline: pk.EvictionConfig, treatment: pk.EvictionConfig) -> NDArray[np.bool_]:
     """Return (sample, layer, head) True where two uncorrected configurations keep a head's same entries.
 
     False where one reads pages or prefills along lines, unless nothing is evicted: a trace holds the pages of the full
@@ -159,6 +159,7 @@ def _sample_means(values: Floats) -> Floats:
 
 
 def _geometric_mean(logs: Floats) -> Estimated:
+    """Return the geometric mean over heads, then samples, from logarithms (sample, …), ignoring NaN; NaN if all are."""
     each = _sample_means(logs)
     if not len(each):
         return np.nan, None
@@ -167,6 +168,7 @@ def _geometric_mean(logs: Floats) -> Estimated:
 
 
 def _falling_share(logs: Floats, known: NDArray[np.bool_]) -> Estimated:
+    """Return the mean over samples of the share of `known` heads with a negative log ratio; NaN without a known one."""
     each = _sample_means(np.where(known, logs < -EQUAL, np.nan))
     if not len(each):
         return np.nan, None
@@ -174,7 +176,7 @@ def _falling_share(logs: Floats, known: NDArray[np.bool_]) -> Estimated:
     return float(each.mean()), pk.stats.intervals.of_mean(each, kind)
 
 
-def correction(
+def correction_row(
     trace: pk.Trace, plain: pk.EvictionConfig, corrected: pk.EvictionConfig, oracle: pk.EvictionConfig | None, step: int
 ) -> dict[str, Any]:
     """Return a corrected configuration's ratios over the same one uncorrected, and over the oracle, if any."""
@@ -182,11 +184,12 @@ def correction(
     whole = trace.arrays["evicted"][trace.ok][:, base] == 0  # nothing goes: both are the full cache but for rounding
 
     def sides(name: str, control: int = base) -> tuple[Floats, Floats]:
+        """Return a variable of the control and of the corrected configuration, equal where nothing goes."""
         values = variable(trace, name, step)
         first, second = values[:, control], values[:, index]
         return first, np.where(whole.reshape(-1, *[1] * (first.ndim - 1)), first, second)
 
-    flagged = common.below_theorem_3(trace, step)[index]
+    flagged = common.sigma_at_most_half(trace, step)[index]
     kinds = {kind: sides(f"perturbation_{kind}") for kind in ("isolated", "propagated")}
     floors = {"isolated": "noise_floor_isolated", "propagated": "noise_floor"}
     intervals, ratio, drift = pk.stats.intervals, pk.stats.arithmetic.ratio, sides("hidden_drift_l1")
@@ -213,6 +216,7 @@ def correction(
 
 
 def _ratio_of_means(first: Floats, second: Floats) -> Estimated:
+    """Return the mean of the second over that of the first, (sample,) each, with its interval."""
     ratio = pk.stats.arithmetic.ratio
     return float(ratio(second.mean(), first.mean())), pk.stats.intervals.of_ratio(second, first)
 
@@ -248,7 +252,7 @@ def pairs_of(sides: Sequence[Sequence[pk.EvictionConfig]]) -> list[tuple[pk.Evic
     return pairs
 
 
-def by_head(logs: Logs, trace: pk.Trace) -> list[dict[str, Any]]:
+def head_means(logs: Logs, trace: pk.Trace) -> list[dict[str, Any]]:
     """Return every head's geometric means of L, 1 − S and D over the samples in which L is known."""
     counts = logs.known.sum(axis=0)
     means = {name: np.nansum(getattr(logs, name), axis=0) / np.maximum(counts, 1) for name in FACTORS}
@@ -304,7 +308,7 @@ def _draw_equal_loss(axes: Axes) -> None:
     axes.set(xlim=ends, ylim=(low, high))
 
 
-def share(row: Mapping[str, Any], name: str) -> str:
+def share_text(row: Mapping[str, Any], name: str) -> str:
     """Return a share of a row in percent, with its interval."""
     return percent_text(row[name], row[f"{name}_interval"])
 
@@ -322,8 +326,8 @@ def print_tables(document: Mapping[str, Any]) -> None:
         common.show("treatment over baseline: L is (1 − S) times D", [
             {"treatment": one["treatment"], "over": one["baseline"], "L": number_text(one, "loss"),
              "1 − S": number_text(one, "mass"),
-             "D": number_text(one, "difference"), "1 − S falls in": share(one, "mass_falls"),
-             "D falls in": share(one, "difference_falls")}
+             "D": number_text(one, "difference"), "1 − S falls in": share_text(one, "mass_falls"),
+             "D falls in": share_text(one, "difference_falls")}
             for one in document["contests"]
         ])  # fmt: skip
     for setting in document["corrections"]:
@@ -331,7 +335,7 @@ def print_tables(document: Mapping[str, Any]) -> None:
         common.show(f"over uncorrected {setting['baseline']}, whose median KL is {kl} nat", [
             {"correction": row["name"], "isolated": number_text(row["isolated"], "sum_ratio"),
              "propagated": number_text(row["propagated"], "sum_ratio"), "drift": number_text(row, "drift_ratio"),
-             "KL falls in": share(row, "kl_falls"), "mean KL": number_text(row, "kl_ratio"),
+             "KL falls in": share_text(row, "kl_falls"), "mean KL": number_text(row, "kl_ratio"),
              "isolated / oracle": number_text(row["over_oracle"], "isolated") if "over_oracle" in row else ""}
             for row in setting["rows"]
         ])  # fmt: skip
@@ -343,10 +347,11 @@ def print_tables(document: Mapping[str, Any]) -> None:
 
 
 def _spread_row(one: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration's parts of Var(log L) as a line of a table."""
     return {
         "configuration": one["config"], "sd of log L": number_text(one, "deviation"),
         "Var log(1 − S)": percent_text(one["mass"]), "Var log D": percent_text(one["difference"]),
-        "2 Cov": percent_text(one["both"]), "by mass": share(one, "by_mass"), "left out": one["left_out"],
+        "2 Cov": percent_text(one["both"]), "by mass": share_text(one, "by_mass"), "left out": one["left_out"],
     }  # fmt: skip
 
 
@@ -368,24 +373,22 @@ def study(asked: argparse.Namespace) -> None:
     lacking = [name for name, has in zip(trace.sample_ids, trace.measured[:, step], strict=True) if not has]
     if trace.ok.any() and {*lacking} - {*trace.failures}:
         trace = trace.sel(sample=[name for name in trace.sample_ids if name not in lacking])
+    document = document_of(trace, names, step)
+    print_tables(document)
+    common.save(asked, document, draw(document))
+
+
+def document_of(trace: pk.Trace, names: Sequence[str], step: int) -> dict[str, Any]:
+    """Return the numbers of the sides called `names`, the baseline first. Raises PerturbkvError as `sides_of`."""
     sides = sides_of(trace, names)
     shown = [config for config in trace.run.configs if any(config in side for side in sides)]
     logs = {config.label(): logs_of(trace, config, step) for config in shown}
     layers = {"first layer": slice(0, 1), "others": slice(1, None)}
-    corrections = []
-    for config in shown:
-        alike = choices_except(config, "correction")
-        own = [one for one in trace.run.configs if one.corrected and choices_except(one, "correction") == alike]
-        own.sort(key=lambda one: one.correction.name == "corrected-oracle")
-        oracle = own[-1] if own and own[-1].correction.name == "corrected-oracle" else None
-        if own:
-            rows = [correction(trace, config, one, oracle if one != oracle else None, step) for one in own]
-            corrections.append({"baseline": config.label(), **next_token_kl(trace, config, step), "rows": rows})
-    document = {
+    return {
         "about": common.trace_summary(trace, step),
         "step": step,
         "spreads": [
-            {"config": label, **log_variance_parts(one), "heads_of_layers": by_head(one, trace),
+            {"config": label, **log_variance_parts(one), "heads_of_layers": head_means(one, trace),
              **{name: geometric_means(one.of_layers(own)) for name, own in layers.items()}}
             for label, one in logs.items()
         ],
@@ -393,10 +396,22 @@ def study(asked: argparse.Namespace) -> None:
             {"config": label, **log_variance_parts(one.of_layers(layers["others"]))} for label, one in logs.items()
         ],
         "contests": [treatment_ratios(trace, *pair, logs) for pair in pairs_of(sides)],
-        "corrections": corrections,
+        "corrections": corrections_of(trace, shown, step),
     }  # fmt: skip
-    print_tables(document)
-    common.save(asked, document, draw(document))
+
+
+def corrections_of(trace: pk.Trace, plain: Sequence[pk.EvictionConfig], step: int) -> list[dict[str, Any]]:
+    """Return the corrections of each uncorrected configuration that has any, the oracle's last."""
+    settings = []
+    for config in plain:
+        alike = choices_except(config, "correction")
+        own = [one for one in trace.run.configs if one.corrected and choices_except(one, "correction") == alike]
+        own.sort(key=lambda one: one.correction.name == "corrected-oracle")
+        oracle = own[-1] if own and own[-1].correction.name == "corrected-oracle" else None
+        if own:
+            rows = [correction_row(trace, config, one, oracle if one != oracle else None, step) for one in own]
+            settings.append({"baseline": config.label(), **next_token_kl(trace, config, step), "rows": rows})
+    return settings
 
 
 if __name__ == "__main__":

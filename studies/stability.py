@@ -1,8 +1,7 @@
 """Whether eviction hits the same heads in other prompts, data sets, lengths, seeds, decode steps and models.
 
 Heads are ranked in every prompt by L / ‖o_h‖₁ (L1, isolated and propagated, step 0), and by what a selection gains: the
-baseline's relative L1 less its own. A trace's profile is the mean of its prompts' ranks, so that no prompt counts for
-more because all its heads are perturbed more.
+baseline's relative L1 less its own. A trace's profile is its prompts' mean ranks: a more perturbed one counts no more.
 
 How it is decided:
 
@@ -54,18 +53,18 @@ intervals, ratio, spearman = pk.stats.intervals, pk.stats.arithmetic.ratio, pk.s
 
 
 def correlation_entry(value: Any, interval: Any = None) -> dict[str, Any]:
-    """Return a rank correlation with its interval, as an entry of a document."""
+    """Return a rank correlation with its interval as an object of a document."""
     return {"value": float(value), "interval": interval}
 
 
 @dataclass(frozen=True)
-class Ranked:
+class HeadRanks:
     """The heads of one trace, ranked in each of its samples.
 
     Attributes:
         ranks: (sample, head) from 1, ties at their mean.
         reliability: split-half, of the mean ranks; NaN of one sample.
-        without: (sample,) the reliability with each sample left out.
+        without: (sample,) the reliability with each sample left out; NaN where one is left.
     """
 
     ranks: Floats
@@ -73,14 +72,14 @@ class Ranked:
     without: Floats
 
     @classmethod
-    def of(cls, values: Floats) -> Ranked:
+    def of(cls, values: Floats) -> HeadRanks:
         """Rank the heads of each sample by (sample, …) values."""
         ranks = np.stack([pk.stats.rank_correlation.mean_ranks(sample.reshape(-1)) for sample in values])
         return cls(ranks, split_half(ranks), np.array([split_half(rows) for rows in leave_one_out(ranks)]))
 
 
 def split_half(ranks: Floats) -> float:
-    """Return the split-half reliability of (sample, head) ranks, brought to all samples; NaN of one sample."""
+    """Return the split-half reliability of (sample, head) ranks, brought to all samples; NaN for one sample."""
     each = [rho(ranks[half], ranks[~half]) for half in halves(len(ranks))]
     return spearman_brown(float(np.mean(each))) if each else np.nan
 
@@ -97,7 +96,7 @@ def halves(samples: int) -> list[NDArray[np.bool_]]:
 
 
 def spearman_brown(half: float) -> float:
-    """Return the reliability at twice the number of samples, with the sign of `half`."""
+    """Return the reliability at twice the number of samples, from that of one half; it keeps the sign of `half`."""
     return 2 * half / (1 + abs(half))
 
 
@@ -106,9 +105,9 @@ def leave_one_out(values: Floats) -> list[Floats]:
     return [np.delete(values, index, axis=0) for index in range(len(values))]
 
 
-def trace_reliability(heads: Ranked) -> dict[str, Any]:
+def trace_reliability(heads: HeadRanks) -> dict[str, Any]:
     """Return the reliability of a trace's ranks: between halves of its samples, and between two samples."""
-    ranks, matrix = heads.ranks, between_samples(heads.ranks)
+    ranks, matrix = heads.ranks, sample_correlations(heads.ranks)
     pairs, mean = matrix[np.triu_indices(len(ranks), 1)], _mean_of_pairs(matrix)
     left = np.array([_mean_of_pairs(np.delete(rows, i, axis=1)) for i, rows in enumerate(leave_one_out(matrix))])
     each = np.array([spearman_brown(rho(ranks[half], ranks[~half])) for half in halves(len(ranks))])
@@ -119,7 +118,7 @@ def trace_reliability(heads: Ranked) -> dict[str, Any]:
     }
 
 
-def between_samples(ranks: Floats) -> Floats:
+def sample_correlations(ranks: Floats) -> Floats:
     """Return (sample, sample) ρ of the heads' ranks in two samples."""
     return np.array([[float(spearman(one, other)) for other in ranks] for one in ranks])
 
@@ -130,20 +129,21 @@ def _mean_of_pairs(matrix: Floats) -> float:
 
 
 def _over_samples(value: float, left: Floats, single: Floats) -> Any:
-    """Return the interval of a value from its leave-one-out values; of fewer than five the range of single ones."""
+    """Return the interval of a value from its (sample,) leave-one-out values; of fewer than five single ones' range."""
     if len(left) < intervals.MIN_SAMPLES:
         return None if len(left) < 2 else intervals.Interval(float(single.min()), float(single.max()), "range")
-    return _jackknife(value, left, intervals.CORRELATION)
+    return _jackknife_interval(value, left, intervals.CORRELATION)
 
 
-def _jackknife(value: float, left: Floats, kind: Any) -> Any:
+def _jackknife_interval(value: float, left: Floats, kind: Any) -> Any:
+    """Return the interval of a value from its leave-one-out values, (sample,); None where any is NaN."""
     if np.isnan(left).any() or np.isnan(value):
         return None
     low, high = intervals.jackknife(np.asarray(value), left, kind)
     return intervals.Interval(float(low), float(high))
 
 
-def agreement(first: Ranked, second: Ranked, paired: bool) -> dict[str, Any]:
+def agreement(first: HeadRanks, second: HeadRanks, paired: bool) -> dict[str, Any]:
     """Return how alike two traces rank the same heads; `paired`: they may be of the same prompts."""
     heads, profiles = first.ranks.shape[1], [one.ranks.mean(axis=0) for one in (first, second)]
     worst = ceil(WORST * heads)
@@ -153,11 +153,11 @@ def agreement(first: Ranked, second: Ranked, paired: bool) -> dict[str, Any]:
     if min(len(first.ranks), len(second.ranks)) >= intervals.MIN_SAMPLES:
         singly = [(first.without, second.reliability), (first.reliability, second.without)]
         parts: list[tuple[Any, Any]] = [(first.without, second.without)] if paired else [*singly]
-        without = _rho_without(first.ranks, second.ranks, paired)
+        without = _left_out_rho(first.ranks, second.ranks, paired)
         left = [_disattenuate(one, *part) for one, part in zip(without, parts, strict=True)]
-        corrected["interval"] = _independent(corrected["value"], left, CORRECTED)
+        corrected["interval"] = _join_groups(corrected["value"], left, CORRECTED)
     return {
-        "rho": rho_of(first.ranks, second.ranks, paired), "corrected": corrected,
+        "rho": rho_with_interval(first.ranks, second.ranks, paired), "corrected": corrected,
         "shared": len(np.intersect1d(first_worst, second_worst)) / worst,
         "chance": float(chance.mean()) / worst, "chance_most": float(chance.ppf(0.975)) / worst,
         "paired": paired,
@@ -169,16 +169,16 @@ def rho(first: Floats, second: Floats) -> float:
     return float(spearman(first.mean(axis=0), second.mean(axis=0)))
 
 
-def rho_of(first: Floats, second: Floats, paired: bool) -> dict[str, Any]:
+def rho_with_interval(first: Floats, second: Floats, paired: bool) -> dict[str, Any]:
     """Return `rho` with its interval over the samples of both arrays."""
     value, count = rho(first, second), min(len(first), len(second))
     if count < intervals.MIN_SAMPLES:
         each = [rho(one[None], second) for one in first] + [rho(first, one[None]) for one in second]
         return correlation_entry(value, None if count < 2 else intervals.Interval(min(each), max(each), "range"))
-    return correlation_entry(value, _independent(value, _rho_without(first, second, paired), intervals.CORRELATION))
+    return correlation_entry(value, _join_groups(value, _left_out_rho(first, second, paired), intervals.CORRELATION))
 
 
-def _rho_without(first: Floats, second: Floats, paired: bool) -> list[Floats]:
+def _left_out_rho(first: Floats, second: Floats, paired: bool) -> list[Floats]:
     """Return `rho` with each sample left out: of both at once if `paired`, else of either."""
     if paired:
         return [np.array([rho(*one) for one in zip(leave_one_out(first), leave_one_out(second), strict=True)])]
@@ -192,9 +192,9 @@ def _disattenuate(measured: Any, first: Any, second: Any) -> Floats:
     return np.where(usable, measured / np.sqrt(np.where(usable, np.multiply(first, second), 1.0)), np.nan)
 
 
-def _independent(value: float, left: Sequence[Floats], kind: Any) -> Any:
+def _join_groups(value: float, left: Sequence[Floats], kind: Any) -> Any:
     """Return the interval over independent groups of samples: squared distances to the ends of each one's add up."""
-    known = [one for one in (_jackknife(value, group, kind) for group in left) if one is not None]
+    known = [one for one in (_jackknife_interval(value, group, kind) for group in left) if one is not None]
     if len(known) < len(left):
         return None
     low, high = (float(np.sqrt(sum((getattr(one, end) - value) ** 2 for one in known))) for end in ("low", "high"))
@@ -202,7 +202,7 @@ def _independent(value: float, left: Sequence[Floats], kind: Any) -> Any:
 
 
 def depth_summary(relative: Floats, depths: Floats) -> dict[str, Any]:
-    """Return the depth of (sample, layer, head) relative L1: profile at 20 points, first layers, half of it."""
+    """Return where in depth (sample, layer, head) L lies: profile, first layers' shares, share of heads with half."""
     layers, heads = relative.shape[1:]
     shares = ratio(relative.sum(axis=2), relative.sum(axis=(1, 2))[:, None])
     each, kind = depth_profiles(relative, depths), intervals.share_kind(layers * heads)
@@ -223,8 +223,8 @@ def depth_profiles(relative: Floats, depths: Floats) -> Floats:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One trace under one configuration.
+class TraceRanks:
+    """The heads of one trace under one configuration, ranked.
 
     Attributes:
         relative: kind -> (sample, layer, head) L / ‖o_h‖₁ at step 0.
@@ -234,14 +234,14 @@ class Measured:
     trace: pk.Trace
     config: pk.EvictionConfig
     relative: Mapping[str, Floats]
-    ranked: Mapping[str, Mapping[str, Ranked]]
+    ranked: Mapping[str, Mapping[str, HeadRanks]]
 
     @classmethod
-    def of(cls, trace: pk.Trace, config: pk.EvictionConfig, baseline: pk.EvictionConfig | None) -> Measured:
-        """Rank the heads of a trace."""
-        relative, other = ({} if one is None else _relative(trace, one) for one in (config, baseline))
+    def of(cls, trace: pk.Trace, config: pk.EvictionConfig, baseline: pk.EvictionConfig | None) -> TraceRanks:
+        """Rank the heads of a trace by perturbation and, where a `baseline` is given, by what is gained over it."""
+        relative, other = ({} if one is None else _relative_perturbation(trace, one) for one in (config, baseline))
         by = {"perturbation": relative, "gain": {kind: values - relative[kind] for kind, values in other.items()}}
-        ranked = {name: {kind: Ranked.of(one) for kind, one in values.items()} for name, values in by.items()}
+        ranked = {name: {kind: HeadRanks.of(one) for kind, one in values.items()} for name, values in by.items()}
         return cls(trace, config, relative, ranked)
 
     @property
@@ -253,14 +253,14 @@ class Measured:
         return np.array([self.trace.layer_name(index) for index in range(count)], dtype=np.float64) / max(1, every - 1)
 
 
-def _relative(trace: pk.Trace, config: pk.EvictionConfig) -> dict[str, Floats]:
+def _relative_perturbation(trace: pk.Trace, config: pk.EvictionConfig) -> dict[str, Floats]:
     """Return kind -> (sample, layer, head) relative L1 at step 0; 0 where a head has no output."""
     index, norm = trace.config_index(config.label()), variable(trace, "output_norm")
     return {kind: np.nan_to_num(ratio(variable(trace, f"perturbation_{kind}")[:, index], norm)) for kind in KINDS}
 
 
-def over_steps(one: Measured) -> dict[str, Any]:
-    """Return kind -> ρ of heads at step 0 and in the last third of the steps, mean over samples of three."""
+def step_agreement(one: TraceRanks) -> dict[str, Any]:
+    """Return kind -> ρ of heads at step 0 and in the last third of the steps, mean over samples of at least 3 steps."""
     measured = one.trace.measured[one.trace.ok]
     counts = measured.sum(axis=1)
     long = counts >= 3
@@ -281,8 +281,8 @@ def over_steps(one: Measured) -> dict[str, Any]:
     return found
 
 
-def pair(first: Measured, second: Measured) -> dict[str, Any]:
-    """Return how alike two traces are: by heads of one model, by depth between models."""
+def compare_traces(first: TraceRanks, second: TraceRanks) -> dict[str, Any]:
+    """Return how alike two traces' ranks are: head by head within one model, by depth between models."""
     runs = [one.trace.run for one in (first, second)]
     heads = {(run.model, run.revision, one.relative["isolated"].shape[1:], one.trace.attrs.get("measured_layers", ""))
              for run, one in zip(runs, (first, second), strict=True)}  # fmt: skip
@@ -291,7 +291,7 @@ def pair(first: Measured, second: Measured) -> dict[str, Any]:
         for kind in KINDS:
             own, other = (depth_profiles(one.relative[kind], one.depths) for one in (first, second))
             shared = ~np.isnan(own).any(axis=0) & ~np.isnan(other).any(axis=0)
-            depth[kind] = rho_of(own[:, shared], other[:, shared], paired=False)
+            depth[kind] = rho_with_interval(own[:, shared], other[:, shared], paired=False)
         return {"perturbation": {}, "gain": {}, "depth": depth}
     sources = {(run.dataset, run.seed) for run in runs}
     paired = len(sources) == 1 and np.array_equal(first.trace.ok, second.trace.ok)
@@ -320,7 +320,7 @@ def choose_configs(traces: Sequence[pk.Trace], name: str, budget: Any) -> list[p
     return found
 
 
-def rank_traces(traces: Sequence[pk.Trace], selection: str, baseline: str, budget: Any = None) -> list[Measured]:
+def rank_traces(traces: Sequence[pk.Trace], selection: str, baseline: str, budget: Any = None) -> list[TraceRanks]:
     """Rank the heads of every trace. Without gains where a trace lacks the baseline, or it is the selection.
 
     Raises PerturbkvError as `choose_configs`, and for a trace that is given twice, or has no complete sample.
@@ -334,7 +334,7 @@ def rank_traces(traces: Sequence[pk.Trace], selection: str, baseline: str, budge
         found = [choose_configs([trace], baseline, str(config.budget))[0] for trace, config in sides]
         if all(other != config for other, (_, config) in zip(found, sides, strict=True)):
             others = [*found]
-    return [Measured.of(*side, other) for side, other in zip(sides, others, strict=True)]
+    return [TraceRanks.of(*side, other) for side, other in zip(sides, others, strict=True)]
 
 
 def draw(document: Mapping[str, Any]) -> Figure:
@@ -374,18 +374,18 @@ def print_tables(document: Mapping[str, Any]) -> None:
     shown = ("number", "model", "dataset", "tokens", "seed", "samples", "config")
     common.show("the traces", [{name: one[name] for name in shown} for one in members])
     for by in ("perturbation", "gain"):
-        _show(members, by, f"within a trace, heads ranked by {by}", lambda one: {
+        _show_table(members, by, f"within a trace, heads ranked by {by}", lambda one: {
             "reliability": estimate_text(one["split_half"]), "two samples": estimate_text(one["pairwise"])
         })  # fmt: skip
-        _show(pairs, by, f"between traces of one model, heads ranked by {by}", lambda one: {
+        _show_table(pairs, by, f"between traces of one model, heads ranked by {by}", lambda one: {
             "ρ": estimate_text(one["rho"]), "corrected": estimate_text(one["corrected"]),
             "worst tenth shared": percent_text(one["shared"]),
             "by chance at most": percent_text(one["chance_most"]), "same prompts": "perhaps" if one["paired"] else "no"
         })  # fmt: skip
-    _show(pairs, "depth", "between models, layers over depth", lambda one: {"ρ": estimate_text(one)})
-    _show(members, "over_steps", "step 0 with the last third",
+    _show_table(pairs, "depth", "between models, layers over depth", lambda one: {"ρ": estimate_text(one)})
+    _show_table(members, "over_steps", "step 0 with the last third",
           lambda one: {"ρ": estimate_text(one), "n": one["prompts"]})  # fmt: skip
-    _show(members, "depth", "where in depth Σ L / ‖o_h‖₁ lies", lambda one: {
+    _show_table(members, "depth", "where in depth Σ L / ‖o_h‖₁ lies", lambda one: {
         "first layer": estimate_text(one["first_layer"]), "first tenth": estimate_text(one["first_tenth"]),
         "half in heads": estimate_text(one["half"])
     })  # fmt: skip
@@ -395,17 +395,18 @@ def print_tables(document: Mapping[str, Any]) -> None:
     print(f"\nreliability of heads' ranks by propagated L1: {halved}; ρ between traces: {between_traces or 'none'}")
 
 
-def _show(every: Sequence[Any], key: str, title: str, row: Callable[[Any], dict[str, str]]) -> None:
+def _show_table(every: Sequence[Any], key: str, title: str, row: Callable[[Any], dict[str, str]]) -> None:
     """Print a table with a row per trace, or per two traces, and kind of perturbation; none where nothing is known."""
     if rows := [{"trace": _name(one), "kind": kind, **row(found)} for one in every for kind, found in one[key].items()]:
         common.show(title, rows)
 
 
 def _name(one: Mapping[str, Any]) -> str:
+    """Return the number of a trace, '1', or the numbers of two, '1–2'."""
     return str(one["number"]) if "number" in one else f"{one['first']}–{one['second']}"
 
 
-def document_of(members: Sequence[Measured], baseline: str) -> dict[str, Any]:
+def document_of(members: Sequence[TraceRanks], baseline: str) -> dict[str, Any]:
     """Return the document: an entry per trace, and one per two of them."""
     return {
         "members": [{
@@ -415,10 +416,10 @@ def document_of(members: Sequence[Measured], baseline: str) -> dict[str, Any]:
             **dict(zip(("samples", "layers", "heads"), one.relative["isolated"].shape, strict=True)),
             "config": one.config.label(),
             **{by: {kind: trace_reliability(each) for kind, each in own.items()} for by, own in one.ranked.items()},
-            "over_steps": over_steps(one),
+            "over_steps": step_agreement(one),
             "depth": {kind: depth_summary(values, one.depths) for kind, values in one.relative.items()},
         } for number, one in enumerate(members, 1)],
-        "pairs": [{"first": one, "second": two, **pair(members[one - 1], members[two - 1])}
+        "pairs": [{"first": one, "second": two, **compare_traces(members[one - 1], members[two - 1])}
                   for one, two in combinations(range(1, len(members) + 1), 2)],
         "baseline": baseline if all(one.ranked["gain"] for one in members) else None,
     }  # fmt: skip

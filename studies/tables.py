@@ -28,13 +28,13 @@ Ends = dict[str, Any] | None
 
 def number(value: float | None, ends: Ends = None, digits: int = 2) -> str:
     """Return '0.71 [0.65, 0.78]', or of a range '0.71 (0.65 … 0.78)'."""
-    return "–" if value is None else f"{value:z.{digits}f}{_between(ends, f'z.{digits}f')}".replace("-", "−")
+    return "–" if value is None else f"{value:z.{digits}f}{_interval_text(ends, f'z.{digits}f')}".replace("-", "−")
 
 
 def percent(value: float | None, ends: Ends = None) -> str:
     """Return '72 % [58, 82]', or of a range '72 % (58 … 82)'."""
     hundred = ends and {**ends, "low": 100 * ends["low"], "high": 100 * ends["high"]}
-    return "–" if value is None else f"{100 * value:z.0f} %{_between(hundred, 'z.0f')}".replace("-", "−")
+    return "–" if value is None else f"{100 * value:z.0f} %{_interval_text(hundred, 'z.0f')}".replace("-", "−")
 
 
 def points(value: float | None, ends: Ends = None) -> str:
@@ -43,39 +43,41 @@ def points(value: float | None, ends: Ends = None) -> str:
     return number(None if value is None else 100 * value, hundred, 1)
 
 
-def _between(ends: Ends, shown: str) -> str:
+def _interval_text(ends: Ends, shown: str) -> str:
+    """Return ' [0.65, 0.78]', or a range ' (0.65 … 0.78)', with numbers in the format `shown`; empty for None."""
     if not ends:
         return ""
     low, high = (f"{ends[end]:{shown}}" for end in ("low", "high"))
     return f" ({low} … {high})" if ends["kind"] == "range" else f" [{low}, {high}]"
 
 
-def at(band: dict[str, Any] | None, place: int) -> Ends:
-    """Return one interval out of an array of them; None where it has none."""
+def interval_at(band: dict[str, Any] | None, place: int) -> Ends:
+    """Return the interval at an index of an array of them; None where there is none."""
     if band is None or band["low"][place] is None:
         return None
     return {"low": band["low"][place], "high": band["high"][place], "kind": band["kind"]}
 
 
-def selection(config: dict[str, Any]) -> str:
+def selection_name(config: dict[str, Any]) -> str:
     """Return a configuration's selection, without its options."""
     return str(config["selection"]).partition("(")[0]
 
 
 def bound_tightness(found: dict[str, Any]) -> list[Made]:
     """Return the two-stage selection's ratios, then rank agreement."""
-    return [_ratios(found), _agreement(found)]
+    return [_ratio_table(found), _agreement_table(found)]
 
 
-def _ratios(found: dict[str, Any]) -> Made:
+def _ratio_table(found: dict[str, Any]) -> Made:
+    """Return the quantiles of L over the bounds, of two-stage, per budget: heads with σ > ½, then the others."""
     rows = []
     for config in found["configurations"]:
-        if selection(config["config"]) != "two-stage":
+        if selection_name(config["config"]) != "two-stage":
             continue
         for where, name in (("evidence", "> 0.5"), ("sigma_at_most_half", "≤ 0.5")):
             share = config["sigma_at_most_half_share"]
             spreads = [spread[where] for spread in config["ratios"].values()]
-            cells = [f"{number(low)}–{number(high)}" for low, _, _, _, high in spreads]
+            cells = [f"{number(low)}–{number(high)}" for low, _, _, _, high in spreads]  # quantiles 5 to 95 %
             medians = [number(spread[2]) for spread in spreads]
             rows.append([
                 str(config["config"]["budget"]) if where == "evidence" else "",
@@ -87,7 +89,7 @@ def _ratios(found: dict[str, Any]) -> Made:
     return "bound-tightness, two-stage", ["budget", "S", "σ", "share", "L/θ", "L/θ̂", "θ/θ̂", "θ̂/θ̂_relax"], rows
 
 
-def _agreement(found: dict[str, Any]) -> Made:
+def _agreement_table(found: dict[str, Any]) -> Made:
     """Return ρ of θ and 1 − S over the contenders; two-stage against two others, with θ̂ where stage 1 is shared."""
     rows = []
     for agreement in found["rank_agreement"]:
@@ -95,23 +97,25 @@ def _agreement(found: dict[str, Any]) -> Made:
         rhos = {bound: number(one["mean"], one["interval"]) for bound, one in ranked.items()}
         counted = next(iter(ranked.values()), {"values": 0, "samples": 0})
         budget = str(agreement["setting"]["budget"])
-        rows.append([budget, "ρ, four selections", *(rhos.get(bound, "–") for bound in BOUNDS), "–", _counts(counted)])
+        rows.append(
+            [budget, "ρ, four selections", *(rhos.get(bound, "–") for bound in BOUNDS), "–", _counts_text(counted)]
+        )
         for other, name in (("attention", "against attention"), ("two-stage-uniform", "against ν ≡ 1")):
             picked = {one["bound"]: one for one in agreement["concordance"]
                       if {one["first"], one["second"]} == {other, "two-stage"}}  # fmt: skip
             if picked:
-                rows.append(["", name, *_picks(picked), _counts(picked["θ"])])
+                rows.append(["", name, *_pick_cells(picked), _counts_text(picked["θ"])])
     return "rank agreement", ["budget", "", *BOUNDS, "θ̂ less 1 − S, points", "n"], rows
 
 
-def _picks(picked: dict[str, dict[str, Any]]) -> list[str]:
+def _pick_cells(picked: dict[str, dict[str, Any]]) -> list[str]:
     """Return how often each bound tells which of two perturbs less, and θ̂ less 1 − S; dashes under five samples."""
     told = {bound: one for bound, one in picked.items() if one["samples"] >= pk.stats.intervals.MIN_SAMPLES}
     cells = [percent(told[bound]["share"], told[bound]["interval"]) if bound in told else "–" for bound in BOUNDS]
     return [*cells, points(told["θ̂"]["gain"], told["θ̂"]["gain_interval"]) if "θ̂" in told else "–"]
 
 
-def _counts(one: dict[str, Any]) -> str:
+def _counts_text(one: dict[str, Any]) -> str:
     """Return the heads that count, of how many samples."""
     return f"{one['values']:,} in {one['samples']}"
 
@@ -139,37 +143,38 @@ def layers(found: dict[str, Any]) -> list[Made]:
     samples = found.get("per_sample", [None] * len(found["drifts"]))
     for drift, sample in zip(found["drifts"], samples, strict=True):
         last = len(drift["ratio"]) - 1
-        cells = [f"{selection(drift['treatment'])}, {drift['baseline']['budget']}"]
+        cells = [f"{selection_name(drift['treatment'])}, {drift['baseline']['budget']}"]
         for layer in (0, last // 2, last):
             sides = f"{drift['baseline_median_drift'][layer]:,.0f} → {drift['treatment_median_drift'][layer]:,.0f}"
-            cells.append(f"{sides}, × {number(drift['ratio'][layer], at(drift['ratio_interval'], layer))}")
+            cells.append(f"{sides}, × {number(drift['ratio'][layer], interval_at(drift['ratio_interval'], layer))}")
         if sample:
             cells.append(percent(sample["improved_share"], sample["improved_share_interval"]))
         rows.append(cells)
     heads = ["treatment, budget", *(f"after the {place} measured layer" for place in ("first", "middle", "last"))]
     made = [("layers", [*heads, "samples better"] if samples[0] else heads, rows)]
-    return [*made, budgets(found["budgets"]["curves"])] if "budgets" in found else made
+    return [*made, budget_table(found["budgets"]["curves"])] if "budgets" in found else made
 
 
-def budgets(curves: list[dict[str, Any]]) -> Made:
-    """Return every curve's numbers per budget, the smallest first; a dash where a curve has none of that budget."""
+def budget_table(curves: list[dict[str, Any]]) -> Made:
+    """Return the table of every curve's numbers per budget, the smallest first; dashes where a curve lacks it."""
     kept = {size: share for curve in curves for size, share in zip(curve["budgets"], curve["kept"], strict=True)}
     rows = []
     for size in sorted(kept, key=lambda size: kept[size]):
-        each = [_budget(curve, curve["budgets"].index(size)) if size in curve["budgets"] else ["–"] * 4
+        each = [_budget_cells(curve, curve["budgets"].index(size)) if size in curve["budgets"] else ["–"] * 4
                 for curve in curves]  # fmt: skip
         rows.append([str(size), *(cell for cells in each for cell in cells)])
     names = [f"{curve['name']}: {what}" for curve in curves for what in ("held", "drift", "KL, nat", "same token")]
     return "budgets", ["budget", *names], rows
 
 
-def _budget(curve: dict[str, Any], place: int) -> list[str]:
+def _budget_cells(curve: dict[str, Any], place: int) -> list[str]:
+    """Return a curve's cells at the index of a budget: cache share, drift, KL, share of equal tokens."""
     medians, intervals = curve["medians"], curve["intervals"]
     return [
         number(curve["held"][place]),
         f"{medians['drift'][place]:,.0f}",
-        number(medians["kl"][place], at(intervals["kl"], place), 4),
-        percent(medians["top1"][place], at(intervals["top1"], place)),
+        number(medians["kl"][place], interval_at(intervals["kl"], place), 4),
+        percent(medians["top1"][place], interval_at(intervals["top1"], place)),
     ]
 
 
@@ -205,7 +210,7 @@ def heads(found: dict[str, Any]) -> list[Made]:
     rows, before = [], ""
     for one in found["comparisons"]:
         setting = setting_name(configuration(one["baseline"]))
-        cells = [setting if setting != before else "", selection(one["treatment"]),
+        cells = [setting if setting != before else "", selection_name(one["treatment"]),
                  number(one["held_over_full_treatment"])]  # fmt: skip
         for kind in (one["isolated"], one["propagated"]):
             counts = " / ".join(str(kind[name]) for name in ("improved", "tied", "worsened"))
@@ -224,17 +229,17 @@ def horizon(found: dict[str, Any]) -> list[Made]:
     for config in found["configs"]:
         for curve in config["curves"]:
             decided = curve["sign_flips"]
-            rows.append([selection(config["config"]), curve["kind"], number(curve["first"], digits=3),
+            rows.append([selection_name(config["config"]), curve["kind"], number(curve["first"], digits=3),
                          number(curve["last"], digits=3), number(curve["growth"], curve["growth_interval"]),
                          f"{decided['above']} / {decided['below']}"])  # fmt: skip
     heads = ["selection", "", "first third", "last third", "growth", "+ / −"]
-    return [(f"horizon, {found['samples_with_growth']} samples", heads, rows), _advantages(found)]
+    return [(f"horizon, {found['samples_with_growth']} samples", heads, rows), _advantage_table(found)]
 
 
-def _advantages(found: dict[str, Any]) -> Made:
+def _advantage_table(found: dict[str, Any]) -> Made:
     """Return the treatment over the baseline, propagated, in the first and in the last third of the steps."""
     thirds = ("first", "last")
-    rows = [[selection(one["treatment"]), *(number(one[third], one[f"{third}_interval"]) for third in thirds)]
+    rows = [[selection_name(one["treatment"]), *(number(one[third], one[f"{third}_interval"]) for third in thirds)]
             for one in found["advantages"]]  # fmt: skip
     return "horizon, over attention", ["selection", "first third", "last third"], rows
 
@@ -243,14 +248,15 @@ def methods(found: dict[str, Any]) -> list[Made]:
     """Return every method over SnapKV, over random entries with its own protection, and what comes out."""
     made = []
     for one in found["settings"]:
-        rows = [_method("snapkv (= 1)", one["controls"], {}, one)]
-        rows += [_method(row["name"], row["controls"], row, row) for row in one["rows"]]
+        rows = [_method_row("snapkv (= 1)", one["controls"], {}, one)]
+        rows += [_method_row(row["name"], row["controls"], row, row) for row in one["rows"]]
         heads = ["", "propagated Σ", "over random, same ends", "isolated Σ", "last layer's drift", "KL, nat"]
         made.append((f"methods, {setting_name(configuration(one['baseline']))}", heads, rows))
     return made
 
 
-def _method(name: str, controls: dict[str, Any], row: dict[str, Any], kl: dict[str, Any]) -> list[str]:
+def _method_row(name: str, controls: dict[str, Any], row: dict[str, Any], kl: dict[str, Any]) -> list[str]:
+    """Return a method's row; `row` is its comparison with SnapKV, empty for SnapKV, and `kl` holds its median KL."""
     over = [row.get("propagated"), controls.get("random", {}).get("propagated"), row.get("isolated")]
     ratios = [number(kind["sum_ratio"], kind["sum_ratio_interval"]) if kind else "" for kind in over]
     drift = number(row["drift_ratio"], row["drift_ratio_interval"]) if row else ""

@@ -31,17 +31,17 @@ FIRST = ["model", "window", "template's tokens", "n", "their share of attention,
 SECOND = ["model", "window", "n", "selection", "isolated, ×", "propagated, ×"]
 
 
-class Shares:
+class TemplateShares:
     """A visitor of a prefill that adds up, per window and head, the template's share of attention to the prefix."""
 
     whole = False
 
     def __init__(self, windows: Sequence[int]) -> None:
-        self.of: dict[int, list[np.ndarray]] = {window: [] for window in windows}
+        self.by_window: dict[int, list[np.ndarray]] = {window: [] for window in windows}
 
     def visit(self, statistics: Statistics, view: LayerView) -> None:
         """Store the shares (head,) of a layer."""
-        for window, shares in self.of.items():
+        for window, shares in self.by_window.items():
             seen = view.with_window(window)
             mass = seen.attention[..., : seen.prefix].sum(dim=-1).cpu().numpy()
             voting = range(view.entries - mass.shape[1], view.entries)
@@ -54,17 +54,17 @@ def template_shares(
     """Return window -> the mean share over heads of each prompt (prompt,)."""
     found: dict[int, list[float]] = {window: [] for window in windows}
     for prompt in prompts:
-        shares = Shares(windows)
+        shares = TemplateShares(windows)
         prefill(model, prompt, ResolvedRun.from_run(trace.run), pk.Resources(), visitor=shares)
-        for window, layers in shares.of.items():
+        for window, layers in shares.by_window.items():
             found[window].append(float(np.mean(layers)))
     return {window: np.array(values) for window, values in found.items()}
 
 
-def changed(trace: pk.Trace, window: int) -> np.ndarray:
-    """Return the mean share over heads of what attention keeps before the window and does not with the text's queries.
+def changed_shares(trace: pk.Trace, window: int) -> np.ndarray:
+    """Return the share of the entries kept before a window that others replace once the text's queries alone vote.
 
-    Of each prompt (prompt,).
+    Of selection `attention`, mean over heads, (prompt,).
     """
     (pair,) = pk.compare_heads(trace.sel(window=window), f"{ALL}:attention", f"{TEXT}:attention")
     sides = [trace.run.configs.index(config) for config in (pair.baseline, pair.treatment)]
@@ -94,23 +94,23 @@ def measure(name: str, asked: argparse.Namespace) -> Iterator[tuple[list[str], l
     shares = template_shares(model, prompts, trace, windows)
     for window in windows:
         here, label, count = trace.sel(window=window), Path(name).name, str(len(prompts))
-        attention, elsewhere = (percent(values) for values in (shares[window], changed(trace, window)))
+        attention, elsewhere = (percent_text(values) for values in (shares[window], changed_shares(trace, window)))
         sums = []
         for selection in SELECTIONS:
             (pair,) = pk.compare_heads(here, f"{ALL}:{selection}", f"{TEXT}:{selection}")
-            ratios = (ratio(kind.sum_ratio, kind.sum_ratio_interval) for kind in (pair.isolated, pair.propagated))
+            ratios = (ratio_text(kind.sum_ratio, kind.sum_ratio_interval) for kind in (pair.isolated, pair.propagated))
             sums.append([label, str(window), count, selection, *ratios])
         tokens = "–".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
         yield [label, str(window), tokens, count, attention, elsewhere], sums
 
 
-def percent(each: np.ndarray) -> str:
+def percent_text(each: np.ndarray) -> str:
     """Return the mean of each prompt's share with its interval: `61 [58, 64]`."""
     interval = pk.stats.intervals.of_mean(each, pk.stats.intervals.share_kind(0))
     return f"{100 * each.mean():.0f}" + (f" [{100 * interval.low:.0f}, {100 * interval.high:.0f}]" if interval else "")
 
 
-def ratio(value: float, interval: Any) -> str:
+def ratio_text(value: float, interval: Any) -> str:
     """Return a ratio of sums with its interval."""
     return f"{value:.2f}" + (f" [{interval.low:.2f}, {interval.high:.2f}]" if interval else "")
 

@@ -27,12 +27,12 @@ from numpy.typing import NDArray
 
 import perturbkv as pk
 
-HEAD = ["dataset", "dtype", "measure", "samples", "heads decided", "float32's verdict", "opposite", "tied in float32"]
-OLD = "each value against 3 floors"
+HEADS = ["dataset", "dtype", "measure", "samples", "heads decided", "float32's verdict", "opposite", "tied in float32"]
+OTHER_RULE = "each value against 3 floors"
 KINDS = ("isolated", "propagated")
 DISTANCES = {"l1": ("", "L1"), "l2": ("_l2", "L2"), "cosine": ("_cosine", "cosine distance")}
 """Distance -> end of its variables' names, and its unit."""
-ALONE_FLOORS = 3
+OTHER_RULE_FLOORS = 3
 """Noise floors under which both values tie by the other rule."""
 Signs = NDArray[np.int8]
 
@@ -40,8 +40,8 @@ Signs = NDArray[np.int8]
 def study(asked: argparse.Namespace) -> None:
     """Read or measure the traces, and write a row per data set, type and measure."""
     traces = list(map(pk.read_trace, asked.trace)) or measure(asked)
-    rows = [row for exact, rounded in matched(traces) for row in agreement_rows(exact, rounded)]
-    common.write_tables(asked, [("verdicts in half precision", HEAD, rows)])
+    rows = [row for exact, rounded in match_dtypes(traces) for row in agreement_rows(exact, rounded)]
+    common.write_tables(asked, [("verdicts in half precision", HEADS, rows)])
 
 
 def measure(asked: argparse.Namespace) -> list[pk.Trace]:
@@ -54,8 +54,8 @@ def measure(asked: argparse.Namespace) -> list[pk.Trace]:
     return traces
 
 
-def matched(traces: Iterable[pk.Trace]) -> Iterator[tuple[pk.Trace, pk.Trace]]:
-    """Return the float32 trace of each other trace's data set, and that trace. Raises PerturbkvError without one."""
+def match_dtypes(traces: Iterable[pk.Trace]) -> Iterator[tuple[pk.Trace, pk.Trace]]:
+    """Yield (float32 trace, other trace) of one data set. Raises PerturbkvError for a trace without one in float32."""
     held = list(traces)
     exact = {trace.run.dataset: trace for trace in held if trace.run.dtype == "float32"}
     for trace in (trace for trace in held if trace.run.dtype != "float32"):
@@ -69,7 +69,7 @@ def agreement_rows(exact: pk.Trace, rounded: pk.Trace) -> Iterator[list[str]]:
 
     Raises PerturbkvError where the traces are of other prompts or configurations, or decode no token alike.
     """
-    if _complete(exact) != _complete(rounded) or exact.run.configs != rounded.run.configs:
+    if _complete_samples(exact) != _complete_samples(rounded) or exact.run.configs != rounded.run.configs:
         raise pk.PerturbkvError(
             f"expected one run's samples and configurations in {exact.source} and {rounded.source}, got others"
         )
@@ -88,41 +88,45 @@ def agreement_rows(exact: pk.Trace, rounded: pk.Trace) -> Iterator[list[str]]:
     for place in range(len(compared["l1"][0])):
         for kind, distance in measures:
             pairs = [comparisons[place] for comparisons in compared[distance]]
-            yield row(rounded, kind, distance, pairs, same)
+            yield table_row(rounded, kind, distance, pairs, same)
 
 
-def _complete(trace: pk.Trace) -> list[str]:
+def _complete_samples(trace: pk.Trace) -> list[str]:
+    """Return the names of a trace's complete samples."""
     return [name for name, there in zip(trace.sample_ids, trace.ok, strict=True) if there]
 
 
-def row(trace: pk.Trace, kind: str, distance: str, pairs: list[Any], same: NDArray[np.bool_]) -> list[str]:
-    """Return the numbers of METHOD's rule, and beside each that of the other rule.
+def table_row(trace: pk.Trace, kind: str, distance: str, pairs: list[Any], same: NDArray[np.bool_]) -> list[str]:
+    """Return the row of one measure: the numbers of METHOD's rule, and beside each that of the other rule.
 
     `pairs` are the two types' comparison of one pair of configurations, `same` the samples that count.
     """
     expected, decided = (np.sign(getattr(pair, kind).differences)[same].astype(np.int8) for pair in pairs)
-    alone = signs_alone(trace, kind, distance, pairs[1])[same]
-    counts, others = counted(expected, decided), counted(expected, alone)
+    alone = signs_by_other_rule(trace, kind, distance, pairs[1])[same]
+    counts, others = count_verdicts(expected, decided), count_verdicts(expected, alone)
     left_out = f" (+ {(~same).sum()} with another token)" if not same.all() else ""
-    by_sample = np.array([_share(counted(*each)) for each in zip(expected, decided, strict=True)])
+    by_sample = np.array([_agreeing_share(count_verdicts(*each)) for each in zip(expected, decided, strict=True)])
     ends = pk.stats.intervals.of_mean(by_sample, pk.stats.intervals.share_kind(expected[0].size))
     return [
         Path(trace.run.dataset).stem, trace.run.dtype, f"{kind} {DISTANCES[distance][1]}", f"{same.sum()}{left_out}",
-        f"{counts['decided']:,} of {expected.size:,}", f"{share_text(counts, ends)}; {OLD}: {share_text(others)}",
+        f"{counts['decided']:,} of {expected.size:,}",
+        f"{share_text(counts, ends)}; {OTHER_RULE}: {share_text(others)}",
         *(f"{counts[name]:,}; {others[name]:,}" for name in ("opposite", "tied")),
     ]  # fmt: skip
 
 
-def signs_alone(trace: pk.Trace, kind: str, distance: str, pair: Any) -> Signs:
-    """Return the verdicts, (sample, layer, head), where a tie is both values under three noise floors."""
+def signs_by_other_rule(trace: pk.Trace, kind: str, distance: str, pair: Any) -> Signs:
+    """Return the verdicts of the other rule, (sample, layer, head): a tie is both values under three noise floors."""
     suffix = DISTANCES[distance][0]
     baseline, treatment = (trace.run.configs.index(config) for config in (pair.baseline, pair.treatment))
     both = perturbation_of(trace, kind, baseline, treatment, suffix)
     floor = variable(trace, f"noise_floor{'_isolated' if kind == 'isolated' else ''}{suffix}")
-    return np.where(np.maximum(*both) < ALONE_FLOORS * floor, np.int8(0), np.sign(both[0] - both[1]).astype(np.int8))
+    return np.where(
+        np.maximum(*both) < OTHER_RULE_FLOORS * floor, np.int8(0), np.sign(both[0] - both[1]).astype(np.int8)
+    )
 
 
-def counted(expected: Signs, rounded: Signs) -> dict[str, int]:
+def count_verdicts(expected: Signs, rounded: Signs) -> dict[str, int]:
     """Return how many heads the rounded trace decides; of them those like float32, opposite to it, and tied there."""
     decided = rounded != 0
     return {
@@ -133,14 +137,15 @@ def counted(expected: Signs, rounded: Signs) -> dict[str, int]:
     }
 
 
-def _share(counts: dict[str, int]) -> float:
+def _agreeing_share(counts: dict[str, int]) -> float:
+    """Return the share of the decided heads that have float32's verdict; NaN without a decided one."""
     return counts["agreeing"] / counts["decided"] if counts["decided"] else float("nan")
 
 
 def share_text(counts: dict[str, int], interval: Any = None) -> str:
     """Return '97.2 % [95.0, 98.8]'; of fewer than five samples the brackets hold their range."""
     ends = f" [{100 * interval.low:.1f}, {100 * interval.high:.1f}]" if interval else ""
-    return f"{100 * _share(counts):.1f} %{ends}" if counts["decided"] else "–"
+    return f"{100 * _agreeing_share(counts):.1f} %{ends}" if counts["decided"] else "–"
 
 
 if __name__ == "__main__":

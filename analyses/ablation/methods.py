@@ -17,7 +17,7 @@ from perturbkv.analyses.heads import head_comparison
 from perturbkv.analyses.heads.head_comparison import HeadComparison, HeadKind
 from perturbkv.analyses.identity import identity
 from perturbkv.analyses.measurements import Measurements
-from perturbkv.analyses.names import common, distinct_choices
+from perturbkv.analyses.names import common_text, distinct_choices
 from perturbkv.analyses.outcomes import (
     Outcome,
     OutcomeSetting,
@@ -194,7 +194,7 @@ class MethodSetting(_ControlColumns, OutcomeSetting):
     @property
     def setting(self) -> str:
         """The choices that all rows share, in a label's notation."""
-        return common((self.baseline,), "policy", "selection", "window", "alpha", "pool")
+        return common_text((self.baseline,), "policy", "selection", "window", "alpha", "pool")
 
     def lines(self) -> Sequence[Line]:
         """Return the baseline's line, then one per method."""

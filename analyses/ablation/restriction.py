@@ -9,7 +9,7 @@ from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, derived, record, table
 from perturbkv.analyses.conclusions import COMPARED, Case, Claim
 from perturbkv.analyses.identity import identity
-from perturbkv.analyses.names import common
+from perturbkv.analyses.names import common_text
 from perturbkv.analyses.outcomes import Outcome, OutcomeSetting, SettingsResult, head_rows, next_token_kl
 from perturbkv.analyses.sides import group_settings
 from perturbkv.configs.eviction import EvictionConfig
@@ -57,7 +57,7 @@ class RestrictionSetting(OutcomeSetting):
     @property
     def setting(self) -> str:
         """The choices that all rows share, in a label's notation."""
-        return common((self.baseline,), "granularity")
+        return common_text((self.baseline,), "granularity")
 
     def lines(self) -> Sequence[Line]:
         """Return the baseline's line, then one per restriction."""

@@ -186,7 +186,7 @@ class BoundTightness(Result):
         pairs = self._theta_hat_pairs()
         known = [(name, pair) for name, pair in pairs if pair.samples >= MIN_SAMPLES]
         shares = [Case.number(name, pair.share, pair.share_interval, text.percent, 0.5) for name, pair in known]
-        gains = [Case.number(name, pair.gain, pair.gain_interval, text.points_apart, 0) for name, pair in known]
+        gains = [Case.number(name, pair.gain, pair.gain_interval, text.difference_in_points, 0) for name, pair in known]
         few = "too few samples hold heads in which σ > 0.5 and both differ" if pairs else "the trace lacks one of them"
         lower = "the one of two-stage and two-stage-uniform with the lower θ̂"
         given_up = "the attention given up (1 − S)"

@@ -17,7 +17,7 @@ from perturbkv.analyses.conclusions import Case, Claim
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.result import Result, Sequenced
+from perturbkv.analyses.result import MemberSequence, Result
 from perturbkv.analyses.sides import Sides, check_sides
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.crossings import Crossing, CrossingRatio, crossing, crossing_ratio
@@ -158,7 +158,7 @@ def _unstaged_samples(measured: Measurements, axis: Axis) -> NDArray[np.int64]:
 
 
 @record
-class Cliffs(Sequenced[Cliff], Result):
+class Cliffs(MemberSequence[Cliff], Result):
     """The cliffs of every method of a run; a sequence of them."""
 
     SECTION: ClassVar[str] = "budget --cliff"

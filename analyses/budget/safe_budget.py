@@ -27,7 +27,7 @@ from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Measurements, has_only_first_token
 from perturbkv.analyses.names import plural
-from perturbkv.analyses.result import Result, Sequenced
+from perturbkv.analyses.result import MemberSequence, Result
 from perturbkv.analyses.sides import Sides, check_sides
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
@@ -172,7 +172,7 @@ class SafeBudget(Record):
 
 
 @record
-class SafeBudgets(Sequenced[SafeBudget], Result):
+class SafeBudgets(MemberSequence[SafeBudget], Result):
     """The smallest safe budget of every selection of a run; a sequence of them.
 
     Attributes:

@@ -42,7 +42,7 @@ from perturbkv.analyses.stats.permutation import (
     prompt_permutations,
 )
 from perturbkv.analyses.stats.rank_correlation import kendall, mean_ranks, spearman
-from perturbkv.analyses.verdicts import interval_verdict
+from perturbkv.analyses.verdicts import interval_side
 
 RHO_DIFFERENCES = StatisticKind(3 / 8, limits=(-2, 2))
 """A mean of differences between two rank correlations of the same prompt."""
@@ -391,8 +391,8 @@ class _Test(NamedTuple):
     def is_decided(self) -> bool:
         """True where the statistic, and its excess over the baseline, are decided on the expected side."""
         side, null = _EXPECTED[self.statistic]
-        own = interval_verdict(self.strength.interval, null)
-        excess = interval_verdict(self.baseline.beyond.interval, 0)
+        own = interval_side(self.strength.interval, null)
+        excess = interval_side(self.baseline.beyond.interval, 0)
         return own == excess == side
 
 

@@ -23,7 +23,7 @@ from perturbkv.analyses.heads.head_comparison import (
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.measurements import Measurements
 from perturbkv.analyses.names import pair_columns, pair_names, pairs_of, pairs_title, plural
-from perturbkv.analyses.result import Result, Sequenced
+from perturbkv.analyses.result import MemberSequence, Result
 from perturbkv.analyses.sides import Sides, choose_sides, configs_of, pairs
 from perturbkv.analyses.verdicts import DISTANCES, non_default_terms
 from perturbkv.display import Part
@@ -32,7 +32,7 @@ from perturbkv.trace import Trace
 
 
 @record
-class HeadComparisons(Sequenced[HeadComparison], Result):
+class HeadComparisons(MemberSequence[HeadComparison], Result):
     """Pairs of configurations compared head by head: a sequence whose slices are results, too.
 
     `plot` draws a scatter with a point per head: for one pair a panel per kind, for several a propagated panel each.

@@ -7,10 +7,10 @@ is rounding and has no growth.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,21 +46,21 @@ class Steps:
     measured: NDArray[np.bool_]
 
     @property
-    def long(self) -> NDArray[np.bool_]:
+    def long_enough(self) -> NDArray[np.bool_]:
         """True for samples of three steps or more, (sample,)."""
         return np.asarray(self.measured.sum(axis=1) >= LEAST_STEPS)
 
     def thirds(self, *arrays: Floats) -> tuple[list[Floats], list[Floats]]:
         """Return means of (sample, step, …) arrays over the first and the last third of each long sample's steps."""
         first, last = (
-            [np.einsum("st,st...->s...", third, array[self.long]) for array in arrays]
+            [np.einsum("st,st...->s...", third, array[self.long_enough]) for array in arrays]
             for third in self._third_weights()
         )
         return first, last
 
     def _third_weights(self) -> tuple[Floats, Floats]:
         """Return the weights of steps for means over the first and over the last third, (long sample, step)."""
-        counts = self.measured[self.long].sum(axis=1)
+        counts = self.measured[self.long_enough].sum(axis=1)
         step, third = np.arange(self.measured.shape[1]), (counts // 3)[:, None]
         last = (step >= counts[:, None] - third) & (step < counts[:, None])
         return (step < third) / third, last / third
@@ -76,7 +76,7 @@ def steps_of(trace: Trace) -> Steps:
     return Steps(np.arange(counts.max()) < counts[:, None])
 
 
-def by_step(measured: Measurements, name: str, steps: Steps, config: int | None = None) -> Floats:
+def variable_by_step(measured: Measurements, name: str, steps: Steps, config: int | None = None) -> Floats:
     """Return a variable as (sample, step, …), of one configuration if an index is given; 0 at steps without values.
 
     `measured` is of all steps.
@@ -158,28 +158,32 @@ class _Growth:
     noise: Floats
 
     @classmethod
-    def from_thirds(cls, early: list[Floats], late: list[Floats]) -> _Growth:
-        """Return the growth between two thirds of the steps, each a list of perturbation, norm and noise floor."""
+    def from_thirds(cls, early: list[Floats], late: list[Floats], add: Callable[[Floats], Any] = np.asarray) -> _Growth:
+        """Return the growth between two thirds of the steps.
+
+        Each is a list of perturbation, norm and noise floor, (sample, layer, head). `add` sums what counts as one, such
+        as all samples of a head; by default nothing is summed.
+        """
         (first, first_floor), (last, last_floor) = (
-            [np.asarray(ratio(part, norm)) for part in (perturbation, noise)]
+            [np.asarray(ratio(add(part), add(norm))) for part in (perturbation, noise)]
             for perturbation, norm, noise in (early, late)
         )
         return cls(first, last, TIE_FLOORS * np.maximum(first_floor, last_floor))
 
     @property
-    def above(self) -> NDArray[np.bool_]:
+    def above_noise(self) -> NDArray[np.bool_]:
         """True where the perturbation of both thirds exceeds two noise floors."""
         return np.asarray((self.first > self.noise) & (self.last > self.noise))
 
     @property
     def factor(self) -> Floats:
         """Perturbation of the last third over that of the first; NaN where either may be noise."""
-        return np.where(self.above, ratio(self.last, self.first), np.nan)
+        return np.where(self.above_noise, ratio(self.last, self.first), np.nan)
 
     @property
     def logarithm(self) -> Floats:
         """Logarithm of the factor; 0 where a third, or the difference of both, may be noise."""
-        known = self.above & (np.abs(self.last - self.first) > self.noise)
+        known = self.above_noise & (np.abs(self.last - self.first) > self.noise)
         return np.where(known, np.log(np.where(known, self.factor, 1.0)), 0.0)
 
 
@@ -187,27 +191,26 @@ def config_horizon(
     measured: Measurements, index: int, norm: Floats, floors: Mapping[str, Floats], steps: Steps
 ) -> ConfigHorizon:
     """Return the curves of a configuration; `norm` and `floors`, by kind, are (sample, step, layer, head)."""
-    counts, kl = steps.measured.sum(axis=0), by_step(measured, "logit_kl", steps, index)
+    counts, kl = steps.measured.sum(axis=0), variable_by_step(measured, "logit_kl", steps, index)
     return ConfigHorizon(
         config=measured.trace.run.configs[index],
         cache_share=float(measured.cache_shares[index]),
         curves={
-            kind: _curve(kind, by_step(measured, name, steps, index), norm, floors[kind], steps)
+            kind: _curve(kind, variable_by_step(measured, name, steps, index), norm, floors[kind], steps)
             for kind, name in KINDS.items()
         },
         kl=kl.sum(axis=0) / counts,
         kl_interval=step_intervals(kl, np.ones_like(kl), steps.measured, POSITIVE),
-        top1=by_step(measured, "top1_agreement", steps, index).sum(axis=0) / counts,
+        top1=variable_by_step(measured, "top1_agreement", steps, index).sum(axis=0) / counts,
     )
 
 
 def _curve(kind: str, perturbation: Floats, norm: Floats, floor: Floats, steps: Steps) -> Curve:
     """Return the curve of one kind of perturbation from (sample, step, layer, head) arrays."""
     early, late = steps.thirds(perturbation, norm, floor)
-    total, heads, samples = (
-        _Growth.from_thirds(*([np.asarray(add(part)) for part in third] for third in (early, late)))
-        for add in (np.sum, partial(np.sum, axis=0), np.asarray)
-    )
+    total = _Growth.from_thirds(early, late, np.sum)
+    by_head = _Growth.from_thirds(early, late, partial(np.sum, axis=0))
+    by_sample = _Growth.from_thirds(early, late)
     growth_of_weights = partial(_weighted_growth, early=early[:2], late=late[:2])
     return Curve(
         kind=kind,
@@ -216,9 +219,9 @@ def _curve(kind: str, perturbation: Floats, norm: Floats, floor: Floats, steps: 
         first=float(total.first),
         last=float(total.last),
         growth=float(total.factor),
-        growth_interval=intervals.of_statistic(growth_of_weights, len(early[0]), RATIO) if total.above else None,
-        head_growth=heads.factor,
-        sign_flips=permutation.sign_flip_tests(samples.logarithm),
+        growth_interval=intervals.of_statistic(growth_of_weights, len(early[0]), RATIO) if total.above_noise else None,
+        head_growth=by_head.factor,
+        sign_flips=permutation.sign_flip_tests(by_sample.logarithm),
     )
 
 
@@ -228,24 +231,25 @@ def relative_perturbation(perturbation: Floats, norm: Floats) -> Floats:
 
 
 def _weighted_growth(weights: Floats, early: list[Floats], late: list[Floats]) -> Floats:
-    """Return the relative perturbation of the last third over the first's, for each row of weights."""
+    """Return the relative perturbation of the last third over the first's, (row,), from weights (row, sample)."""
     first, last = (ratio(*(weights @ part.sum(axis=(1, 2)) for part in third)) for third in (early, late))
     return np.asarray(ratio(last, first))
 
 
 def step_intervals(numerators: Floats, denominators: Floats, measured: NDArray[np.bool_], kind: StatisticKind) -> Band:
-    """Return the interval of Σ numerators / Σ denominators at each step; NaN for too few samples.
+    """Return the interval of Σ numerators / Σ denominators at each step, over the samples that have it.
 
+    None where the first step has none, as of a single sample; NaN at steps whose interval is of another kind or none.
     `numerators`, `denominators` and `measured` are (sample, step).
     """
-    by_step = [
+    each = [
         intervals.of_ratio(top[rows], bottom[rows], kind)
         for top, bottom, rows in zip(numerators.T, denominators.T, measured.T, strict=True)
     ]
-    first = by_step[0]
+    first = each[0]
     if first is None:
         return None
-    known = [step if step is not None and step.kind == first.kind else None for step in by_step]
+    known = [step if step is not None and step.kind == first.kind else None for step in each]
     low, high = (np.array([np.nan if step is None else getattr(step, end) for step in known])
                  for end in ("low", "high"))  # fmt: skip
     return Interval(low, high, first.kind)
@@ -280,11 +284,11 @@ class Advantage(PairRecord, Record):
 
 
 def advantages(measured: Measurements, sides: Sequence[str], steps: Steps) -> tuple[Advantage, ...]:
-    """Compare each other side with the first, wherever the trace has both with equal other choices."""
-    run, floors = measured.trace.run, steps.thirds(by_step(measured, "noise_floor", steps))
+    """Compare each side but the first with the first, wherever the trace has both with equal other choices."""
+    run, floors = measured.trace.run, steps.thirds(variable_by_step(measured, "noise_floor", steps))
 
     def thirds(config: EvictionConfig) -> _Thirds:
-        return steps.thirds(by_step(measured, KINDS["propagated"], steps, run.configs.index(config)))
+        return steps.thirds(variable_by_step(measured, KINDS["propagated"], steps, run.configs.index(config)))
 
     return tuple(
         _advantage(pair, floors, *map(thirds, pair))
@@ -304,9 +308,9 @@ _Thirds = tuple[list[Floats], list[Floats]]
 
 
 def _advantage(pair: Pair, floors: _Thirds, baseline: _Thirds, treatment: _Thirds) -> Advantage:
-    """Return a pair's advantage; `floors`, `baseline` and `treatment`: (sample, layer, head) by third."""
+    """Return a pair's advantage; `floors`, `baseline` and `treatment`: one (sample, layer, head) array per third."""
     (first, first_interval), (last, last_interval) = (
-        _third_ratio(*(parts[0].sum(axis=(1, 2)) for parts in third))
+        _third_ratio(*(array.sum(axis=(1, 2)) for (array,) in third))
         for third in zip(treatment, baseline, floors, strict=True)
     )
     return Advantage(*pair, first, first_interval, last, last_interval)

@@ -25,10 +25,10 @@ from perturbkv.analyses.horizon.growth import (
     ConfigHorizon,
     Curve,
     advantages,
-    by_step,
     config_horizon,
     relative_perturbation,
     steps_of,
+    variable_by_step,
 )
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns
@@ -45,8 +45,9 @@ if TYPE_CHECKING:
     from perturbkv.captions import CaptionedFigure
 
 _LISTED = 6
+"""Largest number of heads that are named as growing most."""
 _GROWTH = {MORE: "grows", LESS: "shrinks"}
-_ISOLATED = ("kind", "first", "last", "growth", "head_counts")
+_KIND_COLUMNS = ("kind", "first", "last", "growth", "head_counts")
 
 
 @record
@@ -129,7 +130,7 @@ class Horizon(Result):
             for curve in config.all_curves
         ]
         return [
-            table("Σ L / Σ ‖o_h‖₁ over all heads, by kind of perturbation", lines, _ISOLATED, "configuration"),
+            table("Σ L / Σ ‖o_h‖₁ over all heads, by kind of perturbation", lines, _KIND_COLUMNS, "configuration"),
             "Heads that grow most, as layer-head ×factor (propagated, beyond chance):",
             *(
                 f"  {name}: {self._fastest_heads(config.curves['propagated'])}"
@@ -199,14 +200,14 @@ def horizon(trace: Trace, compare: str | Sequence[str] | None = None) -> Horizon
     measured = Measurements(trace, ANALYSIS, None)
     steps = steps_of(measured.trace)
     indices = list(dict.fromkeys(index for side in sides for index in side_indices(trace.run, side)))
-    norm = by_step(measured, "output_norm", steps)
-    floors = {kind: by_step(measured, name, steps) for kind, name in FLOORS.items()}
+    norm = variable_by_step(measured, "output_norm", steps)
+    floors = {kind: variable_by_step(measured, name, steps) for kind, name in FLOORS.items()}
     return Horizon(
         identity=identity(trace, [trace.run.configs[index] for index in indices]),
         steps=steps.measured.shape[1],
         samples_at_step=steps.measured.sum(axis=0),
-        samples_with_growth=int(steps.long.sum()),
-        samples_too_short_for_growth=int((~steps.long).sum()),
+        samples_with_growth=int(steps.long_enough.sum()),
+        samples_too_short_for_growth=int((~steps.long_enough).sum()),
         noise_floor=relative_perturbation(floors["propagated"], norm),
         configs=tuple(config_horizon(measured, index, norm, floors, steps) for index in indices),
         advantages=advantages(measured, sides, steps),

@@ -14,8 +14,8 @@ from perturbkv.analyses.conclusions import Case, Claim
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.layers.drift import drift_values
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.names import common, distinct_names
-from perturbkv.analyses.result import Result, Sequenced
+from perturbkv.analyses.names import common_text, distinct_names
+from perturbkv.analyses.result import MemberSequence, Result
 from perturbkv.analyses.sides import Sides, choose_sides, sweeps
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import ratio
@@ -106,7 +106,16 @@ class BudgetCurve(Record):
 
 
 def budget_curve(measured: Measurements, name: str, indices: Sequence[int], distance: str) -> BudgetCurve:
-    """Return the curve through the configurations at `indices`. Raises TraceError for a missing variable."""
+    """Return the curve through the configurations at `indices`, which differ in budget alone, in any order.
+
+    Args:
+        measured: of one decode step.
+        name: of the curve.
+        indices: of the configurations along the axis `config`.
+        distance: of the drift: l1, l2 or cosine.
+
+    Raises TraceError for a missing variable.
+    """
     kept = np.array([_kept_share(measured, index) for index in indices])
     rising = np.argsort(kept, kind="stable")
     ordered = [indices[index] for index in rising]
@@ -135,13 +144,19 @@ def _kept_share(measured: Measurements, index: int) -> float:
 
 
 def _share_intervals(same: NDArray[np.bool_]) -> Band:
-    """Return the exact interval of the share of True at each budget; `same` is (sample, budget)."""
-    known = [interval for interval in map(intervals.of_share, same.T) if interval]
-    return Interval(np.array([ends.low for ends in known]), np.array([ends.high for ends in known])) if known else None
+    """Return the exact interval of the share of True at each budget, of (sample, budget); None for a single sample."""
+    if len(same) < 2:
+        return None
+    each = [intervals.of_share(column) for column in same.T]
+    low, high = (np.array([getattr(one, end) for one in each]) for end in ("low", "high"))
+    return Interval(low, high)
 
 
 def _cliff(budgets: list[Budget], kept: Floats, kl: Floats) -> tuple[Budget, Budget] | None:
-    """Return the adjacent budgets between which KL rises most per halving of `kept`; None if KL never rises."""
+    """Return the adjacent budgets, the larger first, between which KL rises most per halving of `kept`.
+
+    None if KL never rises, or for one budget. Budgets and the (budget,) arrays are sorted by `kept`, the least first.
+    """
     if len(budgets) < 2:
         return None
     rise = np.asarray(ratio(kl[:-1] - kl[1:], np.log2(kept[1:] / kept[:-1])))
@@ -152,7 +167,7 @@ def _cliff(budgets: list[Budget], kept: Floats, kl: Floats) -> tuple[Budget, Bud
 
 
 @record
-class BudgetCurves(Sequenced[BudgetCurve], Result):
+class BudgetCurves(MemberSequence[BudgetCurve], Result):
     """Curves of several selections over their budgets.
 
     Attributes:
@@ -181,7 +196,7 @@ class BudgetCurves(Sequenced[BudgetCurve], Result):
 
     def title(self) -> str:
         """Return the table's title: the distance, and the choices that all configurations share."""
-        shared = common(self.identity.configs, "budget")
+        shared = common_text(self.identity.configs, "budget")
         return f"{DISTANCES[self.distance]} drift after the last layer and next token by budget: {shared}"
 
     def lines(self) -> Sequence[Line]:

@@ -142,7 +142,7 @@ def compare_layers(measured: Measurements, about: RunIdentity, distance: str = "
     """Compare the drift of the two configurations of an identity after each layer. Raises as `summarise`."""
     first, second = _both_drifts(measured, about, distance)
     means, norms = (first.mean(axis=0), second.mean(axis=0)), _mean_norms(measured, distance)
-    mean_ratio, noise = drift_ratio(first, second), drift_floors(measured, distance)
+    (mean_ratio, mean_ratio_interval), noise = drift_ratio(first, second), drift_floors(measured, distance)
     floor = None if noise is None else noise.mean(axis=0)
     return LayerDrift(
         baseline=about.configs[0],
@@ -161,8 +161,8 @@ def compare_layers(measured: Measurements, about: RunIdentity, distance: str = "
         treatment_median_drift_interval=intervals.of_medians(second),
         baseline_relative_drift=None if norms is None else np.asarray(ratio(means[0], norms)),
         treatment_relative_drift=None if norms is None else np.asarray(ratio(means[1], norms)),
-        ratio=mean_ratio[0],
-        ratio_interval=mean_ratio[1],
+        ratio=mean_ratio,
+        ratio_interval=mean_ratio_interval,
         verdict=verdicts(*means, np.zeros_like(means[0]) if floor is None else floor, distance),
         noise_floor=floor,
     )
@@ -194,7 +194,10 @@ def drift_floors(measured: Measurements, distance: str) -> Floats | None:
 
 
 def _both_drifts(measured: Measurements, about: RunIdentity, distance: str) -> tuple[Floats, Floats]:
-    """Return the drift of baseline and treatment, (sample, layer), identical where all kept sets so far are equal."""
+    """Return the drift of baseline and treatment, (sample, layer), identical where all kept sets so far are equal.
+
+    Baseline and treatment are the two configurations of `about`.
+    """
     first, second = map(measured.index, about.configs)
     drift = drift_values(measured, distance)
     same = equal_layers(measured.trace, first, second)

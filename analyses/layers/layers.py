@@ -27,7 +27,7 @@ from perturbkv.analyses.layers.drift import (
 )
 from perturbkv.analyses.measurements import Measurements
 from perturbkv.analyses.names import pair_columns, pair_names, pairs_title
-from perturbkv.analyses.result import Result, Sequenced, Several
+from perturbkv.analyses.result import MemberSequence, Result, ResultGroup
 from perturbkv.analyses.sides import Sides, all_series, configs_of
 from perturbkv.analyses.verdicts import DISTANCES, LESS, MORE, non_default_terms
 from perturbkv.display import Part
@@ -35,9 +35,11 @@ from perturbkv.trace import Trace
 
 _FRAME = ("baseline_drift", "treatment_drift", "baseline_median_drift", "treatment_median_drift", "ratio",
           "noise_floor", "verdict")  # fmt: skip
+"""Arrays of a `LayerDrift` that its data frame has."""
 _SHARES = {MORE: "in most samples", LESS: "in fewer than half of the samples"}
 Drift = TypeVar("Drift", bound=DriftPair)
 _AFTER = ("baseline_median", "treatment_median", "mean_ratio")
+"""Columns of the table by layer."""
 
 
 class _DriftTable(Generic[Drift], Result):
@@ -48,7 +50,7 @@ class _DriftTable(Generic[Drift], Result):
     @cached_property
     def pairs(self) -> list[Drift]:
         """The drifts, one per pair of configurations."""
-        return [pair for one in self.members for pair in (one if isinstance(one, Sequenced) else [one])]
+        return [pair for one in self.members for pair in (one if isinstance(one, MemberSequence) else [one])]
 
     @cached_property
     def _named(self) -> list[tuple[str, Drift]]:
@@ -107,7 +109,7 @@ class _LayerTable(_DriftTable[LayerDrift]):
 
 
 @record
-class DriftSeries(_LayerTable, Sequenced[LayerDrift], Result):
+class DriftSeries(_LayerTable, MemberSequence[LayerDrift], Result):
     """Drift of one treatment and its baseline, a `LayerDrift` per budget, smallest first.
 
     Attributes:
@@ -132,7 +134,7 @@ class DriftSeries(_LayerTable, Sequenced[LayerDrift], Result):
         return [row for drift in self.members for row in _layer_rows(drift)]
 
 
-class LayerDrifts(_LayerTable, Several[DriftSeries]):
+class LayerDrifts(_LayerTable, ResultGroup[DriftSeries]):
     """Drift of all treatments and settings, a `DriftSeries` each."""
 
     SECTION: ClassVar[str] = "layers"
@@ -216,7 +218,7 @@ class _SampleTable(_DriftTable[LastLayer]):
 
 
 @record
-class SampleSeries(_SampleTable, Sequenced[LastLayer], Result):
+class SampleSeries(_SampleTable, MemberSequence[LastLayer], Result):
     """Drift of each sample after the last layer under one treatment and its baseline, a `LastLayer` per budget.
 
     Attributes:
@@ -235,7 +237,7 @@ class SampleSeries(_SampleTable, Sequenced[LastLayer], Result):
         return [row for drift in self.members for row in _sample_rows(drift)]
 
 
-class SampleDrifts(_SampleTable, Several[SampleSeries]):
+class SampleDrifts(_SampleTable, ResultGroup[SampleSeries]):
     """Drift of each sample after the last layer, of all treatments and settings, a `SampleSeries` each."""
 
     SECTION: ClassVar[str] = "layers"

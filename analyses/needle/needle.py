@@ -223,8 +223,11 @@ def _rank_table(title: str, budgets: Sequence[tuple[RankedBudget, Sequence[Retri
     """Return a table with a line per correlation, grouped by budget."""
     lines = []
     for budget, correlations in budgets:
-        names = {0: budget.name, 1: f"cache {' to '.join(dict.fromkeys(map(text.decimal, budget.cache_share_range)))}"}
-        lines += [Line(names.get(number, ""), (each,)) for number, each in enumerate(correlations)]
+        first_cells = {
+            0: budget.name,
+            1: f"cache {' to '.join(dict.fromkeys(map(text.decimal, budget.cache_share_range)))}",
+        }
+        lines += [Line(first_cells.get(number, ""), (each,)) for number, each in enumerate(correlations)]
     return table(title, lines, ("outcome", "measure", "rho", "deciding"), "budget")
 
 

@@ -179,7 +179,10 @@ def _outcome_with_full(measured: Measurements, name: str) -> Floats:
 def _retrieval(
     trace: Trace, config: EvictionConfig | None, answers: dict[str, Floats], entries: float, cache_share: float
 ) -> Retrieval:
-    """Return the retrieval of one configuration from its answers: outcome -> (sample,)."""
+    """Return the retrieval of one configuration, or of the full cache (None), from its answers: outcome -> (sample,).
+
+    `entries` are its mean entries per head and layer.
+    """
     lengths, depths = grid_of(trace)
     cells, shape = cells_of(trace), (len(depths), len(lengths))
     depth_alone = np.stack([cells[:, 0], np.zeros_like(cells[:, 0])], axis=1)
@@ -219,7 +222,10 @@ def cells_of(trace: Trace) -> NDArray[np.int64]:
 
 
 def _depth_intervals(score: Floats, depth: NDArray[np.int64], depths: int) -> Band:
-    """Return the exact interval of each depth's share: NaN for fewer than two prompts, None where all are NaN."""
+    """Return the exact interval of each depth's share of (sample,) scores above 0, (depth,).
+
+    NaN for fewer than two prompts, None where all are NaN. `depth` is (sample,) indices of `depths` depths.
+    """
     each = [intervals.of_share(score[depth == index] > 0) for index in range(depths)]
     if not any(each):
         return None
@@ -228,7 +234,7 @@ def _depth_intervals(score: Floats, depth: NDArray[np.int64], depths: int) -> Ba
 
 
 def _cell_means(values: Floats, cells: NDArray[np.int64], shape: tuple[int, int]) -> Floats:
-    """Return the mean of (sample,) values in each cell of a grid; NaN in cells without samples."""
+    """Return the mean of (sample,) values in each cell of a grid, NaN in empty ones; `cells`: (sample, 2) indices."""
     total, count = np.zeros(shape), np.zeros(shape)
     np.add.at(total, tuple(cells.T), values)
     np.add.at(count, tuple(cells.T), 1)
@@ -254,11 +260,11 @@ def check_scored(trace: Trace) -> None:
 
 
 def measures(measured: Measurements) -> dict[str, Floats]:
-    """Return measure -> (sample, config), over the full run's norms; identical runs get equal values."""
+    """Return measure -> (sample, config), of the first step and over all; identical runs get equal values."""
     trace = measured.trace
     steps = np.arange(trace.run.steps) < measured_steps(trace)[:, None]
-    heads = measured["output_norm"].sum(axis=(2, 3))[:, None]
-    propagated = measured["perturbation_propagated"].sum(axis=(3, 4)) / heads
+    norms = measured["output_norm"].sum(axis=(2, 3))[:, None]
+    propagated = measured["perturbation_propagated"].sum(axis=(3, 4)) / norms
     drift = measured["hidden_drift_l1"][..., -1] / measured["hidden_norm"][:, None, :, -1]
     later = {
         "kl_all": _mean_over_steps(measured["logit_kl"], steps),
@@ -320,7 +326,7 @@ def _ranked_budget(
 
 
 def _correlation(measure: str, outcome: str, measured: Floats, answers: Floats) -> RetrievalCorrelation:
-    """Return Spearman's ρ of a measure with an outcome, (sample, config) each, within each sample."""
+    """Return Spearman's ρ of a measure with an outcome, (sample, config) each: within each sample, then the mean."""
     within = spearman(measured.T, answers.T) if len(answers) else np.empty(0)
     mean = intervals.estimate_mean(within, CORRELATION)
     return RetrievalCorrelation(measure, outcome, mean.value, mean.interval, mean.prompts)

@@ -124,7 +124,7 @@ class Patching(Result, PairRecord):
             mixtures = [one.heads.case(one.name) for one in self.named]
             return [Claim(sets, "perturb", mixtures, COMPARED, f"{baseline}'s", noun="mixture", is_name=True)]
         values, player = self.shapley, self.by[:-1]
-        write = text.points_apart if self.outcome == "score" else text.percent
+        write = text.difference_in_points if self.outcome == "score" else text.percent
         total = Case.number("", values.total, values.total_interval, write, 0)
         single = [
             Case.number(f"{player} {one.player}", one.value, one.value_interval, write, 0) for one in values.players
@@ -251,7 +251,7 @@ def patching_result(
     Raises FailedRunError where no sample is complete, ConfigError where none has the step.
     """
     measured = MixtureOutcomes(store, game, settings.step)
-    valued = orders is None or len(orders) > 0
+    has_values = orders is None or len(orders) > 0
     kl, kl_interval = median_kl(measured, game.baseline_everywhere)
     return Patching(
         baseline=store.run.configs[0],
@@ -261,7 +261,7 @@ def patching_result(
         kl_median=kl,
         kl_median_interval=kl_interval,
         cache_share=measured.cache_share(game.baseline_everywhere),
-        shapley=shapley(measured, settings.outcome, orders) if valued else None,
+        shapley=shapley(measured, settings.outcome, orders) if has_values else None,
         greedy=greedy(measured, settings.outcome, paths) if paths else None,
         named=tuple(named_mixture(measured, name, mixture) for name, mixture in game.mixtures),
         same=float(np.mean([store.same[name] for name in measured.samples])),

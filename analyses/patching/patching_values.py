@@ -103,8 +103,8 @@ def change(differences: Floats, baseline: Floats, outcome: str) -> tuple[Floats,
     def statistic(weights: Floats) -> Floats:
         if scored:
             return np.asarray(weights @ flat.T)
-        below = weights @ baseline
-        return np.asarray(1 + (weights @ flat.T) / np.where(below == 0, np.nan, below)[:, None])
+        divisor = weights @ baseline
+        return np.asarray(1 + (weights @ flat.T) / np.where(divisor == 0, np.nan, divisor)[:, None])
 
     value = statistic(np.full((1, samples), 1 / samples))[0].reshape(differences.shape[:-1])
     ends = intervals.of_statistics(statistic, samples, difference_kind(1) if scored else RATIO)
@@ -314,7 +314,7 @@ def shapley(measured: MixtureOutcomes, outcome: str, orders: Orders | None) -> S
     players = len(measured.game.players)
     coalitions = coalition.required_coalitions(players, orders)
     values = coalition_outcomes(measured, coalitions, outcome)
-    baseline = values[frozenset[int]()]
+    baseline = values[frozenset[int]()]  # no player switched
     if orders is None:
         per_sample, sampling = coalition.exact_values(values, players), np.zeros(players)
     else:
@@ -346,8 +346,8 @@ def greedy(measured: MixtureOutcomes, outcome: str, paths: Sequence[GreedyPath])
     """Return the greedy curves of two paths, each chosen on one half of the samples and judged on the other half."""
     baseline = measured.coalition(frozenset(), outcome)
 
-    def value(coalition: Coalition, indices: NDArray[np.int64]) -> Floats:
-        return measured.select(indices).coalition(coalition, outcome)
+    def value(switched: Coalition, indices: NDArray[np.int64]) -> Floats:
+        return measured.select(indices).coalition(switched, outcome)
 
     chosen, judged = coalition.greedy_curves(paths, value, len(baseline))
     on_choosing, on_judging = (change(curve - baseline, baseline, outcome) for curve in (chosen, judged))
@@ -358,7 +358,8 @@ def greedy(measured: MixtureOutcomes, outcome: str, paths: Sequence[GreedyPath])
 def sampling_error(contributions: Floats, unit: float) -> Floats:
     """Return half the 95 % interval of mean contributions over drawn orders, (player,).
 
-    By Student's t of the means of pairs of orders, whose sums over samples are divided by `unit`.
+    By Student's t of the means of pairs of orders. `contributions` are (order, player, sample); their sums over samples
+    are divided by `unit`, and NaN results where that is 0.
     """
     pairs = coalition.pair_means(contributions.sum(axis=-1)) / (unit if unit else np.nan)
     error = pairs.std(axis=0, ddof=1) / np.sqrt(len(pairs))
@@ -403,7 +404,7 @@ class NamedMixture(Record):
 
 
 def named_mixture(measured: MixtureOutcomes, name: str, mixture: Mixture) -> NamedMixture:
-    """Return the comparison of a mixture with the baseline; equal kept sets are ties (METHOD: the protocol, 4)."""
+    """Compare a mixture with the baseline's kept sets everywhere; equal sets are ties (METHOD: the protocol, 4)."""
     first = measured.heads(measured.game.baseline_everywhere)
     second = np.where(_equal_sets(measured, mixture, first.shape[-1]), first, measured.heads(mixture))
     floors, norms = (measured.head_values(kind) for kind in ("head_floors", "head_norms"))
@@ -447,7 +448,10 @@ def _ratio_interval(interval: OptionalInterval) -> OptionalInterval:
 
 
 def _equal_sets(measured: MixtureOutcomes, mixture: Mixture, heads: int) -> NDArray[np.bool_]:
-    """Return (sample, layer, head) True where kept sets equal the baseline's in this head and all earlier layers."""
+    """Return (sample, layer, head) True where kept sets equal the baseline's in this head and all earlier layers.
+
+    `heads` is the number of query heads of a layer; those of a group share a kept set.
+    """
     treated = np.array(mixture.layers)
     equal = np.array([~treated | measured.store.same[sample] for sample in measured.samples])
     equal = np.repeat(equal, heads // equal.shape[-1], axis=-1)

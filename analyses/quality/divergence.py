@@ -156,7 +156,7 @@ def divergence(answers: WrittenAnswers) -> Divergence:
     lengths = tuple(len(row["full"]["tokens"]) for row in rows)
     span = max(1, -(-max(lengths) // MOST_SPANS))
     has_kl = all(row.get("divergence") is not None for row in rows) and max(lengths) > 0
-    read = rows if has_kl else tuple({**row, "divergence": None} for row in rows)
+    compared = rows if has_kl else tuple({**row, "divergence": None} for row in rows)
     floors = span_means([row["divergence"]["noise_floor"] for row in rows], span) if has_kl else np.zeros((1, 0))
     return Divergence(
         identity=answers_identity(answers),
@@ -164,7 +164,7 @@ def divergence(answers: WrittenAnswers) -> Divergence:
         compress_every=answers.compress_every,
         lengths=lengths,
         span=span,
-        configs=tuple(divergence_point(read, config, span) for config in answers.run.configs),
+        configs=tuple(divergence_point(compared, config, span) for config in answers.run.configs),
         noise_floor=np.nanmean(floors, axis=0),
     )
 

@@ -48,12 +48,14 @@ def _longest_common_length(first: list[str], second: list[str]) -> int:
     return len(first) - (row & whole).bit_count()
 
 
-_BETWEEN = intervals.share_kind(0)
+_SHARE = intervals.share_kind(0)
 """A mean over samples of numbers from 0 to 1."""
 MOST_SPANS = 32
+"""Largest number of points of a KL curve."""
 AT_START = "Cache shares are those at the start of the answers."
 """The caveat where caches are compressed again while they answer."""
 Row = Mapping[str, Any]
+"""The answers to one prompt, as a file of answers holds them."""
 
 
 def _format_tokens(value: float, ends: OptionalInterval = None) -> str:
@@ -172,15 +174,17 @@ class DivergencePoint(Record):
         """Interval of the mean share of same tokens."""
         return self.forced.top1_interval if self.forced else None
 
-    def alike_after(self, tokens: int) -> tuple[Floats, Band]:
-        """Return the shares of samples whose first 0, 1, …, `tokens` tokens are equal, with exact intervals."""
+    def equal_prefix_shares(self, tokens: int) -> tuple[Floats, Band]:
+        """Return the shares of samples whose first 0, 1, …, `tokens` tokens are equal, with exact intervals.
+
+        Both are (tokens + 1,); no intervals for a single sample.
+        """
         counts = (self.first_difference >= np.arange(tokens + 1)[:, None]).sum(axis=1)
         samples = len(self.first_difference)
-        ends = [intervals.of_share(np.arange(samples) < count) for count in range(samples + 1)]
-        known = [end for end in ends if end is not None]
-        if not known:
+        if samples < 2:
             return counts / samples, None
-        low, high = (np.array([getattr(end, side) for end in known]) for side in ("low", "high"))
+        by_count = [intervals.of_share(np.arange(samples) < count) for count in range(samples + 1)]
+        low, high = (np.array([getattr(one, end) for one in by_count]) for end in ("low", "high"))
         return counts / samples, Interval(low[counts], high[counts])
 
 
@@ -199,7 +203,7 @@ def mean_cache_share(rows: Sequence[Row], label: str) -> float:
 
 
 def divergence_point(rows: Sequence[Row], config: EvictionConfig, span: int) -> DivergencePoint:
-    """Return the divergence of one configuration; each point of its KL curve averages `span` steps."""
+    """Return the divergence of one configuration's answers; each point of its KL curve averages `span` steps."""
     label = config.label()
     pairs = [(row["full"]["tokens"], row["evicted"][label]["tokens"]) for row in rows]
     first = np.array([_first_difference(full, evicted) for full, evicted in pairs])
@@ -212,7 +216,7 @@ def divergence_point(rows: Sequence[Row], config: EvictionConfig, span: int) -> 
         median_first_difference=float(np.quantile(first, 0.5, method="lower")),
         median_first_difference_interval=intervals.of_median(first),
         rouge_l=rouge,
-        mean_rouge_l_interval=intervals.of_mean(rouge, _BETWEEN),
+        mean_rouge_l_interval=intervals.of_mean(rouge, _SHARE),
         forced=None if rows[0].get("divergence") is None else _forced_reading(rows, label, span),
     )
 
@@ -229,7 +233,7 @@ def _forced_reading(rows: Sequence[Row], label: str, span: int) -> ForcedReading
         last=last,
         last_interval=_median_interval(last),
         top1=top1,
-        top1_interval=intervals.of_mean(top1, _BETWEEN),
+        top1_interval=intervals.of_mean(top1, _SHARE),
         curve=np.nanmedian(curves, axis=0),
         curve_interval=_median_intervals(curves),
     )
@@ -241,7 +245,10 @@ def _median_interval(each: Floats) -> OptionalInterval:
 
 
 def _median_intervals(curves: Floats) -> Band:
-    """Return the interval of each column's median, of (sample, span) values; NaN if its kind differs from the first."""
+    """Return the interval of each column's median, of (sample, span) values; None where the first column has none.
+
+    NaN where a column has none, or one of another kind than the first column's.
+    """
     each = [_median_interval(values) for values in curves.T]
     if not each or each[0] is None:
         return None

@@ -85,7 +85,7 @@ def metrics_text(named: NamedTerms) -> str:
     """Return the metrics of all data sets as text: 'the data sets' own metrics (qa_f1, rouge)', others with names."""
     own = [one for one in named if one[1].metrics and one[1].metrics == one[1].own_metrics]
     foreign = [one for one in named if one not in own]
-    parts = [_with_names(metrics, names, named) for metrics, names in _group_names(foreign, _metrics_text)]
+    parts = [_add_names(metrics, names, named) for metrics, names in _group_names(foreign, _metrics_text)]
     if own:
         metrics = ", ".join(sorted({metric for _, one in own for metric in one.metrics}))
         parts.append(
@@ -108,7 +108,7 @@ def _length_note(named: NamedTerms) -> str:
     """Return the sentence on answers' lengths that differ from the data sets' own; empty for none."""
     other = [(name, one) for name, one in named if {length for _, length in one.own_answers} != {one.answer}]
     used = [
-        _with_names(length, names, named) for length, names in _group_names(other, lambda one: f"{one.answer:,} tokens")
+        _add_names(length, names, named) for length, names in _group_names(other, lambda one: f"{one.answer:,} tokens")
     ]
     own = sorted({(name, length) for _, one in other for name, length in one.own_answers if length != one.answer})
     lengths = f" (own lengths: {', '.join(f'{name} {length}' for name, length in own)})" if own else ""
@@ -119,7 +119,7 @@ def _cut_note(named: NamedTerms) -> str:
     """Return the sentence on the lengths to which prompts were cut; empty if none was cut."""
     if all(one.max_tokens is None for _, one in named):
         return ""
-    return f"Prompts: {', '.join(_with_names(part, names, named) for part, names in _group_names(named, _cut_text))}."
+    return f"Prompts: {', '.join(_add_names(part, names, named) for part, names in _group_names(named, _cut_text))}."
 
 
 def _cut_text(one: Terms) -> str:
@@ -130,7 +130,7 @@ def _cut_text(one: Terms) -> str:
 def _chat_notes(named: NamedTerms) -> list[str]:
     """Return sentences on the use of a chat template that differs from the data sets' own."""
     other = [(name, one) for name, one in named if one.own_chats != {one.chat}]
-    return [f"{_with_names(part, names, named)}." for part, names in _group_names(other, _chat_text)]
+    return [f"{_add_names(part, names, named)}." for part, names in _group_names(other, _chat_text)]
 
 
 def _chat_text(one: Terms) -> str:
@@ -146,7 +146,7 @@ def _group_names(named: NamedTerms, describe: Callable[[Terms], str]) -> list[tu
     return list(groups.items())
 
 
-def _with_names(description: str, names: Sequence[str], named: NamedTerms) -> str:
+def _add_names(description: str, names: Sequence[str], named: NamedTerms) -> str:
     """Return a description with its data sets' names, 'f1 (mine, yours)'; no names if all data sets have it."""
     return description if len(names) == len(named) else f"{description} ({', '.join(names)})"
 
@@ -172,7 +172,7 @@ class Task:
         cache_shares: (sample, config) entries of the cache over those of the full one; NaN where the trace lacks them.
         propagated: (sample, config) propagated L1 of the first step over the norms of the full run's heads.
         kl: (sample, config) KL(full ‖ evicted) of the first step, in nat.
-        alike: number of samples whose full answer is one token or none, alike for all caches.
+        one_token_answers: number of samples whose full answer is one token or none, alike for all caches.
     """
 
     name: str
@@ -186,7 +186,7 @@ class Task:
     cache_shares: Floats
     propagated: Floats
     kl: Floats
-    alike: int
+    one_token_answers: int
 
 
 def tasks(traces: Sequence[Trace], configs: Sequence[EvictionConfig]) -> tuple[Task, ...]:
@@ -217,7 +217,7 @@ def _task(name: str, trace: Trace, indices: list[int]) -> Task:
         cache_shares=measured.cache_shares_by_sample[:, indices],
         propagated=np.asarray(perturbation / norms[:, None])[:, indices],
         kl=measured["logit_kl"][:, indices],
-        alike=int(has_only_first_token(trace).sum()),
+        one_token_answers=int(has_only_first_token(trace).sum()),
     )
 
 

@@ -25,8 +25,8 @@ from perturbkv.analyses.quality.score_columns import (
     MethodScore,
     ScoreColumn,
     ScoreDifference,
-    by_dataset,
-    by_kind,
+    dataset_columns,
+    kind_columns,
     rows,
     score_column,
 )
@@ -118,14 +118,14 @@ class Quality(Result):
         evicted = [Case.number(name, one.score, one.score_interval, text.points) for name, one in named]
         names = short_names([gain.treatment for gain in average.gains])
         gains = [
-            Case.number(name, gain.difference, gain.difference_interval, text.points_apart, 0)
+            Case.number(name, gain.difference, gain.difference_interval, text.difference_in_points, 0)
             for name, gain in zip(names, average.gains, strict=True)
         ]
-        contest = Claim(self.treatment, "scores", gains, _SCORED, self.baseline)
+        comparison = Claim(self.treatment, "scores", gains, _SCORED, self.baseline)
         return [
             Claim("the full cache", "scores", [full], where=" of 100"),
             Claim("an evicted cache", "scores", evicted),
-            *([contest] if gains else []),
+            *([comparison] if gains else []),
         ]
 
     def scope(self) -> Sequence[str]:
@@ -153,7 +153,7 @@ class Quality(Result):
         return [
             *([" ".join(terms)] if terms else []),
             *([left] if self.left_out else []),
-            *measurements.first_token_caveat(sum(task.alike for task in self.tasks), self.average.samples),
+            *measurements.first_token_caveat(sum(task.one_token_answers for task in self.tasks), self.average.samples),
         ]
 
     def details(self) -> Sequence[Part]:
@@ -161,13 +161,13 @@ class Quality(Result):
         several = len(self.datasets) > 1
         kinds = [kind for kind in self.kinds if 1 < len(kind.tasks) < len(self.tasks)]
         left = ", ".join(config.label() for config in self.left_out)
-        alike = sum(task.alike for task in self.tasks)
+        one_token_answers = sum(task.one_token_answers for task in self.tasks)
         return [
             *(self._column_table(one) for one in [*kinds, *(self.datasets if several else [])]),
             score_tables.grades_note(self.datasets),
             *(["Every data set counts the same in a kind's mean and in the average."] if several else []),
             f"*: {score_tables.BEST}; differences show whether that is decided.",
-            *filter(None, [measurements.first_token_note(alike, self.average.samples)]),
+            *filter(None, [measurements.first_token_note(one_token_answers, self.average.samples)]),
             *([f"Left out, as not all data sets have them ({', '.join(self.lacking)}): {left}."] if left else []),
             text.cache_share_note([method.cache_share for one in self.datasets for method in one.methods]),
         ]
@@ -193,8 +193,8 @@ class Quality(Result):
 
     def layouts(self) -> tuple[Layout, ...]:
         """Return the layouts by kind, if any kind holds several data sets, and by data set."""
-        summed = [self.kinds] if 1 < len(self.kinds) < len(self.datasets) else []
-        return tuple(lay_out(self.configs, shown, self.average) for shown in [*summed, self.datasets])
+        kinds = [self.kinds] if 1 < len(self.kinds) < len(self.datasets) else []
+        return tuple(lay_out(self.configs, shown, self.average) for shown in [*kinds, self.datasets])
 
     def _caption(self) -> str:
         """Return the caption of the exported tables: the run, metrics and intervals."""
@@ -212,7 +212,7 @@ class Quality(Result):
     def _column_lines(self, one: ScoreColumn) -> list[Line]:
         """Return the lines of a data set, a kind of task, or the average: full cache, then each configuration."""
         names = self.identity.names
-        gains = {gain.treatment: gain for gain in reversed(one.gains)}
+        gains = {gain.treatment: gain for gain in reversed(one.gains)}  # of several baselines the first
         lines = [Line(FULL, (ShownScore(1.0, None, one, None),))]
         for row in rows(self.configs, [one]):
             if row.index is not None:
@@ -265,8 +265,8 @@ def quality(traces: Trace | Iterable[Trace], *, baseline: str = "attention", tre
         baseline=baseline,
         treatment=treatment,
         pairs=pair_indices,
-        datasets=by_dataset(datasets, compared),
-        kinds=by_kind(datasets, compared),
+        datasets=dataset_columns(datasets, compared),
+        kinds=kind_columns(datasets, compared),
         average=score_column(AVERAGE, datasets, compared),
     )
 

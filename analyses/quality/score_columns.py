@@ -142,7 +142,7 @@ def score_column(name: str, tasks: Sequence[Task], compared: Comparison) -> Scor
     return ScoreColumn(**_column_fields(name, tasks, compared))
 
 
-def by_dataset(tasks: Sequence[Task], compared: Comparison) -> tuple[DatasetScores, ...]:
+def dataset_columns(tasks: Sequence[Task], compared: Comparison) -> tuple[DatasetScores, ...]:
     """Return each data set's scores, with perturbation and KL at the first decode step."""
     return tuple(
         DatasetScores(
@@ -154,7 +154,7 @@ def by_dataset(tasks: Sequence[Task], compared: Comparison) -> tuple[DatasetScor
     )
 
 
-def by_kind(tasks: Sequence[Task], compared: Comparison) -> tuple[ScoreColumn, ...]:
+def kind_columns(tasks: Sequence[Task], compared: Comparison) -> tuple[ScoreColumn, ...]:
     """Return a column of mean scores per kind of task."""
     return tuple(score_column(kind, list(some), compared) for kind, some in groupby(tasks, key=lambda task: task.kind))
 
@@ -163,7 +163,7 @@ def _column_fields(name: str, tasks: Sequence[Task], compared: Comparison) -> di
     """Return the fields of the `ScoreColumn` named `name` over some data sets."""
     full, evicted = [task.full for task in tasks], [task.evicted for task in tasks]
     means = [_stratified_mean([part[:, index] for part in evicted]) for index in range(len(compared.configs))]
-    best, shares = _is_best([value for value, _ in means], compared), cache_shares(tasks)
+    best, shares = _best_flags([value for value, _ in means], compared), cache_shares(tasks)
     methods = tuple(
         MethodScore(
             config=config,
@@ -230,7 +230,7 @@ def _difference_fields(first: Sequence[Floats], second: Sequence[Floats]) -> dic
     }
 
 
-def _is_best(means: Sequence[float], compared: Comparison) -> list[bool]:
+def _best_flags(means: Sequence[float], compared: Comparison) -> list[bool]:
     """Return, per configuration, whether its mean is the highest of its group; False where all of a group are equal."""
     best = [False] * len(means)
     for indices in compared.groups.values():
@@ -294,7 +294,7 @@ class Layout:
 
     def starts_group(self, row: Row) -> bool:
         """Return whether a row is the first of its group."""
-        previous = self.rows[self.rows.index(row) - 1]
+        previous = self.rows[self.rows.index(row) - 1]  # the first row is the full cache's, which has no index
         return row.index is not None and row.group != previous.group
 
 

@@ -70,7 +70,7 @@ _SIGNS = {
 
 def latex(layouts: Sequence[Layout], caption: str) -> str:
     """Return every table in LaTeX, as a float over both columns of a page with the caption above it."""
-    return COMMENT + "\n".join("\n".join(_float(layout, caption)) + "\n" for layout in layouts)
+    return COMMENT + "\n".join("\n".join(_float_environment(layout, caption)) + "\n" for layout in layouts)
 
 
 def escape_latex(text: str) -> str:
@@ -78,7 +78,7 @@ def escape_latex(text: str) -> str:
     return "".join(_SIGNS.get(sign, sign) for sign in in_a_line(text))
 
 
-def _float(layout: Layout, caption: str) -> Iterator[str]:
+def _float_environment(layout: Layout, caption: str) -> Iterator[str]:
     """Yield the lines of a LaTeX float with the table and its caption."""
     yield r"\begin{table*}"
     yield r"\centering"
@@ -113,7 +113,7 @@ def _kind_headings(layout: Layout) -> list[str]:
 
 def _kind_rules(layout: Layout) -> Iterator[str]:
     """Yield the LaTeX rule below the heading of each kind of task."""
-    first = 4
+    first = 4  # after method, budget and cache share
     for kind, count in layout.kinds:
         if kind:
             yield rf"\cmidrule(lr){{{first}-{first + count - 1}}}"

@@ -35,7 +35,7 @@ Values = Mapping[Coalition, Floats]
 
 
 def draw_orders(players: int, permutations: int, seed: int) -> Orders:
-    """Draw orders of the players, each followed by its reverse; `permutations` counts both.
+    """Draw orders of the players, each followed by its reverse; `permutations` counts both and is rounded down to even.
 
     Example:
         >>> draw_orders(3, 4, seed=0).tolist()

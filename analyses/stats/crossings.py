@@ -188,7 +188,7 @@ def crossing_ratio(budgets: tuple[Floats, Floats], each: tuple[Floats, Floats], 
     """
     baseline, treatment = (_crossing_limits(*curves, threshold) for curves in zip(budgets, each, strict=True))
     with np.errstate(divide="ignore"):
-        least, most = treatment[0] / baseline[1], treatment[1] / baseline[0]
+        least, most = treatment[0] / baseline[1], treatment[1] / baseline[0]  # least over largest, largest over least
     low, high = intervals.of_median(least), intervals.of_median(most)
     interval = None if low is None or high is None else Interval(low.low, high.high, low.kind)
     limits = (_median_ratio(least), _median_ratio(most))
@@ -202,7 +202,7 @@ def _crossing_limits(budgets: Floats, curves: Floats, threshold: float) -> tuple
 
 
 def _median_ratio(ratios: Floats) -> float:
-    """Return the median of (sample,) ratios; of an even number the geometric mean of the two middle ones."""
+    """Return the median of (sample,) ratios; of an even number the geometric mean of the middle two."""
     ordered = np.sort(ratios)
     low, high = ordered[(len(ratios) - 1) // 2], ordered[len(ratios) // 2]
     return float(high if np.isinf(high) else np.sqrt(low * high))

@@ -82,6 +82,8 @@ def decide(method: Floats, control: Floats, margin: float = MARGIN, tied: bool =
         control: likewise.
         margin: δ, as `check_margin` accepts it.
         tied: whether rounding explains every difference: then none is decided.
+
+    Undecided for fewer than five samples.
     """
     if len(method) < MIN_SAMPLES:
         return ControlVerdict(UNDECIDED, False, None, None)
@@ -93,7 +95,8 @@ def decide(method: Floats, control: Floats, margin: float = MARGIN, tied: bool =
     verdict = {LESS: BETTER, MORE: WORSE, ALIKE: EQUIVALENT}.get(side, EQUIVALENT if within else UNDECIDED)
     needed = None
     if verdict == UNDECIDED and whole is not None and whole.low > 0:
-        spread = math.log(whole.high / whole.low) / 2 * math.sqrt(len(method)) / RATIO.errors(len(method))
+        # on the logarithm, half of the interval is t standard errors
+        spread = math.log(whole.high / whole.low) / 2 * math.sqrt(len(method)) / RATIO.t_quantile(len(method))
         needed = samples_to_decide(value, spread, margin, len(method))
     return ControlVerdict(verdict, within, bounds, needed)
 
@@ -109,7 +112,7 @@ def samples_to_decide(value: float, spread: float, margin: float = MARGIN, more_
 def chance_to_decide(value: float, spread: float, samples: int, margin: float = MARGIN) -> float:
     """Return how often a run of so many samples decides a difference, or equivalence, at this ratio and spread."""
     distance, error = abs(math.log(value)), spread / math.sqrt(samples)
-    differs, within = RATIO.errors(samples) * error, math.log1p(margin) - ONE_SIDED.errors(samples) * error
+    differs, within = RATIO.t_quantile(samples) * error, math.log1p(margin) - ONE_SIDED.t_quantile(samples) * error
 
     def nearer_than(end: float) -> float:
         """Return how often the logarithm of a run's ratio is nearer to 0 than `end`."""
@@ -140,8 +143,8 @@ def smallest_effect(samples: int, margin: float | None = None, spread: float = T
     """Return the smallest effect that `samples` can show; `margin` where equivalence is asked, too."""
     if samples < MIN_SAMPLES:
         return SmallestEffect(samples, spread, None, None, margin, None)
-    reach = RATIO.errors(samples) + float(special.ndtri(POWER))
-    factor = math.exp(min(reach * spread / math.sqrt(samples), 700))
-    both = ONE_SIDED.errors(samples) + float(special.ndtri((1 + POWER) / 2))  # of equal sums, to either side
+    reach = RATIO.t_quantile(samples) + float(special.ndtri(POWER))
+    factor = math.exp(min(reach * spread / math.sqrt(samples), 700))  # beyond it a float overflows
+    both = ONE_SIDED.t_quantile(samples) + float(special.ndtri((1 + POWER) / 2))  # of equal sums, to either side
     widest = None if margin is None else math.log1p(margin) * math.sqrt(samples) / both
     return SmallestEffect(samples, spread, 1 / factor, factor, margin, widest)

@@ -100,7 +100,7 @@ class StatisticKind:
         """Return Student's degrees of freedom for a number of samples."""
         return max(1.0, min(self.freedom * samples, samples - 1.0))
 
-    def errors(self, samples: float) -> float:
+    def t_quantile(self, samples: float) -> float:
         """Return how many standard errors lie between the number and each end of its interval: Student's t."""
         return float(special.stdtrit(self.degrees(samples), (1 + self.level) / 2))  # without importing `scipy.stats`
 
@@ -155,7 +155,7 @@ def of_mean(per_sample: Floats, kind: StatisticKind) -> OptionalInterval:
 
 
 def _jackknife_of_mean(known: Floats, kind: StatisticKind) -> OptionalInterval:
-    """Return the interval of the mean over samples of (sample,) values without NaN, whatever these are."""
+    """Return the interval of the mean over samples of (sample,) values without NaN, by the jackknife in any case."""
     return of_statistic(lambda weights: weights @ known, len(known), kind)
 
 
@@ -208,7 +208,7 @@ def _median_levels(samples: int) -> Floats:
 def of_statistic(
     statistic: Callable[[Floats], Floats], samples: int, kind: StatisticKind, deciding: float | None = None
 ) -> OptionalInterval:
-    """Return the interval of a number, or None; `statistic` maps weights (row, sample) to (row,) values."""
+    """Return the interval of a number; None where it has none. Arguments as of `of_statistics`, with (row,) values."""
     ends = of_statistics(statistic, samples, kind, deciding)
     if ends is None or np.isnan([ends.low, ends.high]).any():
         return None
@@ -220,7 +220,7 @@ def of_statistics(
 ) -> Band:
     """Return the interval of each number of an array, over samples; None for a single sample.
 
-    NaN where a number has none.
+    NaN where a number has none; a range for fewer than five samples.
 
     `statistic` maps weights (row, sample), each row summing to 1, to values (row, …): means over samples are then
     matrix products. `deciding`: the number of samples that the statistic really depends on, where it is smaller.
@@ -241,20 +241,23 @@ def jackknife(
 ) -> tuple[Floats, Floats]:
     """Return the ends of the interval of `value` (…), from its leave-one-out values (sample, …).
 
-    They are made on the scale of `kind`; where that is not defined, because a value is 0, on the plain one.
+    They are made on the scale of `kind`; where that is not defined, because a value is 0, on the plain one. `deciding`:
+    as of `of_statistics`.
     """
     count = len(left_out)
-    sure = deciding or count
-    reach = kind.errors(sure)
+    samples = deciding or count
+    reach = kind.t_quantile(samples)
     plain = reach * np.sqrt(_variance(left_out) + _heads_variance(value, count, kind))
     low, high = value - plain, value + plain
     if kind.log:
         usable = (value > 0) & (left_out > 0).all(axis=0)
         safe, others = np.where(usable, value, 1.0), np.where(usable, left_out, 1.0)
-        factor = np.exp(np.minimum(reach * np.sqrt(_variance(np.log(others))), 700))
+        factor = np.exp(np.minimum(reach * np.sqrt(_variance(np.log(others))), 700))  # beyond it a float overflows
         low, high = np.where(usable, safe / factor, low), np.where(usable, safe * factor, high)
     low, high = np.clip(low, *kind.limits), np.clip(high, *kind.limits)
-    return _widen_for_unseen(value, low, high, left_out, kind, sure) if np.isfinite(kind.limits).all() else (low, high)
+    if not np.isfinite(kind.limits).all():
+        return low, high
+    return _widen_for_unseen(value, low, high, left_out, kind, samples)
 
 
 def _variance(left_out: Floats) -> Floats:
@@ -274,7 +277,7 @@ def _widen_for_unseen(
 ) -> tuple[Floats, Floats]:
     """Return the interval's ends, moved outward to allow for rare values that no sample shows."""
     count, (least, most) = len(left_out), kind.limits
-    rest = 1 - ((1 - kind.level) / 2) ** (1 / deciding)
+    rest = 1 - ((1 - kind.level) / 2) ** (1 / deciding)  # largest share of others that such samples do not exclude
     each = count * value - (count - 1) * left_out  # the samples that the mean is of
     alike = np.zeros_like(value) if kind.heads else 1.0 * (np.ptp(each, axis=0) < count * _ROUNDING)
     unsure = [np.maximum(alike, _single_departure(np.abs(each - limit), count)) for limit in kind.limits]
@@ -285,7 +288,11 @@ def _widen_for_unseen(
 
 
 def _rare_extension(low: Floats, high: Floats, each: Floats, rest: float) -> tuple[Floats, Floats]:
-    """Return how far to move out both ends of a mean of (sample, …) differences; 0 unless most are 0."""
+    """Return how far to move out both ends of the interval of a mean of (sample, …) differences.
+
+    0 unless at least half of these are 0, and at an end that leaves out 0; else `rest`, the share that no sample may
+    show, of the way to the farthest sample.
+    """
     size = np.abs(each).max(axis=0)
     rare = (np.abs(each) <= len(each) * _ROUNDING * size).mean(axis=0) >= _RARE_TIES
     mean, least, most = each.mean(axis=0), np.minimum(each.min(axis=0), 0), np.maximum(each.max(axis=0), 0)

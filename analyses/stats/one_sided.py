@@ -33,15 +33,19 @@ MOST_SAMPLES = 1_000_000
 _STAKES = np.append(np.geomspace(1e-3, 0.9, 40), 1.0)
 """Shares of the largest stake, at which a sample of 0 takes all."""
 _CAPITALS = np.log(np.append(np.full(40, 0.5 / 40), 0.5))
+"""Logarithm of the capital behind each stake."""
 _STEPS = 50
+"""Bisections of the interval in which a bound is searched."""
 _LEVELS = (np.arange(200) + 0.5) / 200
+"""Levels of χ² over which the unknown variance of a lognormal is averaged."""
 _LARGEST_EXPONENT = 700.0
+"""Beyond it a float overflows."""
 
 
 def share_at_least(hits: NDArray[np.bool_], samples: int | None = None) -> float:
     """Return the lower bound of the share of True in `hits`; `samples`: as if there were that many."""
     count = samples or len(hits)
-    successes = int(hits.mean() * count + 1e-9)
+    successes = int(hits.mean() * count + 1e-9)  # rounded down, but for rounding errors
     return float(special.betaincinv(successes, count - successes + 1, RISK)) if successes else 0.0
 
 
@@ -76,7 +80,10 @@ def mean_at_most(each: Floats, samples: int | None = None) -> float:
 
 
 def _lognormal_bound(logs: Floats, count: int) -> float:
-    """Return the upper bound of a lognormal mean, from the logarithms' median and the spread above the median."""
+    """Return the upper bound of a lognormal mean, from the logarithms' median and the spread above the median.
+
+    `logs` are (sample,); `count` is the number of samples that the bound is of.
+    """
     middle = float(np.median(logs))
     spread = float(((np.sort(logs)[-(len(logs) // 2) :] - middle) ** 2).mean())
     if spread == 0:
@@ -95,7 +102,7 @@ def _lognormal_bound(logs: Floats, count: int) -> float:
 
 
 def samples_for(holds: Callable[[int], bool], samples: int) -> int | None:
-    """Return the smallest number above `samples` for which `holds` is true; None if beyond about a million."""
+    """Return the smallest number above `samples` from which on `holds` is true; None if beyond about a million."""
     low, high = samples, 2 * samples
     while not holds(high):
         if high > MOST_SAMPLES:

@@ -24,7 +24,9 @@ from perturbkv.analyses.stats.arithmetic import ratio
 from perturbkv.analyses.stats.intervals import mean_where_known
 
 LEVEL = 0.05
+"""Largest p, or false discovery rate, that is significant."""
 MOST_EXACT = 12
+"""Largest number of samples of which all sign flips are made."""
 _ROUNDING = 1e-9
 """Sums that differ by less than this share of their size are equal: they were added in another order."""
 
@@ -112,7 +114,10 @@ def _flip_signs(samples: int) -> Floats:
 
 
 def _p_values(sizes: Floats) -> Floats:
-    """Return the p-value of each test under each flip, (flip, test): the share of flips with an equal or larger sum."""
+    """Return the p-value of each test under each flip, (flip, test): the share of flips with an equal or larger sum.
+
+    `sizes`: (flip, test) absolute sums.
+    """
     shares = []
     for test in np.ascontiguousarray(sizes.T):
         below = np.searchsorted(np.sort(test), test * (1 - _ROUNDING), side="left")
@@ -138,6 +143,7 @@ def _least_tests(smallest: float, count: int) -> int:
 
 
 _MOST_PERMUTATIONS = 2**12
+"""Number of permutations up to which all are made, and that are drawn of more."""
 _ENDS = (0.025, 0.975)
 
 

@@ -146,35 +146,34 @@ class ChangedHead(Record):
         return f"{self.layer}-{self.head}"
 
 
-def changes(trace: Trace, sample: int, sides: tuple[int, int]) -> tuple[Floats, Floats]:
+def relative_perturbations(trace: Trace, sample: int, sides: tuple[int, int]) -> tuple[Floats, Floats]:
     """Return each side's isolated perturbation over ‖o_h‖₁ at the first decode step, (layer, head); 0 if ‖o_h‖₁ is 0.
 
     `sample` and `sides` are indices along the trace's axes `sample` and `config`.
     """
-    moved = trace.arrays["perturbation_isolated"][sample]
+    perturbation = trace.arrays["perturbation_isolated"][sample]
     norm = trace.arrays["output_norm"][sample, 0]
-    first, second = (np.nan_to_num(ratio(moved[side, 0], norm)) for side in sides)
+    first, second = (np.nan_to_num(ratio(perturbation[side, 0], norm)) for side in sides)
     return first, second
 
 
 def changed_heads(trace: Trace, sample: int, sides: tuple[int, int], layer: int | None, most: int) -> list[ChangedHead]:
-    """Return up to `most` heads, of a layer or of all layers, whose perturbation the treatment changes most."""
-    first, second = changes(trace, sample, sides)
-    moved = np.abs(second - first)
+    """Return up to `most` heads, of the layer at an index or of all, whose perturbation the treatment changes most."""
+    first, second = relative_perturbations(trace, sample, sides)
+    change = np.abs(second - first)
     if layer is not None:
-        moved[np.arange(len(moved)) != layer] = -1
-    order = np.argsort(-moved, axis=None, kind="stable")[: min(most, int((moved >= 0).sum()))]
-    return [
-        changed_head(trace, sample, sides, int(index) // moved.shape[1], int(index) % moved.shape[1]) for index in order
-    ]
+        change[np.arange(len(change)) != layer] = -1  # below every change
+    order = np.argsort(-change, axis=None, kind="stable")[: min(most, int((change >= 0).sum()))]
+    heads = change.shape[1]
+    return [changed_head(trace, sample, sides, int(index) // heads, int(index) % heads) for index in order]
 
 
 def changed_head(trace: Trace, sample: int, sides: tuple[int, int], layer: int, head: int) -> ChangedHead:
     """Return a head's perturbation and numbers of kept tokens under both configurations."""
-    moved = [float(side[layer, head]) for side in changes(trace, sample, sides)]
+    baseline, treatment = (float(side[layer, head]) for side in relative_perturbations(trace, sample, sides))
     first, second = (set(trace.kept(sample, side, layer, head).tolist()) for side in sides)
     counts = len(first & second), len(first - second), len(second - first)
-    return ChangedHead(trace.layer_name(layer), head, moved[0], moved[1], *counts)
+    return ChangedHead(trace.layer_name(layer), head, baseline, treatment, *counts)
 
 
 def cache_shares(trace: Trace, sample: int, sides: tuple[int, int]) -> tuple[float, float]:
@@ -202,7 +201,7 @@ def fates(trace: Trace, prompt: PromptText, sides: tuple[int, int], layer: int, 
 def losses(
     trace: Trace, sample: int, sides: tuple[int, int], layer: int, head: int
 ) -> tuple[tuple[Loss, ...], tuple[Loss, ...]] | None:
-    """Return each side's evicted entries with the largest contributions to the output; None where not measured."""
+    """Return each side's evicted entries with the largest contributions to a head's output; None where not measured."""
     cells = [(sample, side, layer, head) for side in sides]
     if not set(_LOST) <= set(trace.arrays) or np.isnan(trace.arrays["weighted_norm"][sample, layer, head]):
         return None

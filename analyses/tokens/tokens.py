@@ -97,9 +97,10 @@ def _add_gaps(parts: Sequence[tuple[int, int]], count: int) -> list[tuple[int, i
 
 LOOKS = {BOTH: "kept", BASELINE: "lost", TREATMENT: "gained", NEITHER: "dropped", QUESTION: "plain"}
 """Fate of a token -> its look."""
-_AROUND = 14
+_CONTEXT_CHARACTERS = 14
 """Characters shown before and after an evicted token."""
 _HALF = "·"
+"""Stands for a token that is a part of a character."""
 _HEADS = 5
 """Largest number of heads in the table."""
 _OUTPUT_NOTE = (
@@ -263,8 +264,8 @@ class Tokens(Result, PairRecord):
 
     def _reason(self) -> str:
         """Return how much of the head's attention each side evicts, and which of its evicted entries adds most."""
-        (first, second), evicted = self.sides, map(text.percent, self.evicted_attention)
-        shares = f"{first} evicts {next(evicted)} of head {self.shown.name}'s attention, {second} {next(evicted)}."
+        (first, second), evicted = self.sides, [text.percent(share) for share in self.evicted_attention]
+        shares = f"{first} evicts {evicted[0]} of head {self.shown.name}'s attention, {second} {evicted[1]}."
         if not self.losses or not all(self.losses):
             return f"Why: {shares}\n"
         largest = (f"‹{self._piece(lost[0].position)}› at {lost[0].position:,}" for lost in self.losses)
@@ -353,8 +354,8 @@ class Tokens(Result, PairRecord):
     def _context(self, position: int) -> str:
         """Return the token between ‹ and › with nearby text, in one line."""
         pieces = self.prompt.pieces
-        before = _one_line("".join(pieces[max(0, position - _AROUND) : position]))[-_AROUND:]
-        after = _one_line("".join(pieces[position + 1 : position + 1 + _AROUND]))[:_AROUND]
+        before = _one_line("".join(pieces[max(0, position - _CONTEXT_CHARACTERS) : position]))[-_CONTEXT_CHARACTERS:]
+        after = _one_line("".join(pieces[position + 1 : position + 1 + _CONTEXT_CHARACTERS]))[:_CONTEXT_CHARACTERS]
         return f"{before}‹{self._piece(position)}›{after}"
 
     def _piece(self, position: int) -> str:
@@ -403,12 +404,13 @@ def tokens(
     """
     first_side, treatments = choose_sides(trace, baseline, treatment)
     prompt = prompt_of(trace, sample)
-    layers = _checked_layers(trace, layer, head)
+    layers = _measured_layers(trace, layer, head)
     index = None if layer is None else layers.index(layer)
     matching = pairs(trace.run, first_side, treatments[0])
     first, second = matching[0]
     sides = (trace.run.configs.index(first), trace.run.configs.index(second))
     heads = [] if head is not None else changed_heads(trace, prompt.index, sides, index, _HEADS)
+    # a head is asked for with its layer
     shown = changed_head(trace, prompt.index, sides, index or 0, head) if head is not None else heads[0]
     return Tokens(
         identity=replace(identity(trace, (first, second)), samples=1, failed=0, ended=0),
@@ -427,10 +429,10 @@ def tokens(
     )
 
 
-def _checked_layers(trace: Trace, layer: int | None, head: int | None) -> list[int]:
-    """Return the numbers of the measured layers. Raises ConfigError for a `layer` or `head` that is not measured.
+def _measured_layers(trace: Trace, layer: int | None, head: int | None) -> list[int]:
+    """Return the numbers of the measured layers, with the `layer` and `head` that were asked for checked.
 
-    Raises ConfigError where they are not, and for a head without a layer.
+    Raises ConfigError where these are not measured, and for a head without a layer.
     """
     layers, heads = trace.arrays["kept_count"].shape[2:]
     if head is not None and layer is None:

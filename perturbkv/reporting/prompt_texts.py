@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from perturbkv.analyses.measurements import Floats
 from perturbkv.analyses.stats.arithmetic import ratio
-from perturbkv.analyses.tokens.fates import PromptText, changes, prompt_of
+from perturbkv.analyses.tokens.fates import PromptText, prompt_of, relative_perturbations
 from perturbkv.errors import TraceError
 from perturbkv.escaping import escape_control_characters
 from perturbkv.reporting.page_blocks import Blocks, block_bytes, deflate, encode_shares
@@ -171,7 +171,7 @@ def heads_by_change(trace: Trace, sample: int, pairs: Sequence[IndexPair], exclu
 
     The change is that of the isolated perturbation over ‖o_h‖₁.
     """
-    sides = [changes(trace, sample, pair) for pair in pairs]
+    sides = [relative_perturbations(trace, sample, pair) for pair in pairs]
     shape = trace.arrays["output_norm"].shape[-2:]
     change = np.max([np.abs(second - one) for one, second in sides], axis=0) if sides else np.zeros(shape)
     order = np.stack(np.unravel_index(np.argsort(-change, axis=None, kind="stable"), shape), axis=1).tolist()

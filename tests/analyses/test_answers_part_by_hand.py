@@ -44,13 +44,13 @@ def test_the_first_token_that_differs_is_found_and_an_end_is_one() -> None:
 def test_shares_of_answers_alike_so_far_are_counted_token_by_token() -> None:
     first, second = divergence(written(*ROWS)).configs
     for one in (first, second):
-        shares, band = one.alike_after(6)
+        shares, band = one.equal_prefix_shares(6)
         wanted = [sum(place >= tokens for place in one.first_difference) / 5 for tokens in range(7)]
         assert shares.tolist() == wanted
         assert band is not None
         assert (band.low <= shares).all()
         assert (band.high >= shares).all()
-    assert first.alike_after(6)[0].tolist() == [1, 0.8, 0.8, 0.2, 0, 0, 0]
+    assert first.equal_prefix_shares(6)[0].tolist() == [1, 0.8, 0.8, 0.2, 0, 0, 0]
 
 
 def test_kl_is_averaged_over_an_answers_tokens_and_its_median_over_samples_told() -> None:

@@ -17,7 +17,7 @@ from perturbkv.analyses.verdicts import (
     LESS,
     MORE,
     UNDECIDED,
-    interval_verdict,
+    interval_side,
     ratio_verdict,
     verdict_at,
 )
@@ -175,11 +175,11 @@ def test_sides_of_an_interval() -> None:
     ends = ((0.5, 0.99), (0.5, 1.0), (1.0, 2.0), (1.01, 2.0))
     intervals = [Interval(*pair) for pair in ends]
     assert [verdict_at(interval, 1) for interval in intervals] == [LESS, UNDECIDED, UNDECIDED, MORE]
-    assert [interval_verdict(interval, 1) for interval in intervals] == [-1, 0, 0, 1]
-    assert interval_verdict(Interval(0.5, 0.9, "range"), 1) is interval_verdict(None, 1) is None
+    assert [interval_side(interval, 1) for interval in intervals] == [-1, 0, 0, 1]
+    assert interval_side(Interval(0.5, 0.9, "range"), 1) is interval_side(None, 1) is None
     assert verdict_at(None, 1) == verdict_at(Interval(0.4, 0.6, "range"), 1) == FEW
     assert ratio_verdict(0.7, None, tied=True) == ratio_verdict(1.0, None) == ALIKE
-    assert text.difference(0.83, Interval(0.78, 0.88)) == "17 % [12, 22] less"
-    assert text.difference(3.1, Interval(2.4, 4.0)) == "210 % [140, 300] more"
+    assert text.relative_difference(0.83, Interval(0.78, 0.88)) == "17 % [12, 22] less"
+    assert text.relative_difference(3.1, Interval(2.4, 4.0)) == "210 % [140, 300] more"
     assert [text.sample_note(number) for number in (1, 4, 8)] == [
         "one sample: no interval", "n = 4 samples: ranges, too few for intervals", "n = 8 samples"]  # fmt: skip

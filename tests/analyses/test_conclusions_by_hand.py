@@ -14,7 +14,7 @@ from perturbkv.analyses.bounds.bound_tightness import bound_tightness
 from perturbkv.analyses.horizon.horizon import horizon
 from perturbkv.analyses.needle.needle import Needle, needle
 from perturbkv.analyses.stats.intervals import Interval
-from perturbkv.analyses.verdicts import ALIKE, FEW, LESS, MORE, UNDECIDED, interval_verdict
+from perturbkv.analyses.verdicts import ALIKE, FEW, LESS, MORE, UNDECIDED, interval_side
 from perturbkv.trace import Trace
 from tests.analyses.test_ablation_by_hand import CHAIN
 from tests.analyses.test_ablation_by_hand import made as chain
@@ -48,7 +48,7 @@ def test_the_assumption_is_judged_by_the_interval_of_the_share(
 ) -> None:
     result = assumption(sigmas([values]))
     reading = result.configs[0].sigma_stage1
-    assert (reading.share, interval_verdict(reading.share_interval, 0.5)) == (share, verdict)
+    assert (reading.share, interval_side(reading.share_interval, 0.5)) == (share, verdict)
     assert Counter(head.layer for head in reading.weak_heads) == weak
     table = result.table()
     (row,) = (dict(zip(result.SHOWN[1:], cells[-4:], strict=True)) for cells in table.rows)
@@ -68,7 +68,7 @@ def test_the_conclusion_of_the_assumption_names_verdict_share_and_n() -> None:
 @pytest.mark.parametrize("samples", [1, 4])
 def test_few_samples_judge_no_assumption(samples: int) -> None:
     result = assumption(sigmas([[0.4, 0.9, 0.9, 0.9]], samples))
-    assert interval_verdict(result.configs[0].sigma_stage1.share_interval, 0.5) is None
+    assert interval_side(result.configs[0].sigma_stage1.share_interval, 0.5) is None
     assert [case.verdict for case in result.claims()[0].cases] == [FEW]
 
 
@@ -230,7 +230,7 @@ def test_few_samples_decide_no_advantage_and_no_growth(samples: int) -> None:
     assert [case.verdict for case in advantage.cases()] == [FEW, FEW]
     assert (advantage.first_ratio, advantage.last_ratio) == pytest.approx((0.5, 0.75))
     growth = [config.curves["propagated"].growth_interval for config in result.configs]
-    assert [interval_verdict(interval, 1) for interval in growth] == [None, None]
+    assert [interval_side(interval, 1) for interval in growth] == [None, None]
     assert [case.verdict for case in result.claims()[-1].cases] == [FEW, FEW]
 
 
@@ -266,7 +266,7 @@ def test_a_needle_is_found_by_the_best_and_the_worst() -> None:
 def verdict(result: Needle) -> tuple[float, int | None]:
     """ρ of propagated perturbation with the digits, and on which side of 0 its interval lies."""
     (budget,) = result.correlation.budgets
-    return round(budget.principal().rho, 2), interval_verdict(budget.principal().rho_interval, 0)
+    return round(budget.principal().rho, 2), interval_side(budget.principal().rho_interval, 0)
 
 
 def test_perturbation_predicts_misleads_or_decides_nothing() -> None:

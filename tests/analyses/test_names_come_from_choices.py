@@ -12,7 +12,15 @@ from scipy import stats
 from perturbkv.analyses.correlation.correlation import Correlation, correlation
 from perturbkv.analyses.identity import MOST_NAMED, identity
 from perturbkv.analyses.json_values import config_object, parse_config_object, run_object, setting_object
-from perturbkv.analyses.names import budget_names, common, distinct_choices, fold, setting_name, short_names, side_names
+from perturbkv.analyses.names import (
+    budget_names,
+    common_text,
+    distinct_choices,
+    fold,
+    setting_name,
+    short_names,
+    side_names,
+)
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
@@ -41,17 +49,17 @@ def test_a_name_says_what_differs_and_a_setting_what_is_shared() -> None:
     configs = [config("attention"), config("two-stage"), config("two-stage", alpha=0.5, score="pooled")]
     assert short_names(configs) == ["attention", "two-stage", "two-stage(alpha=0.5, score=pooled)"]
     assert short_names(configs, "selection") == ["", "", "two-stage(alpha=0.5, score=pooled)"]
-    assert common(configs) == "snapkv b=64 w=32 max7 query"
+    assert common_text(configs) == "snapkv b=64 w=32 max7 query"
     assert distinct_choices(configs)[2] == {"selection": "two-stage", "alpha": "a=0.5", "score": "score=pooled"}
     assert setting_name(configs[2], "budget") == "a=0.5 w=32 max7 query score=pooled"
     assert short_names(configs[:1]) == [""]
-    assert (short_names([]), common([])) == ([], "")
+    assert (short_names([]), common_text([])) == ([], "")
 
 
 def test_a_selection_and_a_policy_of_one_name_are_told_apart() -> None:
     configs = [configuration(64, policy=policy, selection="random") for policy in ("snapkv", "random")]
     assert short_names(configs) == ["snapkv", "random"]
-    assert common(configs).startswith("random ")
+    assert common_text(configs).startswith("random ")
 
 
 def test_sides_are_told_by_what_they_differ_in() -> None:
@@ -86,13 +94,13 @@ def test_a_long_word_is_folded_behind_its_signs_and_a_short_one_is_not() -> None
 def test_what_one_protects_and_the_other_does_not_is_no_common_choice() -> None:
     configs = [config("two-stage"), config("two-stage", protect_first=4)]
     assert short_names(configs) == ["", "protect-first=4"]
-    assert "protect" not in common(configs)
+    assert "protect" not in common_text(configs)
 
 
 def test_a_policys_option_is_not_shared_with_a_policy_that_lacks_it() -> None:
     configs = [config("two-stage"), config("two-stage", policy="adakv(floor=0.1)")]
     assert short_names(configs) == ["snapkv", "adakv(floor=0.1)"]
-    assert "floor" not in common(configs)
+    assert "floor" not in common_text(configs)
 
 
 def test_budgets_of_two_policies_have_two_names() -> None:

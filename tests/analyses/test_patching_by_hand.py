@@ -17,7 +17,7 @@ from perturbkv.analyses.stats import coalition as greedy
 from perturbkv.analyses.stats import coalition as shapley
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.coalition import GreedyPath
-from perturbkv.analyses.verdicts import FEW, interval_verdict
+from perturbkv.analyses.verdicts import FEW, interval_side
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.patching import Coalition, Game, Mixture, PatchingConfig
 from perturbkv.configs.run import RunConfig
@@ -307,7 +307,7 @@ def test_equal_kept_sets_are_ties_and_are_said_to_be_equal() -> None:
 def test_few_samples_decide_nothing_and_many_intervals_are_said_to_err() -> None:
     few = concluded(PatchingConfig(), additive)
     assert few.shapley is not None
-    assert {interval_verdict(player.value_interval, 0) for player in few.shapley.players} == {None}
+    assert {interval_side(player.value_interval, 0) for player in few.shapley.players} == {None}
     assert {case.verdict for claim in few.claims() for case in claim.cases} == {FEW}
     game = game_of(PatchingConfig())
 
@@ -318,7 +318,7 @@ def test_few_samples_decide_nothing_and_many_intervals_are_said_to_err() -> None
 
     result = patching_result(store_of(clear, game, samples=6), game, PatchingConfig(), None, [])
     assert result.shapley is not None
-    assert [interval_verdict(player.value_interval, 0) for player in result.shapley.players] == [-1, 0, 0, 0]
+    assert [interval_side(player.value_interval, 0) for player in result.shapley.players] == [-1, 0, 0, 0]
     assert result.conclusion() == (
         "Whether two-stage's kept sets instead of attention's make the last layer's drift lower is undecided: −30 % "
         "[−58, 18]; whether a single layer makes it lower is undecided in 3 of 4 layers (lower: 1): −30 % [−34, −26] "

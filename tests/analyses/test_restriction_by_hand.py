@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from perturbkv.analyses.ablation.restriction import restriction, settings
-from perturbkv.analyses.names import common
+from perturbkv.analyses.names import common_text
 from perturbkv.analyses.sides import group_by_selection, pairs
 from perturbkv.analyses.verdicts import MORE
 from perturbkv.configs.eviction import EvictionConfig
@@ -90,8 +90,8 @@ def test_other_analyses_pair_blocks_with_blocks_of_the_same_size() -> None:
         (second.granularity.name, second.block) for _, second in found
     ]
     assert len(found) == len(group_by_selection(run)) == 5
-    assert "block" not in common(run.configs)
-    assert "block=16" in common([one for one in run.configs if one.block == 16])
+    assert "block" not in common_text(run.configs)
+    assert "block=16" in common_text([one for one in run.configs if one.block == 16])
 
 
 @pytest.mark.parametrize("asked", [("query", "layer"), ("kv",), ("kv(block=16)", "layer")])

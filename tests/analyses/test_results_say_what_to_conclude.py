@@ -88,7 +88,7 @@ def test_what_rounding_explains_is_no_difference() -> None:
 
 def test_the_conclusion_of_heads_is_one_sentence_with_both_names_its_interval_and_n() -> None:
     result = pk.compare_heads(moved(LOWER))
-    less = text.difference(result[0].propagated.sum_ratio, result[0].propagated.sum_ratio_interval)
+    less = text.relative_difference(result[0].propagated.sum_ratio, result[0].propagated.sum_ratio_interval)
     share = text.percent(result[0].propagated.better_share, result[0].propagated.better_share_interval)
     assert result.conclusion() == (
         f"two-stage perturbs {less} than attention (propagated, sum over heads; {share} of the heads better; "
@@ -154,7 +154,7 @@ def test_drift_is_judged_by_the_last_layer_and_samples_one_by_one(
 def test_the_conclusion_of_drift_is_of_the_last_layer() -> None:
     result = pk.layer_drift(drifted(LOWER))
     (drift,) = result.drifts
-    less = text.difference(float(drift.ratio[-1]), text.interval_at(drift.ratio_interval, -1))
+    less = text.relative_difference(float(drift.ratio[-1]), text.interval_at(drift.ratio_interval, -1))
     assert result.conclusion() == (
         f"two-stage drifts {less} than attention by the last layer (mean over samples; n = 8 samples)."
     )

@@ -152,7 +152,7 @@ def test_both_panels_hold_their_curves_and_bands(width: int) -> None:
         alike, kl = (
             artist(figure, panel, f"{kind} {one.config.label()}") for panel, kind in enumerate(("alike", "kl"))
         )
-        np.testing.assert_allclose(alike.get_ydata(), one.alike_after(6)[0])
+        np.testing.assert_allclose(alike.get_ydata(), one.equal_prefix_shares(6)[0])
         np.testing.assert_allclose(kl.get_ydata(), one.forced.curve)
         np.testing.assert_allclose(kl.get_xdata(), range(6))
     assert len(artists(figure, 0, "alike band")) == len(artists(figure, 1, "kl band")) == 2

@@ -8,7 +8,7 @@ import pkgutil
 from collections.abc import Iterator, Mapping
 
 import perturbkv.analyses
-from perturbkv.analyses.result import Result, Several
+from perturbkv.analyses.result import Result, ResultGroup
 from perturbkv.figures import FIGURES
 
 
@@ -26,7 +26,7 @@ def named() -> set[str]:
     for result in subclasses(Result):
         if result.__module__.startswith("perturbkv.analyses.") and not inspect.isabstract(result):
             further = {f"{result.__name__}.{name}" for name in vars(result) if name.startswith("plot_")}
-            found |= further if issubclass(result, Several) else further | {result.__name__}
+            found |= further if issubclass(result, ResultGroup) else further | {result.__name__}
     return found
 
 

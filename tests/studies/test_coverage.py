@@ -48,7 +48,7 @@ def test_larger_samples_are_as_many_draws_of_as_many_prompts() -> None:
     """The mean of 0 and 1 prompts has an exact coverage at every n, by enumerating how many ones are drawn."""
     each = np.array([0.0] * 6 + [1.0] * 6)
     kind = StatisticKind(3 / 8)
-    one = TOOL["mean"]("ones", kind, each)
+    one = TOOL["mean_statistic"]("ones", kind, each)
     for samples in (8, 16):
         drawn = np.random.default_rng(0).integers(0, 12, size=(4000, samples))
         held = 0.0
@@ -60,5 +60,5 @@ def test_larger_samples_are_as_many_draws_of_as_many_prompts() -> None:
 
 
 def test_an_interval_that_always_holds_the_truth_covers_it_in_every_draw() -> None:
-    told = TOOL["_told"](1.0, np.array([0.0, 0.5, 1.1]), np.array([2.0, 1.0, 3.0]))
+    told = TOOL["_coverage_and_width"](1.0, np.array([0.0, 0.5, 1.1]), np.array([2.0, 1.0, 3.0]))
     assert told == (2 / 3, 1.9)

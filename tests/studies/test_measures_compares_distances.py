@@ -167,7 +167,7 @@ def test_what_a_trace_lacks_is_one_line() -> None:
 def test_methods_are_ranked_in_the_groups_of_the_package() -> None:
     assert (measures["SHARED"], measures["LEAST_RANKED"]) == (sides.CACHE_SIZE_CHOICES, sides.LEAST_CONFIGS)
     configs = pk.grid([64, 0.5], selection=["attention", "random"], granularity=["kv", "query"], protect_first=4)
-    assert [*measures["comparable"](configs).values()] == [*sides.comparable_groups(configs).values()]
+    assert [*measures["comparable_groups"](configs).values()] == [*sides.comparable_groups(configs).values()]
 
 
 def test_the_script_leaves_its_document_and_its_picture(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_of_what_is_not_finished_nothing_is_said(longbench: Path, tmp_path: Path
 
 def test_a_page_without_its_marks_is_refused() -> None:
     with pytest.raises(ValueError, match="expected <!-- Steps: begin --> … <!-- Steps: end --> in the page"):
-        functions("paper", STUDIES)["replaced"]("text", "Steps", "rows")
+        functions("paper", STUDIES)["replace_part"]("text", "Steps", "rows")
 
 
 def test_a_killed_run_goes_on_and_a_finished_step_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +155,7 @@ def test_verdicts_follow_the_interval() -> None:
     ]
     assert of(_ends(0.6, 0.7), 0.5, 1) == "supports"
     assert of(None, 1, 1) == of({"low": 2.0, "high": 3.0, "kind": "range"}, 1, 1) == "undecided"
-    joined = rules["joined"]
+    joined = rules["join_verdicts"]
     assert joined(["supports", "supports"]) == "supports"
     assert joined([]) == "undecided"
     assert joined(["not comparable (task)", "undecided", "supports", "undecided"]) == (
@@ -195,19 +195,19 @@ def test_the_page_says_what_it_is_of() -> None:
 def test_one_better_and_eleven_worse_are_told_apart_by_the_sign_test() -> None:
     rules = functions("paper_verdicts", STUDIES)
     differences = np.array([0.5] + [-0.5] * 11 + [0.0] * 52)
-    found = rules["paired"](differences)
+    found = rules["judge_pair"](differences)
     assert (found.better, found.worse, found.verdict) == (1, 11, "unlike")
     assert found.p == pytest.approx(2 * sum(1 + 11 * k for k in (0, 1)) / 2**12)  # of 12 draws at most one is better
-    assert "1 better, 11 worse, p = 0.0063" in found.told()
-    assert rules["paired"](-differences).verdict == "supports"
-    assert rules["paired"](differences[[0, 1, 2, *range(12, 40)]]).verdict == "undecided"
+    assert "1 better, 11 worse, p = 0.0063" in found.text()
+    assert rules["judge_pair"](-differences).verdict == "supports"
+    assert rules["judge_pair"](differences[[0, 1, 2, *range(12, 40)]]).verdict == "undecided"
 
 
 def test_paired_numbers_are_told_apart_where_their_intervals_overlap() -> None:
     """Prompts differ much more than the two sides of each prompt do."""
     prompts = np.linspace(0.1, 0.9, 12)
     second = prompts + 0.05 + 0.01 * np.cos(np.arange(12))
-    found = functions("paper_verdicts", STUDIES)["paired"](second - prompts)
+    found = functions("paper_verdicts", STUDIES)["judge_pair"](second - prompts)
     assert found.verdict == "supports"
     assert abs(found.value) < prompts.std() / 2
 
@@ -224,7 +224,7 @@ def test_a_ratio_of_ratios_is_paired() -> None:
 
 
 def test_a_fall_over_layers_must_end_below_attention() -> None:
-    falls = functions("paper_verdicts", STUDIES)["falls"]
+    falls = functions("paper_verdicts", STUDIES)["judge_falls"]
     below, around, above = _ends(0.7, 0.9), _ends(0.8, 1.1), _ends(1.1, 1.3)
     assert [falls(last, below) for last in (below, around, above)] == ["supports", "undecided", "unlike"]
     assert falls(below, around) == "undecided"  # no lower than after the first layer
@@ -235,7 +235,7 @@ def test_sign_tests_are_exact() -> None:
     for better, worse in ((0, 0), (5, 0), (6, 0), (3, 21), (4, 4)):
         total = better + worse
         assert sign_test(better, worse) == pytest.approx(binomtest(better, total).pvalue if total else 1.0)
-    assert [functions("paper_verdicts", STUDIES)["by_counts"](*pair) for pair in ((5, 0), (6, 0), (0, 6))] == [
+    assert [functions("paper_verdicts", STUDIES)["judge_counts"](*pair) for pair in ((5, 0), (6, 0), (0, 6))] == [
         "undecided",
         "supports",
         "unlike",
@@ -244,7 +244,7 @@ def test_sign_tests_are_exact() -> None:
 
 def test_cases_at_the_floor_are_named_and_left_out(tmp_path: Path) -> None:
     answers = functions("paper_answers", STUDIES)
-    against = answers["against"]
+    against = answers["compare_methods"]
     both = (("snapkv", "two-stage"), ("snapkv", "attention"))
     lost, kept = np.zeros(16), np.array([1.0] * 10 + [0.0] * 6)
     scored = {
@@ -271,7 +271,7 @@ def test_cases_at_the_floor_are_named_and_left_out(tmp_path: Path) -> None:
 
 
 def test_half_of_a_loss_is_told_prompt_by_prompt() -> None:
-    halved = functions("paper_answers", STUDIES)["halved"]
+    halved = functions("paper_answers", STUDIES)["judge_half"]
     full, before = np.ones(12), np.linspace(0.2, 0.6, 12)
     assert halved(full, before, 0.9 * full)[0] == "supports"
     assert halved(full, before, before)[0] == "unlike"
@@ -279,7 +279,7 @@ def test_half_of_a_loss_is_told_prompt_by_prompt() -> None:
 
 
 def test_a_theorem_is_checked_and_a_violation_is_printed(tmp_path: Path) -> None:
-    told = functions("paper_heads", STUDIES)["_holds"]
+    told = functions("paper_heads", STUDIES)["_inequality"]
     for count, wrong, said in ((40, 0, "checked"), (40, 3, "violated"), (0, 0, "undecided")):
         found = {"inequalities_checked": {"L ≤ θ": count}, "violations": wrong}
         _summary(tmp_path / "shares", {"bound-tightness": found, "assumption": {"samples": 40}})
@@ -304,7 +304,7 @@ def _compared(policy: str, way: str, share: tuple[float, float], improved: int) 
 
 
 def test_figure_2_leads_with_the_papers_estimator_and_decides_by_the_other(tmp_path: Path) -> None:
-    told = functions("paper_heads", STUDIES)["_of_policy"]
+    told = functions("paper_heads", STUDIES)["_policy_heads"]
     told.__globals__["comparisons"] = lambda *asked: [_compared("snapkv", asked[3], (0.47, 0.57), 171)]
     found = told("snapkv", tmp_path)
     assert found.text.startswith(
@@ -331,7 +331,7 @@ def test_answers_are_linked_beyond_the_methods_names(tmp_path: Path) -> None:
         names = [{"measure": one, "rho": {"others": high, "beyond": beyond}} for one in ("isolated", "propagated")]
         for folder in ("link", "link/news"):
             _summary(tmp_path / folder, {"correlation": {"overall": [{"strengths": strengths, "names": names}]}})
-        assert functions("paper_answers", STUDIES)["_linked"](tmp_path).verdict == said
+        assert functions("paper_answers", STUDIES)["_score_correlations"](tmp_path).verdict == said
 
 
 @pytest.mark.parametrize(("closed", "least"), [(0, True), (128, False)])
@@ -348,20 +348,20 @@ def test_regret_is_a_lower_bound_that_depends_on_the_order(tmp_path: Path, close
 
 
 def test_harm_can_be_shown_and_excluded() -> None:
-    harmless = functions("paper_verdicts", STUDIES)["harmless"]
+    harmless = functions("paper_verdicts", STUDIES)["judge_margin"]
     cases = ((1.02, 1.05), (0.9, 1.05), (0.9, 1.2), (1.2, 1.6))
     assert [harmless(_ends(*ends)) for ends in cases] == ["unlike", "supports", "undecided", "unlike"]
 
 
 def test_open_questions_can_stay_open() -> None:
-    rules, inside = functions("paper_verdicts", STUDIES), functions("paper_answers", STUDIES)["inside"]
-    assert [rules["alike"](_ends(*ends)) for ends in ((0.99, 1.01), (1.03, 1.2), (0.9, 1.1))] == [
+    rules, inside = functions("paper_verdicts", STUDIES), functions("paper_answers", STUDIES)["judge_inside"]
+    assert [rules["judge_alike"](_ends(*ends)) for ends in ((0.99, 1.01), (1.03, 1.2), (0.9, 1.1))] == [
         "answered",
         "answered",
         "undecided",
     ]
     most = next(count for count in range(30) if binomtest(count + 1, 30, 0.08, "greater").pvalue <= 0.05)
-    assert [rules["beyond_chance"](count, 30) for count in (most, most + 1)] == ["undecided", "answered"]
+    assert [rules["judge_players"](count, 30) for count in (most, most + 1)] == ["undecided", "answered"]
     known = {"value": 0.1, "interval": _ends(0.05, 0.2)}
     assert inside(known) == "answered"
     assert inside({**known, "interval": {**known["interval"], "high": None}}) == "undecided"
@@ -386,4 +386,4 @@ def test_costs_come_from_shapes_and_the_measured_rate() -> None:
     assert shape.prefill(10) == 2 * 100 * 10 + 2 * 10 * 10 * 3 * 2
     one = cost["Settling"]("a", "b", (10,), 4, 5, answer=6, runs=1, shape=shape)
     assert one.operations(2.0) == 3 * 4 * shape.prefill(10) + 2 * 100 * 4 * 5 * 6
-    assert one.read() == 2 * 100 * 4 * 6
+    assert one.bytes_read() == 2 * 100 * 4 * 6

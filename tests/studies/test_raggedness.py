@@ -52,7 +52,7 @@ def test_every_setting_has_every_number_at_one_cache_share(ragged: dict[str, Any
 
 
 def test_verdicts_follow_the_rules(ragged: dict[str, Any]) -> None:
-    verdict, within, sentence = (ragged[name] for name in ("verdict_of", "within", "sentence"))
+    verdict, within, sentence = (ragged[name] for name in ("verdict_of", "within_margin", "overall_verdict"))
     assert [verdict(row(1.2, *ends)) for ends in ((1.1, 1.3), (0.9, 1.5), (0.7, 0.9))] == [
         "holds", "undecided", "reversed",
     ]  # fmt: skip

@@ -91,7 +91,7 @@ def orders(samples: int = 8) -> dict[str, Any]:
 
 
 def test_tables_show_the_bound_of_a_stage_1_only_where_stage_1_is_one_and_its_paired_difference() -> None:
-    _, heads, rows = functions("tables", STUDIES)["_agreement"]({"rank_agreement": [orders(), orders(samples=4)]})
+    _, heads, rows = functions("tables", STUDIES)["_agreement_table"]({"rank_agreement": [orders(), orders(samples=4)]})
     assert heads == ["budget", "", "θ", "θ̂", "1 − S", "θ̂ less 1 − S, points", "n"]
     assert rows[:3] == [
         ["0.1", "ρ, four selections", "0.50", "–", "0.50", "–", "120 in 9"],
@@ -104,12 +104,12 @@ def test_tables_show_the_bound_of_a_stage_1_only_where_stage_1_is_one_and_its_pa
 def test_the_papers_row_on_the_bounds_is_decided_by_the_paired_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     page = functions("paper_heads", STUDIES)
     found = {"rank_agreement": [orders()]}
-    monkeypatch.setitem(page["_orders"].__globals__, "analysis", lambda *_: found)
-    said = page["_orders"](Path("nowhere"))
+    monkeypatch.setitem(page["_bound_order"].__globals__, "analysis", lambda *_: found)
+    said = page["_bound_order"](Path("nowhere"))
     assert said.verdict == "supports"
     assert said.text.endswith("b = 0.1: 4.0 [2.0, 6.0] points (83 % against 79 %)")
     found["rank_agreement"][0]["concordance"][3]["gain_interval"]["low"] = -0.01
-    assert page["_orders"](Path("nowhere")).verdict == "undecided"
+    assert page["_bound_order"](Path("nowhere")).verdict == "undecided"
 
 
 def test_tables_of_curves_that_lack_a_budget_leave_its_cells_out(tmp_path: Path) -> None:

@@ -126,18 +126,18 @@ def test_budgets_are_told_apart_and_nothing_to_tell_is_no_method() -> None:
 )
 def test_a_chain_changes_one_thing_at_a_time(asked: str, plainly: str | None, known: str | None) -> None:
     (one,) = pk.grid(32, selection=asked, window=4, protect_first=3)
-    for found, told in ((regret["without_pooling"](one), plainly), (regret["with_known_query"](one), known)):
+    for found, told in ((regret["unpooled_config"](one), plainly), (regret["known_query_config"](one), known)):
         assert found == (None if told is None else pk.grid(32, selection=told, window=4, protect_first=3)[0])
 
 
 def test_references_stand_behind_the_methods_of_their_budget_and_other_scores_have_none() -> None:
-    found = regret["with_references"](pk.grid([32, 64], selection=["two-stage", "attention"], window=4))
+    found = regret["add_references"](pk.grid([32, 64], selection=["two-stage", "attention"], window=4))
     names = ["two-stage", "attention", "two-stage(alpha=0.0)", "attention-unpooled", "hindsight", "hindsight-attention"]
     told = [(one.budget.value, str(one.selection)) for one in found]
     assert told == [(budget, name) for budget in (32, 64) for name in names]
     for policy in ("knorm", "expected-attention", "h2o"):
         (one,) = pk.grid(32, policy=policy, selection="attention", window=4)
-        assert regret["without_pooling"](one) is None and regret["with_known_query"](one) is None
+        assert regret["unpooled_config"](one) is None and regret["known_query_config"](one) is None
 
 
 def test_the_script_reads_finished_searches(tmp_path: Path) -> None:

@@ -210,7 +210,7 @@ def test_what_heads_keep_of_a_number_is_counted(said: str, folders: list[Path], 
 
 
 def test_a_table_of_both_has_each_rows_name_once_and_no_other_rows() -> None:
-    beside = functions("second_model", STUDIES)["beside"]
+    beside = functions("second_model", STUDIES)["join_tables"]
     heads = ["treatment, budget", "after the first measured layer", "after the middle measured layer",
              "after the last measured layer", "samples better"]  # fmt: skip
     first, second = (["two-stage, 0.1", f"{x}1", f"{x}2", f"{x}3", f"{x}4"] for x in "ab")

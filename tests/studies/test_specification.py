@@ -31,7 +31,7 @@ def claims() -> dict[str, Any]:
 def trace(tmp_path_factory: pytest.TempPathFactory, spec: dict[str, Any]) -> pk.Trace:
     model = pk.load_model(model_folder(tmp_path_factory.mktemp("models") / "tiny", positions=512), device="cpu")
     prompts = pk.load_prompts("needle", model, samples=5, lengths=(300,), chat_template=False)
-    configs = [config for made in spec["by_preset"]().values() for config in made]
+    configs = [config for made in spec["configs_by_preset"]().values() for config in made]
     return pk.measure(model, prompts, configs, progress=False)
 
 
@@ -99,7 +99,7 @@ def test_equal_kept_sets_are_even_and_undecided(spec: dict[str, Any]) -> None:
     pair, drift = SimpleNamespace(isolated=kind), SimpleNamespace(verdict=np.zeros(5, int))
     for title in ("heads by means, isolated", "heads by sample, isolated", "last layer, prompts"):
         comparison = spec["COMPARISONS"][title]
-        value, interval = spec["number"](title, comparison, pair, drift)
+        value, interval = spec["comparison_number"](title, comparison, pair, drift)
         assert value == comparison.even
         assert interval is None or comparison.verdict(interval.low, interval.high) == "undecided"
 
@@ -129,12 +129,12 @@ def test_rows_are_kept_counted_and_drawn(
     assert read[0]["model"] == first.model
     assert [path.suffix for path in (tmp_path / "rows").iterdir()] == [".csv"] * 2
     counted = {"un-pooling": 12, "stages": 8, "stages beyond un-pooling": 8}
-    _, heads, lines = spec["tally"](read)
+    _, heads, lines = spec["tally_table"](read)
     assert {len(line) for line in lines} == {len(heads)}
     assert len(lines) == len(spec["COMPARISONS"])
     for title, _, count, _, *verdicts in lines:
         assert int(count) == sum(map(int, verdicts)) == counted.get(title.split(",")[0], 20)
-    levels = {level: cells for level, *cells in spec["by_level"](read)[2]}
+    levels = {level: cells for level, *cells in spec["level_table"](read)[2]}
     assert [cell.split(" of ")[1] for cell in levels["window 8"]] == ["10", "10", "4", "10", "6", "10"]
     assert levels["preset paper-v2"][2] == "–"
     for kind in spec["PANELS"]:
@@ -159,7 +159,7 @@ def test_a_specific_token_stands_in_its_own_prompt_and_in_few_others(claims: dic
         "prompt_token": np.concatenate(prompts),
         "token_id": np.array(following)[:, None],
     }
-    assert claims["specific"](SimpleNamespace(arrays=arrays)).tolist() == [True, True, True, False, False]
+    assert claims["next_token_is_specific"](SimpleNamespace(arrays=arrays)).tolist() == [True, True, True, False, False]
 
 
 def test_kinds_of_prompts_are_told_apart_by_permuting_them(claims: dict[str, Any]) -> None:
@@ -169,24 +169,24 @@ def test_kinds_of_prompts_are_told_apart_by_permuting_them(claims: dict[str, Any
         chosen = list(itertools.combinations(range(8), 4))
         means = [values[list(own)].mean() - np.delete(values, own).mean() for own in chosen]
         exact = np.mean(np.abs(means) >= abs(values[kinds].mean() - values[~kinds].mean()) - 1e-9)
-        assert claims["permuted"](values, kinds) == pytest.approx(exact, abs=0.02)
+        assert claims["permutation_p"](values, kinds) == pytest.approx(exact, abs=0.02)
 
 
 @pytest.mark.slow
 def test_sums_by_the_next_token_are_by_hand(
     spec: dict[str, Any], claims: dict[str, Any], trace: pk.Trace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    own = claims["by_next_token"].__globals__
+    own = claims["next_token_sums"].__globals__
     run = spec["Run"]("tiny", False, "needle")
     monkeypatch.setitem(own, "RUNS", tmp_path)
     monkeypatch.setitem(own, "LEAST", 2)
-    monkeypatch.setitem(own, "specific", lambda _: np.array([True, True, False, False, False]))
+    monkeypatch.setitem(own, "next_token_is_specific", lambda _: np.array([True, True, False, False, False]))
     trace.save(tmp_path / f"{run.name}.h5")
-    found = list(claims["by_next_token"](run))
+    found = list(claims["next_token_sums"](run))
     lines = [one.row() for one in found]
     assert len(lines) == 4
     lost = trace.arrays["perturbation_propagated"][:, :, 0].astype(float)
-    of_paper = spec["by_preset"]()["paper"]
+    of_paper = spec["configs_by_preset"]()["paper"]
     pairs = [one for one in pk.compare_heads(trace, "attention", "two-stage") if one.treatment in of_paper]
     for (_, _, window, granularity, common, specific, low, high, _), pair in zip(lines, pairs, strict=True):
         assert (window, granularity) == (str(pair.treatment.window), pair.treatment.granularity.name)
@@ -208,7 +208,7 @@ def test_confirming_runs_judge_by_the_rules_shares(claims: dict[str, Any]) -> No
         (20, 10, 10, 1): "open",
     }
     for counts, said in verdict.items():
-        assert claims["judged"](*counts).endswith(f" of {counts[0]}: {said}")
+        assert claims["verdict_text"](*counts).endswith(f" of {counts[0]}: {said}")
 
 
 def test_a_sentence_that_wants_the_opposite_counts_turned_settings(claims: dict[str, Any]) -> None:
@@ -234,7 +234,7 @@ def test_the_seventh_sentence_counts_settings_whose_specific_tokens_gain_less(
     run = spec["Run"]("tiny", False, "multi_news")
     of = [((0.6, 1.2), 0.01), ((0.6, 0.9), 0.2), ((0.9, 0.6), 0.01), ((0.9, 0.6), 0.2)]
     found = [claims["NextToken"](run, 8, "query", (5, 5), ratios, p) for ratios, p in of]
-    assert claims["seventh"](found)[2].startswith("2 / 1 / 1 of 4")
+    assert claims["seventh_row"](found)[2].startswith("2 / 1 / 1 of 4")
 
 
 @pytest.mark.slow
@@ -242,17 +242,17 @@ def test_the_table_of_bounds_is_by_hand(
     spec: dict[str, Any], claims: dict[str, Any], trace: pk.Trace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     run = spec["Run"]("tiny", False, "needle")
-    monkeypatch.setitem(claims["bounds"].__globals__, "RUNS", tmp_path)
+    monkeypatch.setitem(claims["bounds_row"].__globals__, "RUNS", tmp_path)
     trace.save(tmp_path / f"{run.name}.h5")
     monkeypatch.setitem(spec["SAMPLES"], "tiny", 5)
-    cells, every = claims["bounds"](run)
+    cells, every = claims["bounds_row"](run)
     assert len(cells) == len(claims["BOUND_HEADS"])
     assert [len(found) for found in every.values()] == [10, 10]
     sides = [
         next(
             index
             for index, config in enumerate(trace.run.configs)
-            if config in spec["by_preset"]()["paper"]
+            if config in spec["configs_by_preset"]()["paper"]
             and (config.window, config.granularity.name, config.selection.name) == (32, "query", name)
         )
         for name in ("two-stage", "two-stage-uniform")
@@ -280,4 +280,4 @@ def test_the_table_of_bounds_is_by_hand(
 def test_gains_on_lost_attention_are_counted_by_side(claims: dict[str, Any]) -> None:
     ends = [(0.03, 0.01, 0.05), (0.02, -0.01, 0.05), (-0.02, -0.04, -0.01), (-0.01, -0.03, 0.01)]
     found = [SimpleNamespace(gain=gain, gain_interval=SimpleNamespace(low=low, high=high)) for gain, low, high in ends]
-    assert claims["gains_counted"]("θ", found) == ["θ", "2 / 1 / 1 of 4"]
+    assert claims["gains_row"]("θ", found) == ["θ", "2 / 1 / 1 of 4"]

@@ -99,7 +99,7 @@ def test_heads_that_keep_the_same_entries_count_as_one() -> None:
 
 @pytest.mark.parametrize("corrected", CORRECTED)
 def test_what_corrections_leave(corrected: pk.EvictionConfig) -> None:
-    row = split.correction(made(), BASELINE, corrected, ORACLE, 0)
+    row = split.correction_row(made(), BASELINE, corrected, ORACLE, 0)
     left = LEFT[row["name"]]
     for kind in ("isolated", "propagated"):
         assert row[kind]["sum_ratio"] == pytest.approx(left, rel=1e-6)
@@ -114,13 +114,13 @@ def test_what_corrections_leave(corrected: pk.EvictionConfig) -> None:
 def test_of_a_cache_that_loses_nothing_a_correction_changes_nothing() -> None:
     found = made()
     whole = {**found.arrays, "evicted": np.zeros_like(found.arrays["evicted"])}
-    row = split.correction(dataclasses.replace(found, arrays=whole), BASELINE, CORRECTED[1], None, 0)
+    row = split.correction_row(dataclasses.replace(found, arrays=whole), BASELINE, CORRECTED[1], None, 0)
     assert (row["isolated"]["sum_ratio"], row["propagated"]["tied"], row["drift_ratio"]) == (1, 4, 1)
     assert "over_oracle" not in row
 
 
 def test_a_row_per_head_of_what_is_uncorrected() -> None:
-    rows = split.by_head(logs(made(2))[BASELINE.label()], made(2))
+    rows = split.head_means(logs(made(2))[BASELINE.label()], made(2))
     assert rows[0]["mass"] == pytest.approx(0.1)
     assert rows[0]["difference"] == pytest.approx(math.sqrt(8 * (1 * 2)))  # D 8 in one, 1 in the other, scaled
     assert rows[0]["loss"] == pytest.approx(0.1 * math.sqrt(8 * 2))

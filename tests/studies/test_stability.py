@@ -18,7 +18,7 @@ from tests.support.measured import config, hand_made
 from tests.support.scripts import STUDIES, functions
 
 stability = SimpleNamespace(**functions("stability", STUDIES))
-Ranked = stability.Ranked
+Ranked = stability.HeadRanks
 CONFIGS = (config("attention", 128), config("two-stage", 128))
 NORM = 10.0
 DIGESTS = count()

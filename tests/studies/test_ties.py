@@ -36,7 +36,7 @@ def rows(rounded: pk.Trace) -> list[list[str]]:
     """The numbers of isolated and of propagated, without the columns of the run's names."""
     found = list(TIES["agreement_rows"](EXACT, rounded))
     assert [row[2] for row in found] == ["isolated L1", "propagated L1"]
-    assert {len(row) for row in found} == {len(TIES["HEAD"])}
+    assert {len(row) for row in found} == {len(TIES["HEADS"])}
     return [row[3:] for row in found]
 
 
@@ -54,7 +54,7 @@ def test_the_other_rule_looks_at_each_value_alone() -> None:
     decided, share, opposite = rows(made([[5.15, 6, 5, 4], [4, 6, 5, 4]], 0.1))[0][1:4]
     assert (decided, share.partition("; ")[0].split()[0], opposite) == ("5 of 8", "100.0", "0; 1")
     assert share.endswith("83.3 %")  # five of six
-    assert rows(made([[5.15, 6, 5, 4], [4, 6, 5, 4]], 2.1))[0][1:3] == ["0 of 8", f"–; {TIES['OLD']}: –"]
+    assert rows(made([[5.15, 6, 5, 4], [4, 6, 5, 4]], 2.1))[0][1:3] == ["0 of 8", f"–; {TIES['OTHER_RULE']}: –"]
 
 
 def test_a_sample_that_decodes_another_token_is_counted_and_left_out() -> None:
@@ -78,4 +78,4 @@ def test_traces_of_other_prompts_are_refused() -> None:
     with pytest.raises(pk.PerturbkvError, match="expected one run's samples"):
         list(TIES["agreement_rows"](EXACT, dataclasses.replace(EXACT, sample_ids=("a", "b"))))
     with pytest.raises(pk.PerturbkvError, match="expected a float32 trace"):
-        list(TIES["matched"]([dataclasses.replace(EXACT, run=dataclasses.replace(EXACT.run, dtype="bfloat16"))]))
+        list(TIES["match_dtypes"]([dataclasses.replace(EXACT, run=dataclasses.replace(EXACT.run, dtype="bfloat16"))]))
