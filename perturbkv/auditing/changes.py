@@ -13,7 +13,7 @@ from torch import Tensor
 
 from perturbkv.analyses.audit.cache_entries import FLOORS
 from perturbkv.cache.entries import rotate_keys
-from perturbkv.cache.external_cache import recover
+from perturbkv.cache.external_cache import recover_positions
 
 _MOST_TESTED = 32
 """Most entries of a head that are tested for a rotation."""
@@ -199,5 +199,5 @@ def describe_head(
 def holds(known: Float[Tensor, "position d_head"], entries: Float[Tensor, "entry d_head"]) -> bool:
     """Return whether every entry is bit-equal to one of those known."""
     own, full = entries[None, None], known[None, None]
-    (kept,) = recover([(own, own)], [(full, full)])
+    (kept,) = recover_positions([(own, own)], [(full, full)])
     return not bool(kept.key_distance[0].any())

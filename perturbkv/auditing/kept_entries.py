@@ -33,7 +33,7 @@ from perturbkv.auditing.positions import (
     describe_wrong_rotation,
     match_all_at_zero,
 )
-from perturbkv.cache.external_cache import NOWHERE, STRANGE, LayerKept, Layers, recover
+from perturbkv.cache.external_cache import NOWHERE, STRANGE_DISTANCE, Layers, RecoveredLayer, recover_positions
 from perturbkv.configs.audit_settings import IN_CACHE, ORIGINAL
 from perturbkv.errors import UnreadableCacheError
 from perturbkv.models.adapter import Adapter
@@ -64,7 +64,7 @@ class EntryTracker:
     situation: Situation
     full: Layers
     masks: list[list[Tensor]] = field(default_factory=list)
-    first_matches: list[list[LayerKept]] = field(default_factory=list)
+    first_matches: list[list[RecoveredLayer]] = field(default_factory=list)
     attended: list[list[Tensor]] = field(default_factory=list)
     first_entries: Layers = field(default_factory=list)
     changed: list[list[int]] = field(default_factory=list)
@@ -114,7 +114,7 @@ class EntryTracker:
             raise UnreadableCacheError(f"layers hold different numbers of heads: {', '.join(map(str, sorted(heads)))}")
         known = self._all_entries(self.full, entries)
         rows = [
-            recover(entries, known, row, padding, count_padding=True)
+            recover_positions(entries, known, row, padding, count_padding=True)
             for row, padding in enumerate(self.situation.padding)
         ]
         if self.original is not None:
@@ -136,7 +136,7 @@ class EntryTracker:
             self.attended = [list(by_layer) for by_layer in zip(*attended, strict=True)]
         self.masks.append(masks)
 
-    def _record_hidden(self, layer: int, rows: Sequence[LayerKept], attended: Tensor, by_mask: Tensor) -> None:
+    def _record_hidden(self, layer: int, rows: Sequence[RecoveredLayer], attended: Tensor, by_mask: Tensor) -> None:
         """Record the entries of the prompts that a layer's cache holds and its mask hides from all new tokens."""
         for row, (kept, padding) in enumerate(zip(rows, self.situation.padding, strict=True)):
             for head, positions in enumerate(kept.positions):
@@ -160,8 +160,8 @@ class EntryTracker:
         return convention_distances(layer, fixed, known, *rotation)
 
     def _match_in_cache(
-        self, original: Layers, entries: Layers, known: Layers, rows: list[list[LayerKept]]
-    ) -> list[list[LayerKept]]:
+        self, original: Layers, entries: Layers, known: Layers, rows: list[list[RecoveredLayer]]
+    ) -> list[list[RecoveredLayer]]:
         """Return the matches of a pass by the places in the cache of now, where these fit better than `rows`."""
         everything = self._all_entries(original, entries)
         before_pass = len(self.held[-1][0][0][0]) + self._new_count if self.held else (self.situation.cached or (0,))[0]
@@ -249,7 +249,7 @@ class EntryComparison:
         self.tracker = tracker
         self.row = row
         self.floors = floors
-        self.layers: list[LayerKept] = tracker.first_matches[row]
+        self.layers: list[RecoveredLayer] = tracker.first_matches[row]
         self.attended: list[Tensor] = tracker.attended[row]
         self.padding: int = tracker.situation.padding[row]
 
@@ -268,7 +268,9 @@ class EntryComparison:
                 matched = positions[seen & (positions != NOWHERE)]
                 in_prompt = (positions[seen & (positions >= self.padding)] - self.padding).sort().values
                 twice = in_prompt[1:][in_prompt[1:] == in_prompt[:-1]]
-                is_padding = (positions >= 0) & (positions < self.padding) & (torch.maximum(*distances) <= STRANGE)
+                is_padding = (
+                    (positions >= 0) & (positions < self.padding) & (torch.maximum(*distances) <= STRANGE_DISTANCE)
+                )
                 masked = self.tracker.hidden.get((self.row, *place), set())
                 sets.append(np.unique(in_prompt.cpu().numpy()))
                 padded[place] = int((is_padding & seen).sum())
@@ -341,7 +343,7 @@ class EntryComparison:
         separate = []
         for cached, full in zip(self.tracker.first_entries[layer], self.tracker.full[layer], strict=True):
             own, known = cached[self.row, head, seen][None, None], self._full_entries(full, layer, head)[None, None]
-            separate.append(recover([(own, own)], [(known, known)])[0])
+            separate.append(recover_positions([(own, own)], [(known, known)])[0])
         exact = not any(bool(kept.key_distance[0].any()) for kept in separate)
         return exact and not torch.equal(separate[0].positions[0], separate[1].positions[0])
 

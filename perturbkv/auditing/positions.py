@@ -17,7 +17,7 @@ from torch import Tensor
 from perturbkv.auditing.forward_passes import ForwardPass, Situation
 from perturbkv.auditing.reference import Distances, PromptEntries, decode, entry_floors, noise_floors
 from perturbkv.cache.entries import rotate_keys
-from perturbkv.cache.external_cache import NOWHERE, LayerKept, Layers, recover
+from perturbkv.cache.external_cache import NOWHERE, Layers, RecoveredLayer, recover_positions
 from perturbkv.configs.audit_settings import IN_CACHE, ORIGINAL
 from perturbkv.models.adapter import Adapter
 from perturbkv.theory import WORK
@@ -58,7 +58,7 @@ def convention_distances(
     index = torch.arange(own[0].shape[2], device=own[0].device)
     for row, first in enumerate(padding):
         kept = {
-            ORIGINAL: recover([own], [fixed], row, first)[0],
+            ORIGINAL: recover_positions([own], [fixed], row, first)[0],
             IN_CACHE: match_at_zero(own, known, row, first, before, frequencies),
             UNROTATED: match_at_zero(own, known, row, first, before, frequencies, torch.zeros_like(index)),
         }
@@ -75,7 +75,7 @@ def match_at_zero(
     before: Int[Tensor, "row entry"],
     frequencies: Tensor,
     places: Int[Tensor, " entry"] | None = None,
-) -> LayerKept:
+) -> RecoveredLayer:
     """Return the known entries that a layer's cache holds in a row, found by keys that are rotated back to position 0.
 
     Those of the cache stand at `places`, by default at 0, 1, …. Equal tokens have equal keys there in the first layer,
@@ -86,13 +86,13 @@ def match_at_zero(
     for (keys, values), positions in ((own, places), (known, before[row])):
         rotated = [_rotate(head, positions, torch.zeros_like(positions), frequencies) for head in keys[row]]
         at_zero.append((torch.stack(rotated).unsqueeze(0), values[row].unsqueeze(0)))
-    (kept,) = recover(at_zero[:1], at_zero[1:], padding=padding)
+    (kept,) = recover_positions(at_zero[:1], at_zero[1:], padding=padding)
     return kept
 
 
 def match_all_at_zero(
     cache: Layers, full: Layers, padding: Sequence[int], before: Int[Tensor, "row entry"], frequencies: Tensor
-) -> list[list[LayerKept]]:
+) -> list[list[RecoveredLayer]]:
     """Return per row and layer the known entries that a cache holds, as `match_at_zero` does, padding counted."""
     return [
         [
@@ -104,7 +104,7 @@ def match_all_at_zero(
     ]
 
 
-def cache_positions(rows: Sequence[Sequence[LayerKept]]) -> Held:
+def cache_positions(rows: Sequence[Sequence[RecoveredLayer]]) -> Held:
     """Return the entries that a cache holds, from its match per row and layer."""
     return [[kept.positions for kept in layers] for layers in rows]
 

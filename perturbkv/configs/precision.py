@@ -57,7 +57,8 @@ def stored_bits(precision: Choice, kept: int, window: int, d_head: int) -> int:
 def entries_in_bytes(precision: Choice, budget: int, window: int, most: int) -> int:
     """Return the number of entries, at most `most`, that fit into the bytes of `budget` 16-bit entries.
 
-    For a precision without `fill` it is the budget itself.
+    The last `window` of them are stored in 16 bits in any precision. For a precision without `fill` the number is the
+    budget itself.
     """
     d_head = int(precision.options.get("fill", 0))
     if not d_head:
