@@ -145,7 +145,7 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         return self.kept_entries * self.blocks[0].entry_bytes
 
     def lengths(self, row: int) -> list[int]:
-        """Return the numbers of entries of a row's nonempty kept sets, decoded tokens included, in any order."""
+        """Return the numbers of entries of a row's nonempty kept sets, decoded tokens included, in no fixed order."""
         lengths = [segment.length for block in self.blocks for segment in block.segments if segment.row == row]
         return [length + self.length - self.tail_from[row] for length in lengths]
 
@@ -163,7 +163,7 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         return KeptEntries.of(keys, values)
 
     def replace_rows(self, entries: dict[int, KeptEntries]) -> None:
-        """Replace all entries of rows, decoded tokens included, by new frozen entries: row -> its `entries`."""
+        """Replace all entries of rows, decoded tokens included, by new frozen ones; `entries` has them by row."""
         self._freeze([entries[row] if row in entries else self._frozen_entries(row) for row in range(self.batch)])
         for row in entries:
             self.tail_from[row] = self.length
