@@ -30,8 +30,8 @@ from perturbkv.datasets.prompts import Prompts
 from perturbkv.devices import synchronise
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.loading import ModelFiles, load_model
-from perturbkv.pipeline.answers.generation import generate, read_evicting
-from perturbkv.pipeline.progress import timed
+from perturbkv.pipeline.answers.generation import generate, prefill_and_evict
+from perturbkv.pipeline.progress import time_phases
 from perturbkv.pipeline.run.plan import Placement, plan
 from perturbkv.pipeline.sample.one_sample import Finisher, trace_sample
 from perturbkv.schema import DIGEST
@@ -160,7 +160,7 @@ def time_growth(model: str, lengths: list[int], repeats: int, dtype: str, device
     taken: dict[str, list[float]] = {str(length): [] for length in lengths}
     for _ in range(repeats):
         for length in lengths:
-            with timed(lambda: synchronise(adapter.device)) as spent:
+            with time_phases(lambda: synchronise(adapter.device)) as spent:
                 ids = random_tokens(length)
                 whole = time_call(lambda ids=ids: trace_prompt(adapter, ids, configs), adapter.device)  # type: ignore[misc]
             taken[str(length)].append(whole - (spent["prefill"] - spent["scores"] - spent["norms"]))
@@ -241,7 +241,7 @@ def generation_memory(
     sizes: list[int] = []
 
     def work() -> None:
-        read = read_evicting(adapter, prompt, run, above=0 if evicted else tokens)
+        read = prefill_and_evict(adapter, prompt, run, evict_above=0 if evicted else tokens)
         generate(adapter, read, (), generated)
         sizes.append(read.cache.nbytes)
 

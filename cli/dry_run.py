@@ -188,7 +188,7 @@ def _memory_needs(planned: Plan, folder: Path | None) -> dict[str, Any]:
     """Return the plan's JSON fields on needed and free memory and disk, and the advice that makes the run fit."""
     from perturbkv.pipeline.run import footprint
 
-    needed, memory_free = footprint.footprint(planned), footprint.free_memory(planned)
+    needed, memory_free = footprint.estimate_footprint(planned), footprint.free_memory(planned)
     trace, journal, disk_free = (needed.trace, sum(needed.journal), _disk_free(folder)) if folder else (0, 0, 0)
     fits = needed.memory.total <= memory_free and trace + journal <= disk_free
     return {

@@ -34,7 +34,7 @@ SECOND = ["model", "window", "n", "selection", "isolated, ×", "propagated, ×"]
 class TemplateShares:
     """A visitor of a prefill that adds up, per window and head, the template's share of attention to the prefix."""
 
-    whole = False
+    needs_full_cache = False
 
     def __init__(self, windows: Sequence[int]) -> None:
         self.by_window: dict[int, list[np.ndarray]] = {window: [] for window in windows}

@@ -248,4 +248,4 @@ def _score_heads(run: RunOptions, samples: int) -> tuple[tuple[int, ...], list[l
     adapter = load_weights(files, pick_dtype(run.dtype, device), device, seed)
     with console.progress("prompts", len(prompts)) as bar:
         result = head_scores(adapter, prompts, bar.advance)
-    return adapter.layer_indices, result.scores.tolist(), result.right
+    return adapter.layer_indices, result.scores.tolist(), result.right_answers

@@ -78,7 +78,7 @@ def search_kept_sets(
     """
     searches = SearchSettings(heads, proven, seconds, seed=seed)
     chosen = as_tuple(EvictionConfig, configs, CONFIGS)
-    searching.check(chosen, searches)
+    searching.check_search(chosen, searches)
     ready = make_plan(model, prompts, chosen, Settings(scenario=scenario), resources, resumable=path is not None)
     header = {"run": json.loads(ready.run.to_json()), "searches": asdict(searches)}
     with (

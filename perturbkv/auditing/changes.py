@@ -13,7 +13,7 @@ from torch import Tensor
 
 from perturbkv.analyses.audit.cache_entries import FLOORS
 from perturbkv.cache.entries import rotate_keys
-from perturbkv.cache.external_cache import recover
+from perturbkv.cache.external_cache import recover_positions
 
 _MOST_TESTED = 32
 """Most entries of a head that are tested for a rotation."""
@@ -213,5 +213,5 @@ def describe_head(
 def are_among(entries: Float[Tensor, "entry d_head"], full: Float[Tensor, "position d_head"]) -> bool:
     """Return whether every entry is bit-equal to one of the full cache's."""
     cached, known = entries[None, None], full[None, None]  # with a row and a head
-    (kept,) = recover([(cached, cached)], [(known, known)])
+    (kept,) = recover_positions([(cached, cached)], [(known, known)])
     return not bool(kept.key_distance[0].any())

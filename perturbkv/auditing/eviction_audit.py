@@ -32,7 +32,7 @@ from perturbkv.devices import dtype_name, full_precision
 from perturbkv.errors import ConfigError, PerturbkvError, UnreadableCacheError
 from perturbkv.models.adapter import Adapter, check_long_rotations, check_sliding_window
 from perturbkv.pipeline.sample.capture import Observer, capture
-from perturbkv.pipeline.variants.readers import full_prefill_seconds
+from perturbkv.pipeline.variants.readers import time_full_prefill
 
 POSITIONS_FILE = "positions file"
 _READINGS, _LOSS_READINGS = 5, 6
@@ -94,7 +94,7 @@ def estimate_seconds(
 ) -> float:
     """Return a rough estimate of an audit's duration, in seconds, from one prefill of the shortest prompt."""
     shortest = min(prompts, key=lambda prompt: len(prompt.token_ids))
-    seconds = full_prefill_seconds(adapter, shortest.token_ids) / len(shortest.token_ids)
+    seconds = time_full_prefill(adapter, shortest.token_ids) / len(shortest.token_ids)
     rows = sum(2 if name == "batch" else 1 for name in settings.situations)
     alone = any(name != "batch" for name in settings.situations)  # the prompt alone is read once for all of these
     prefills = _READINGS * (alone + rows) if not isinstance(eviction, KeptFile) else _READINGS

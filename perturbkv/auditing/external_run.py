@@ -35,7 +35,7 @@ from perturbkv.auditing.reference import (
     prompt_entries,
     read_prompts,
 )
-from perturbkv.cache.external_cache import Layers, layer_tensors, matching_rows, recover
+from perturbkv.cache.external_cache import Layers, layer_tensors, pair_layers, recover_positions
 from perturbkv.configs.audit_settings import IN_CACHE, ORIGINAL, AuditSettings
 from perturbkv.configs.plugins import external_code
 from perturbkv.errors import UnreadableCacheError
@@ -285,7 +285,7 @@ class ExternalRun:
             return
         full = [repeat_heads(layer, keys.shape[1]) for layer, keys in zip(self.prompts.full, shown, strict=False)]
         for row in range(self.situation.rows):
-            matching_rows(cache, full, row)
+            pair_layers(cache, full, row)
 
     def _entries_before(self, cache: Cache, chunk: int) -> int:
         """Return the number of entries after which a chunk's tokens stand, where positions are those in the cache.
@@ -375,7 +375,7 @@ def _key_distance(layers: Layers, full: Layers) -> float:
     """
     try:
         first = layers[0]
-        (kept,) = recover([first], [repeat_heads(full[0], first[0].shape[1])], row=len(full[0][0]) - 1)
+        (kept,) = recover_positions([first], [repeat_heads(full[0], first[0].shape[1])], row=len(full[0][0]) - 1)
     except (UnreadableCacheError, IndexError):
         return 0.0
     return float(torch.cat(kept.key_distance).sum())

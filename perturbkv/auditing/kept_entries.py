@@ -33,7 +33,7 @@ from perturbkv.auditing.positions import (
     held_positions,
     match_all_at_zero,
 )
-from perturbkv.cache.external_cache import NOWHERE, STRANGE, LayerKept, Layers, recover
+from perturbkv.cache.external_cache import NOWHERE, STRANGE_DISTANCE, Layers, RecoveredLayer, recover_positions
 from perturbkv.configs.audit_settings import IN_CACHE, ORIGINAL
 from perturbkv.errors import UnreadableCacheError
 from perturbkv.models.adapter import Adapter
@@ -67,7 +67,7 @@ class EntryTracker:
     situation: Situation
     full: Layers
     masks: list[list[Tensor]] = field(default_factory=list)
-    first_matches: list[list[LayerKept]] = field(default_factory=list)
+    first_matches: list[list[RecoveredLayer]] = field(default_factory=list)
     attended: list[list[Tensor]] = field(default_factory=list)
     first_entries: Layers = field(default_factory=list)
     changed: list[list[int]] = field(default_factory=list)
@@ -118,7 +118,7 @@ class EntryTracker:
             raise UnreadableCacheError(f"layers hold different numbers of heads: {', '.join(map(str, sorted(heads)))}")
         known = self._all_entries(self.full, entries)
         rows = [
-            recover(entries, known, row, padding, count_padding=True)
+            recover_positions(entries, known, row, padding, count_padding=True)
             for row, padding in enumerate(self.situation.padding)
         ]
         if self.original is not None:
@@ -140,7 +140,7 @@ class EntryTracker:
             self.attended = [list(by_layer) for by_layer in zip(*attended, strict=True)]
         self.masks.append(masks)
 
-    def _record_hidden(self, layer: int, rows: Sequence[LayerKept], attended: Tensor, by_mask: Tensor) -> None:
+    def _record_hidden(self, layer: int, rows: Sequence[RecoveredLayer], attended: Tensor, by_mask: Tensor) -> None:
         """Record the entries of the prompts that a layer's cache holds and its mask hides from all new tokens."""
         for row, (kept, padding) in enumerate(zip(rows, self.situation.padding, strict=True)):
             for head, positions in enumerate(kept.positions):
@@ -164,8 +164,8 @@ class EntryTracker:
         return convention_distances(layer, fixed, known, *rotation)
 
     def _rematch_in_cache(
-        self, original: Layers, entries: Layers, known: Layers, rows: list[list[LayerKept]]
-    ) -> list[list[LayerKept]]:
+        self, original: Layers, entries: Layers, known: Layers, rows: list[list[RecoveredLayer]]
+    ) -> list[list[RecoveredLayer]]:
         """Return the matches of a pass, and add what the cache holds by them to `held`.
 
         `rows` are the matches with `known`, whose keys stand where they stood before. Where entries went, and the keys
@@ -271,7 +271,7 @@ class EntryComparison:
         self.tracker = tracker
         self.row = row
         self.floors = floors
-        self.layers: list[LayerKept] = tracker.first_matches[row]
+        self.layers: list[RecoveredLayer] = tracker.first_matches[row]
         self.attended: list[Tensor] = tracker.attended[row]
         self.padding: int = tracker.situation.padding[row]
 
@@ -316,7 +316,7 @@ class EntryComparison:
         """Return which entries of a head are padding's: matched with one of it, and near it."""
         kept = self.layers[layer]
         positions, distance = kept.positions[head], torch.maximum(kept.key_distance[head], kept.value_distance[head])
-        return (positions >= 0) & (positions < self.padding) & (distance <= STRANGE)
+        return (positions >= 0) & (positions < self.padding) & (distance <= STRANGE_DISTANCE)
 
     def _largest_distances(self, layer: int, head: int) -> tuple[float, float]:
         """Return the largest distance of a head's keys, and of its values; 0 where it attends to none."""
@@ -377,7 +377,7 @@ class EntryComparison:
         separate = []
         for cached, full in zip(self.tracker.first_entries[layer], self.tracker.full[layer], strict=True):
             own, known = cached[self.row, head, seen][None, None], self._full_entries(full, layer, head)[None, None]
-            separate.append(recover([(own, own)], [(known, known)])[0])
+            separate.append(recover_positions([(own, own)], [(known, known)])[0])
         exact = not any(bool(kept.key_distance[0].any()) for kept in separate)
         return exact and not torch.equal(separate[0].positions[0], separate[1].positions[0])
 

@@ -28,7 +28,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from perturbkv.auditing.evictions import FailedError
-from perturbkv.cache.external_cache import bits
+from perturbkv.cache.external_cache import bit_patterns
 from perturbkv.configs.plugins import external_code, is_library_file
 
 _PARTS = ("_parameters", "_buffers", "_modules")
@@ -237,7 +237,7 @@ def _logit_bits(model: nn.Module) -> Tensor:
     read = model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True).logits
     mask = torch.cat([mask, mask[:, :1] * 0 + 1], dim=-1)
     continued = model(input_ids=ids[:, :1], attention_mask=mask, past_key_values=cache, use_cache=True).logits
-    return bits(torch.cat([read, continued], dim=1))
+    return bit_patterns(torch.cat([read, continued], dim=1))
 
 
 def _have_same_items(items: Mapping[Any, Any], others: Mapping[Any, Any]) -> bool:
@@ -258,7 +258,7 @@ def _checksum(tensor: Tensor) -> tuple[int, int]:
     """
     if not tensor.numel():
         return 0, 0
-    rows = bits(tensor.detach()).reshape(len(tensor) if tensor.ndim else 1, -1)
+    rows = bit_patterns(tensor.detach()).reshape(len(tensor) if tensor.ndim else 1, -1)
     sums = rows.sum(dim=1, dtype=torch.int64), rows.sum(dim=0, dtype=torch.int64)
     # times 1, 3, 5, …: the order counts, and an odd factor loses no bit when the sum wraps around
     by_place = (part * torch.arange(1, 2 * len(part), 2, device=part.device) for part in sums)

@@ -17,7 +17,7 @@ from torch import Tensor
 from perturbkv.auditing.forward_passes import ForwardPass, Situation
 from perturbkv.auditing.reference import Distances, PromptEntries, decode, entry_floors, noise_floors
 from perturbkv.cache.entries import rotate_keys
-from perturbkv.cache.external_cache import NOWHERE, LayerKept, Layers, recover
+from perturbkv.cache.external_cache import NOWHERE, Layers, RecoveredLayer, recover_positions
 from perturbkv.configs.audit_settings import IN_CACHE, ORIGINAL
 from perturbkv.models.adapter import Adapter
 from perturbkv.theory import WORK
@@ -60,7 +60,7 @@ def convention_distances(
     zeros = torch.zeros(own[0].shape[2], dtype=torch.int64, device=own[0].device)
     for row, first in enumerate(padding):
         kept = {
-            ORIGINAL: recover([own], [fixed], row, first)[0],
+            ORIGINAL: recover_positions([own], [fixed], row, first)[0],
             IN_CACHE: match_at_zero(own, known, row, first, known_positions, frequencies),
             UNROTATED: match_at_zero(own, known, row, first, known_positions, frequencies, zeros),
         }
@@ -77,7 +77,7 @@ def match_at_zero(
     known_positions: Int[Tensor, "row entry"],
     frequencies: Tensor,
     places: Int[Tensor, " entry"] | None = None,
-) -> LayerKept:
+) -> RecoveredLayer:
     """Return the known entries that a layer's cache holds in a row, found by keys that are rotated back to position 0.
 
     `own` and `known` are keys and values (row, kv_head, entry, d_head) of the cache, which stand at `places`, by
@@ -89,13 +89,13 @@ def match_at_zero(
     for (keys, values), positions in ((own, places), (known, known_positions[row])):
         rotated = [_rotate(head, positions, torch.zeros_like(positions), frequencies) for head in keys[row]]
         at_zero.append((torch.stack(rotated).unsqueeze(0), values[row].unsqueeze(0)))
-    (kept,) = recover(at_zero[:1], at_zero[1:], padding=padding)
+    (kept,) = recover_positions(at_zero[:1], at_zero[1:], padding=padding)
     return kept
 
 
 def match_all_at_zero(
     cache: Layers, full: Layers, padding: Sequence[int], known_positions: Int[Tensor, "row entry"], frequencies: Tensor
-) -> list[list[LayerKept]]:
+) -> list[list[RecoveredLayer]]:
     """Return per row and layer the known entries that a cache holds, as `match_at_zero` finds them.
 
     Their positions are counted from the first entry of each row's padding on.
@@ -110,7 +110,7 @@ def match_all_at_zero(
     ]
 
 
-def held_positions(rows: Sequence[Sequence[LayerKept]]) -> HeldPositions:
+def held_positions(rows: Sequence[Sequence[RecoveredLayer]]) -> HeldPositions:
     """Return the known entries that a cache holds, from the matches `rows` per row and layer."""
     return [[kept.positions for kept in layers] for layers in rows]
 

@@ -3,8 +3,8 @@
 A *segment* is one kept set of one row. Attention over a block gives each query its output and the log-sum-exp of its
 logits, by which it is merged with the attention over decoded tokens. A passing block stores no entries, but copies them
 from the full cache on each use: where a cache serves a single pass, the copies of a whole model are never in memory at
-once, and on a CPU each block is still in the processor's cache. A read block belongs to a row that keeps everything and
-attends to the entries that its reader selects for each query.
+once, and on a CPU each block is still in the processor's cache. A reader's block belongs to a row that keeps everything
+and attends to the entries that the reader selects for each query.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from perturbkv.cache.entries import EntryPool, Reader
 from perturbkv.devices import to_device
 
 Kernel = Callable[..., tuple[Tensor, Tensor]]
+"""A variable-length attention, as `ragged.variable_length_attention` returns."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,10 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Segments of similar length, padded to the longest: keys and values (segment, longest, d_head)."""
+    """Segments of similar length, padded to the longest: keys and values (segment, longest, d_head).
+
+    `padding` is True for padding, None without any; `query_index` is what `query_indices` returns.
+    """
 
     segments: list[Segment]
     keys: Tensor
@@ -73,11 +77,11 @@ class Block:
 
         Entries are copied where segments are dropped.
         """
-        kept, segments = select_rows(self.segments, rows)
+        kept, segments = segments_of_rows(self.segments, rows)
         if not kept:
             return None
         indices = query_indices(segments, self.keys.device)
-        if len(kept) == len(self.segments):
+        if len(kept) == len(self.segments):  # no segment is dropped
             return replace(self, segments=segments, query_index=indices)
         chosen, longest = to_device(kept, self.keys.device), segments[0].length
         keys, values = (kind[chosen, :longest] for kind in (self.keys, self.values))
@@ -91,33 +95,40 @@ class Block:
         segments, group, queries, d_head = grouped.shape
         scaled = (grouped.to(work) * scale).reshape(segments, group * queries, d_head)
         logits = scaled @ self.keys.to(work).transpose(1, 2)
-        if (excluded := self.excluded_entries(grouped)) is not None:
+        if (excluded := self.exclusion_mask(grouped)) is not None:
             logits.masked_fill_(excluded, -torch.inf)
-        total = logits.logsumexp(dim=-1)
-        output = (logits - total.unsqueeze(-1)).exp_() @ self.values.to(work)
-        return output.view(segments, group, queries, d_head), total.view(segments, group, queries)
+        logsumexp = logits.logsumexp(dim=-1)
+        output = (logits - logsumexp.unsqueeze(-1)).exp_() @ self.values.to(work)
+        return output.view(segments, group, queries, d_head), logsumexp.view(segments, group, queries)
 
-    def excluded_entries(self, queries: Float[Tensor, "segment group query d_head"]) -> Tensor | None:
-        """Return the mask (segment, 1, longest) of padding, which queries do not attend to; None without padding.
+    def exclusion_mask(self, queries: Float[Tensor, "segment group query d_head"]) -> Tensor | None:
+        """Return a mask, True for the entries that the queries do not attend to; None where they attend to all.
 
-        A subclass may exclude other entries for each query.
+        It has the shape (segment, group · query, longest), or (segment, 1, longest) where it is the same for all
+        queries of a segment, as for padding.
         """
         return None if self.padding is None else self.padding.unsqueeze(1)
 
 
 @dataclass(frozen=True, eq=False)
-class Packed:
-    """Concatenated segments without padding, for CUDA's variable-length attention: keys (entry, 1, d_head).
+class PackedBlock:
+    """Concatenated segments without padding, for CUDA's variable-length attention.
 
-    `begins`, and `starts` as a tensor, are the indices of each segment's first entry, and the end of the last segment.
-    `lengths` are the segments' numbers of entries where other entries lie between segments; else None.
+    Attributes:
+        segments: the segments, in the order of their entries.
+        keys, values: (entry, 1, d_head), one segment after the other.
+        offsets: index of each segment's first entry, then the end of the last segment.
+        device_offsets: the same as a tensor on the device.
+        lengths: number of entries per segment where other entries lie between segments; else None.
+        query_index: what `query_indices` returns.
+        kernel: the variable-length attention.
     """
 
     segments: list[Segment]
     keys: Tensor
     values: Tensor
-    begins: list[int]
-    starts: Int[Tensor, " segment_and_end"]
+    offsets: list[int]
+    device_offsets: Int[Tensor, " segment_and_end"]
     lengths: Int[Tensor, " segment"] | None
     query_index: tuple[Int[Tensor, "segment 1"], Int[Tensor, "segment group"]]
     kernel: Kernel
@@ -135,23 +146,23 @@ class Packed:
 
     def entries(self, index: int) -> tuple[Tensor, Tensor]:
         """Return keys and values (entry, d_head) of the segment at `index`, as views."""
-        entries = slice(self.begins[index], self.begins[index] + self.segments[index].length)
+        entries = slice(self.offsets[index], self.offsets[index] + self.segments[index].length)
         return self.keys[entries, 0], self.values[entries, 0]
 
-    def keep_rows(self, rows: Sequence[int]) -> Packed | None:
+    def keep_rows(self, rows: Sequence[int]) -> PackedBlock | None:
         """Return the segments of `rows`, renumbered by their index in `rows`; None without segments.
 
         Nothing is copied: entries of other rows stay in memory.
         """
-        kept, segments = select_rows(self.segments, rows)
+        kept, segments = segments_of_rows(self.segments, rows)
         if not kept:
             return None
         lengths = [segment.length for segment in segments]
-        first, end = self.begins[kept[0]], self.begins[kept[-1]] + lengths[-1]
-        begins = [*(self.begins[index] - first for index in kept), end - first]
-        starts, counts = (to_device(numbers, self.keys.device, torch.int32) for numbers in (begins, lengths))
+        first, end = self.offsets[kept[0]], self.offsets[kept[-1]] + lengths[-1]
+        offsets = [*(self.offsets[index] - first for index in kept), end - first]
+        device_offsets, counts = (to_device(numbers, self.keys.device, torch.int32) for numbers in (offsets, lengths))
         keys, values, indices = self.keys[first:end], self.values[first:end], query_indices(segments, self.keys.device)
-        return Packed(segments, keys, values, begins, starts, counts, indices, self.kernel)
+        return PackedBlock(segments, keys, values, offsets, device_offsets, counts, indices, self.kernel)
 
     def attend(self, query: Float[Tensor, "row head query d_head"], scale: float) -> tuple[Tensor, Tensor]:
         """Return attention outputs (segment, group, query, d_head) and the log-sum-exps of the logits."""
@@ -159,14 +170,15 @@ class Packed:
         segments, queries, group, d_head = grouped.shape
         query_starts = torch.arange(segments + 1, device=query.device, dtype=torch.int32) * queries
         longest = max(segment.length for segment in self.segments)
-        rows, layout = grouped.reshape(-1, group, d_head), (query_starts, self.starts, queries, longest)
-        output, total = self.kernel(rows, self.keys, self.values, *layout, scale, self.lengths)
-        totals = total.view(group, segments, queries).transpose(0, 1)
-        return output.view(segments, queries, group, d_head).transpose(1, 2), totals
+        flat_queries = grouped.reshape(-1, group, d_head)
+        layout = (query_starts, self.device_offsets, queries, longest)
+        output, logsumexp = self.kernel(flat_queries, self.keys, self.values, *layout, scale, self.lengths)
+        logsumexp = logsumexp.view(group, segments, queries).transpose(0, 1)
+        return output.view(segments, queries, group, d_head).transpose(1, 2), logsumexp
 
 
-def select_rows(segments: Sequence[Segment], rows: Sequence[int]) -> tuple[list[int], list[Segment]]:
-    """Return the indices of the segments in `rows`, and the segments with rows renumbered by index in `rows`."""
+def segments_of_rows(segments: Sequence[Segment], rows: Sequence[int]) -> tuple[list[int], list[Segment]]:
+    """Return the indices of the segments of `rows`, and these segments with rows renumbered by index in `rows`."""
     renumbered = {row: index for index, row in enumerate(rows)}
     kept = [index for index, segment in enumerate(segments) if segment.row in renumbered]
     return kept, [replace(segments[index], row=renumbered[segments[index].row]) for index in kept]
@@ -190,15 +202,15 @@ def padded_block(kept: EntryPool, segments: list[Segment]) -> Block:
     return Block(segments, keys, values, padding, query_indices(segments, device))
 
 
-def packed_block(kept: EntryPool, segments: list[Segment], kernel: Kernel) -> Packed:
+def packed_block(kept: EntryPool, segments: list[Segment], kernel: Kernel) -> PackedBlock:
     """Return a copy of the segments without padding, for the variable-length attention `kernel`."""
-    device, begins = kept.keys.device, list(accumulate([segment.length for segment in segments], initial=0))
-    starts = to_device(begins, device)
-    shift = to_device([segment.start for segment in segments], device) - starts[:-1]
-    shifts = shift.repeat_interleave(starts.diff(), output_size=begins[-1])
-    keys, values = kept.take(shifts + torch.arange(begins[-1], device=device))
-    return Packed(
-        segments, keys.unsqueeze(1), values.unsqueeze(1), begins, starts.to(torch.int32), None,
+    device, offsets = kept.keys.device, list(accumulate([segment.length for segment in segments], initial=0))
+    device_offsets = to_device(offsets, device)
+    shift = to_device([segment.start for segment in segments], device) - device_offsets[:-1]  # from copy to pool
+    shift_of_entry = shift.repeat_interleave(device_offsets.diff(), output_size=offsets[-1])
+    keys, values = kept.take(shift_of_entry + torch.arange(offsets[-1], device=device))
+    return PackedBlock(
+        segments, keys.unsqueeze(1), values.unsqueeze(1), offsets, device_offsets.to(torch.int32), None,
         query_indices(segments, device), kernel,
     )  # fmt: skip
 
@@ -230,7 +242,7 @@ class PassingBlock:
         """Bytes of one entry's key and value."""
         return self.kept.entry_bytes
 
-    def to_block(self) -> Block | Packed:
+    def to_block(self) -> Block | PackedBlock:
         """Return a block with its own copy of the entries."""
         if self.kernel is None:
             return padded_block(self.kept, self.segments)
@@ -242,7 +254,7 @@ class PassingBlock:
 
     def keep_rows(self, rows: Sequence[int]) -> PassingBlock | None:
         """Return the block restricted to `rows`, renumbered by their index in `rows`; None without segments."""
-        _, segments = select_rows(self.segments, rows)
+        _, segments = segments_of_rows(self.segments, rows)
         return replace(self, segments=segments) if segments else None
 
     def attend(self, query: Float[Tensor, "row head query d_head"], scale: float) -> tuple[Tensor, Tensor]:
@@ -251,14 +263,14 @@ class PassingBlock:
 
 
 @dataclass(frozen=True, eq=False)
-class ReadBlock(Block):
+class ReaderBlock(Block):
     """The block of one row that keeps all entries and attends to those that its `reader` selects for each query."""
 
     reader: Reader
 
-    def excluded_entries(
+    def exclusion_mask(
         self, queries: Float[Tensor, "segment group query d_head"]
     ) -> Bool[Tensor, "segment group_query longest"]:
-        """Return the mask of the entries that the reader excludes, per query and head of the group."""
+        """Return the mask of the entries that the reader excludes, per head of the group and query."""
         attended = self.reader(queries.flatten(0, 1))
         return ~attended.view(queries.shape[0], -1, attended.shape[-1])

@@ -19,15 +19,15 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from perturbkv.cache.entries import KeptEntries
-from perturbkv.cache.ragged import AnyBlock, build
-from perturbkv.cache.sliding import FIRST, SlidingLayer, Tail, Window, merge_sinks
+from perturbkv.cache.ragged import AnyBlock, build_blocks
+from perturbkv.cache.sliding import INITIAL_CAPACITY, SlidingLayer, Tail, Window, merge_sinks
 from perturbkv.cache.stand_in import StandIn, merge_stand_ins
 from perturbkv.configs.resources import SLACK
 from perturbkv.devices import to_device
 from perturbkv.errors import ConfigError
 from perturbkv.models.adapter import Adapter
 
-_NOTHING: Mapping[int, StandIn] = MappingProxyType({})
+_NO_STAND_INS: Mapping[int, StandIn] = MappingProxyType({})
 
 
 class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
@@ -40,6 +40,12 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         layout: `ragged` or `rectangular`.
         passing: whether entries stay in the full cache and are copied block by block in every pass.
         stand_ins: row -> the correction for its evicted entries.
+
+    Attributes:
+        blocks: the kept entries of all rows.
+        kept_entries: their number, padding left out.
+        borrowed_rows: row that keeps everything -> its entries, which are views of the full cache.
+        tail_from: per row the index of its first decoded token in the tail; `replace_rows` puts earlier ones in blocks.
 
     Raises ConfigError where the layout is rectangular and a row's kept sets differ in length.
     """
@@ -63,7 +69,7 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         seen: int,
         layout: str = "ragged",
         passing: bool = False,
-        stand_ins: Mapping[int, StandIn] = _NOTHING,
+        stand_ins: Mapping[int, StandIn] = _NO_STAND_INS,
     ) -> None:
         CacheLayerMixin.__init__(self)
         self.heads = heads
@@ -85,22 +91,22 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         if self.layout == "rectangular" and any(len(set(row.lengths)) > 1 for row in entries):
             raise ConfigError("a rectangular cache cannot hold heads of different budgets; use the layout 'ragged'")
         self.borrowed_rows = {row: kept for row, kept in enumerate(entries) if kept.rectangle is not None}
-        self.blocks = build(entries, self.heads, SLACK if self.layout == "ragged" else 0.0, self.passing)
+        self.blocks = build_blocks(entries, self.heads, SLACK if self.layout == "ragged" else 0.0, self.passing)
         self.kept_entries = sum(sum(row.lengths) for row in entries)
 
     def attend(
         self, query: Float[Tensor, "row head query d_head"], scale: float, sinks: Float[Tensor, " head"] | None = None
     ) -> Tensor:
         """Return the newest tokens' attention output (row, query, head, d_head), in the dtype of `query`."""
-        output, total = merge_sinks(*self._attend_tail(query, scale), sinks)
-        output, total = merge_stand_ins(self.stand_ins, output, total, query, scale)
-        for block in self.blocks:
-            partial, weight = block.attend(query, scale)
-            partial, weight = partial.to(output.dtype), weight.to(total.dtype).unsqueeze(-1)
-            before = total[block.query_index].unsqueeze(-1)
-            joint = torch.logaddexp(before, weight)
+        output, logsumexp = merge_sinks(*self._attend_tail(query, scale), sinks)
+        output, logsumexp = merge_stand_ins(self.stand_ins, output, logsumexp, query, scale)
+        for block in self.blocks:  # of different heads or rows, so that each is merged once
+            block_output, block_sum = block.attend(query, scale)
+            block_output, block_sum = block_output.to(output.dtype), block_sum.to(logsumexp.dtype).unsqueeze(-1)
+            before = logsumexp[block.query_index].unsqueeze(-1)
+            joint = torch.logaddexp(before, block_sum)
             output[block.query_index] = (
-                output[block.query_index] * (before - joint).exp() + partial * (weight - joint).exp()
+                output[block.query_index] * (before - joint).exp() + block_output * (block_sum - joint).exp()
             )
         return output.to(query.dtype).transpose(1, 2).contiguous()
 
@@ -111,17 +117,17 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         keys, values = (tail[:, :, : self.length].to(work) for tail in (self.keys, self.values))
         scaled = (query.to(work) * scale).reshape(rows, keys.shape[1], -1, d_head)
         logits = (scaled @ keys.transpose(2, 3)).view(rows, heads, queries, self.length)
-        logits.masked_fill_(self._excluded_tail(queries, query.device), -torch.inf)
-        total = logits.logsumexp(dim=-1)
-        weights = (logits - total.unsqueeze(-1)).exp_().view(rows, keys.shape[1], -1, self.length)
-        return (weights @ values).view(rows, heads, queries, d_head), total
+        logits.masked_fill_(self._tail_exclusion_mask(queries, query.device), -torch.inf)
+        logsumexp = logits.logsumexp(dim=-1)
+        weights = (logits - logsumexp.unsqueeze(-1)).exp_().view(rows, keys.shape[1], -1, self.length)
+        return (weights @ values).view(rows, heads, queries, d_head), logsumexp
 
-    def _excluded_tail(self, queries: int, device: torch.device) -> Bool[Tensor, "row 1 query tail"]:
-        """Return a mask of the tail entries hidden from a query: later ones, and those stored in a block of the row."""
+    def _tail_exclusion_mask(self, queries: int, device: torch.device) -> Bool[Tensor, "row 1 query tail"]:
+        """Return a mask, True for tail entries hidden from a query: later ones, and those in a block of the row."""
         newest = torch.arange(self.length - queries, self.length, device=device)
         index = torch.arange(self.length, device=device)
-        compressed = to_device(self.tail_from, device).view(-1, 1, 1, 1)
-        return (index > newest.unsqueeze(-1)) | (index < compressed)
+        first = to_device(self.tail_from, device).view(-1, 1, 1, 1)
+        return (index > newest.unsqueeze(-1)) | (index < first)
 
     @property
     def nbytes(self) -> int:
@@ -139,30 +145,29 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         return self.kept_entries * self.blocks[0].entry_bytes
 
     def lengths(self, row: int) -> list[int]:
-        """Return the number of entries per kept set of a row, decoded tokens included."""
+        """Return the numbers of entries of a row's nonempty kept sets, decoded tokens included, in no fixed order."""
         lengths = [segment.length for block in self.blocks for segment in block.segments if segment.row == row]
         return [length + self.length - self.tail_from[row] for length in lengths]
 
     def entries(self, row: int) -> KeptEntries:
-        """Return all entries of a row: per kept set the frozen ones, then the decoded tokens."""
+        """Return all entries of a row: per nonempty kept set the frozen ones, then the decoded tokens."""
         if not self.is_initialized:
-            return self._frozen(row)
-        sets = self._frozen(row).sets()
-        kept = slice(self.tail_from[row], self.length)
+            return self._frozen_entries(row)
+        sets = self._frozen_entries(row).sets()
+        decoded = slice(self.tail_from[row], self.length)
         kv_heads = [index * self.keys.shape[1] // len(sets) for index in range(len(sets))]
         keys, values = (
-            [torch.cat([frozen[kind], tail[row, head, kept]]) for frozen, head in zip(sets, kv_heads, strict=True)]
+            [torch.cat([frozen[kind], tail[row, head, decoded]]) for frozen, head in zip(sets, kv_heads, strict=True)]
             for kind, tail in enumerate((self.keys, self.values))
         )
         return KeptEntries.of(keys, values)
 
-    def replace(self, rows: dict[int, KeptEntries]) -> None:
-        """Replace all entries of the given rows, decoded tokens included, by new frozen entries."""
-        entries = [rows[row] if row in rows else self._frozen(row) for row in range(self.batch)]
-        self._freeze(entries)
-        for row in rows:
+    def replace_rows(self, entries: dict[int, KeptEntries]) -> None:
+        """Replace all entries of rows, decoded tokens included, by new frozen ones; `entries` has them by row."""
+        self._freeze([entries[row] if row in entries else self._frozen_entries(row) for row in range(self.batch)])
+        for row in entries:
             self.tail_from[row] = self.length
-        self._drop_dead_tail()
+        self._drop_stored_tail()
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Restrict the layer to the given rows, in the given order."""
@@ -180,7 +185,7 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         """Drop all decoded tokens after the first `after`; kept entries stay."""
         self.length, self.tail_from = after, [0] * self.batch
 
-    def _frozen(self, row: int) -> KeptEntries:
+    def _frozen_entries(self, row: int) -> KeptEntries:
         """Return the frozen entries of a row, without decoded tokens."""
         if row in self.borrowed_rows:
             return self.borrowed_rows[row]
@@ -193,21 +198,21 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         keys, values = zip(*(sets[head] for head in sorted(sets)), strict=True)
         return KeptEntries.of(keys, values)
 
-    def _drop_dead_tail(self) -> None:
+    def _drop_stored_tail(self) -> None:
         """Drop the decoded tokens that all rows already have in their blocks; positions continue."""
-        dead = min(self.tail_from)
-        if dead == 0 or not self.is_initialized:
+        stored = min(self.tail_from)
+        if stored == 0 or not self.is_initialized:
             return
-        self.keys, self.values = (_copy_tail(tail, dead, self.length) for tail in (self.keys, self.values))
-        self.seen, self.length = self.seen + dead, self.length - dead
-        self.tail_from = [start - dead for start in self.tail_from]
+        self.keys, self.values = (_copy_tail(tail, stored, self.length) for tail in (self.keys, self.values))
+        self.seen, self.length = self.seen + stored, self.length - stored
+        self.tail_from = [start - stored for start in self.tail_from]
 
 
-def _copy_tail(tail: Tensor, dead: int, length: int) -> Tensor:
-    """Return a copy of the tail's entries from `dead` to `length`, with at least the initial capacity."""
-    capacity = max(FIRST, length - dead)
+def _copy_tail(tail: Tensor, begin: int, end: int) -> Tensor:
+    """Return a copy of the tail's entries from `begin` to before `end`, with at least the initial capacity."""
+    capacity = max(INITIAL_CAPACITY, end - begin)
     fresh = tail.new_empty(*tail.shape[:2], capacity, tail.shape[3])
-    fresh[:, :, : length - dead] = tail[:, :, dead:length]
+    fresh[:, :, : end - begin] = tail[:, :, begin:end]
     return fresh
 
 
@@ -222,19 +227,19 @@ class CompactCache(Cache):  # type: ignore[misc]
         super().__init__(layers=list(layers))
 
     @property
-    def evicted(self) -> list[CompactLayer]:
+    def evicted_layers(self) -> list[CompactLayer]:
         """Layers without a sliding window, in order."""
         return [layer for layer in self.layers if not layer.is_sliding]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the evicted layers' entries in all rows, padding included, without decoded tokens."""
-        return sum(layer.nbytes for layer in self.evicted)
+        return sum(layer.nbytes for layer in self.evicted_layers)
 
     @property
     def padding_nbytes(self) -> int:
         """Bytes of padding in `nbytes`."""
-        return int(self.nbytes - sum(layer.kept_nbytes for layer in self.evicted))
+        return int(self.nbytes - sum(layer.kept_nbytes for layer in self.evicted_layers))
 
     def forget(self, after: int = 0) -> None:
         """Drop all decoded tokens after the first `after`; kept entries stay for the next decoding."""
@@ -278,7 +283,7 @@ class SharedCache(Cache):  # type: ignore[misc]
         return stored
 
 
-class _OwnWindow(DynamicSlidingWindowLayer):  # type: ignore[misc]
+class _CopyingSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
     """A sliding layer of a full cache that copies its window; transformers' own keeps the whole prompt in memory."""
 
     keys: Tensor
@@ -298,12 +303,12 @@ def full_cache(adapter: Adapter) -> DynamicCache:
     if not adapter.is_mixed:
         return DynamicCache()
     cache = DynamicCache(config=adapter.config)
-    cache.layers = [_OwnWindow(layer.sliding_window) if layer.is_sliding else layer for layer in cache.layers]
+    cache.layers = [_CopyingSlidingLayer(layer.sliding_window) if layer.is_sliding else layer for layer in cache.layers]
     return cache
 
 
 def sliding_windows(adapter: Adapter, cache: Cache) -> dict[int, Window]:
-    """Return layer index -> window of the unmeasured layers, unchanged by later decoding."""
+    """Return layer index -> window of the unmeasured layers in row 0, unchanged by later decoding."""
     unmeasured = sorted(set(range(len(adapter.every_layer))) - set(adapter.layer_indices))
     sliding = {index: cache.layers[index] for index in unmeasured}
     return {
@@ -313,7 +318,7 @@ def sliding_windows(adapter: Adapter, cache: Cache) -> dict[int, Window]:
 
 
 def restore_windows(cache: Cache, windows: Mapping[int, Window]) -> None:
-    """Reset the unmeasured layers of a cache to the windows returned by `sliding_windows`."""
+    """Reset the unmeasured layers of a cache of one row to the windows returned by `sliding_windows`."""
     for index, window in windows.items():
         layer: Any = cache.layers[index]
         layer.keys, layer.values = window.keys.unsqueeze(0), window.values.unsqueeze(0)

@@ -6,7 +6,7 @@ Positions inside an evicted cache (StreamingLLM, section 3.2) count a head's kep
 Rotary attention depends on distances alone, so that keys at n − b … n − 1 before a token at n are the same cache: here
 keys move up to the prompt's end, and queries stay where they are, in every layer and head, however many each keeps.
 Rotations compose: a key that was cached as R(p) k becomes R(j) k by R(j − p), whatever factor it carries in addition
-(YaRN's). Nothing here synchronises with the device.
+(YaRN's). Nothing here but `kept_lengths` waits for the device.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class KeptEntries:
 
 def borrow(keys: Float[Tensor, "kv_head key d_head"], values: Float[Tensor, "kv_head key d_head"]) -> KeptEntries:
     """Return all entries of a layer of the full cache as a row's kept entries, without copying."""
-    nothing = keys[0, :0]
+    no_source, no_index = keys[0, :0], torch.empty(0, dtype=torch.int64)
     lengths = [keys.shape[1]] * keys.shape[0]
-    return KeptEntries(nothing, nothing, torch.empty(0, dtype=torch.int64), lengths, (keys, values))
+    return KeptEntries(no_source, no_source, no_index, lengths, rectangle=(keys, values))
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,18 +162,20 @@ class KeptBatch:
         }
 
 
-def lengths(layers: Sequence[Sequence[AnyGroup]], configs: int, device: torch.device) -> list[Lengths]:
-    """Return each layer's numbers of kept entries for `configs` configurations, in one transfer from the device."""
+def kept_lengths(layers: Sequence[Sequence[AnyGroup]], configs: int, device: torch.device) -> list[Lengths]:
+    """Return each layer's numbers of kept entries for `configs` configurations, in one transfer from the device.
+
+    `layers` are the groups of each layer; a configuration in none of them has an empty list.
+    """
     counts = [group.budgets.kept_entries for groups in layers for group in groups]
-    flat = torch.cat([copy_to_device(count.flatten(), device) for count in counts]).tolist()
-    numbers = iter(flat)
+    numbers = iter(torch.cat([copy_to_device(count.flatten(), device) for count in counts]).tolist())
     result = []
     for groups in layers:
-        layer: Lengths = [[] for _ in range(configs)]
+        lengths: Lengths = [[] for _ in range(configs)]
         for group in groups:
             for index in group.config_indices:
-                layer[index] = [next(numbers) for _ in range(group.kept_heads)]
-        result.append(layer)
+                lengths[index] = [next(numbers) for _ in range(group.kept_heads)]
+        result.append(lengths)
     return result
 
 
@@ -184,7 +186,15 @@ def gather_kept(
     key: Float[Tensor, "kv_head key d_head"],
     value: Float[Tensor, "kv_head key d_head"],
 ) -> KeptBatch:
-    """Return the entries that the configurations `batch` keep of one layer of the full cache."""
+    """Return the entries that a batch of configurations keeps in one layer of the full cache.
+
+    Args:
+        groups: the layer's groups, with the kept sets of all configurations.
+        batch: indices of the batch's configurations; those in no group are left out.
+        lengths: the layer's numbers of kept entries, of all configurations.
+        key: keys of the layer in the full cache.
+        value: its values.
+    """
     masks, order = [], []
     for group in groups:
         rows = [row for row, config in enumerate(group.config_indices) if config in batch]
@@ -192,13 +202,13 @@ def gather_kept(
             chosen = slice(None) if len(rows) == len(group.config_indices) else to_device(rows, key.device)
             masks.append(group.kept_sets(chosen).kept.flatten(0, 1))
             order += [group.config_indices[row] for row in rows]
-    kept = torch.cat(masks)
-    segment, position = _nonzero(kept, sum(sum(lengths[config]) for config in order))
+    kept, counts = torch.cat(masks), [sum(lengths[config]) for config in order]
+    kept_set, position = _nonzero(kept, sum(counts))
     starts = to_device(
         [start for config in order for start in _head_starts(len(lengths[config]), *key.shape[:2])], key.device
     )
-    indices = torch.split(starts[segment] + position, [sum(lengths[config]) for config in order])
-    keys, values = key.flatten(0, 1), value.flatten(0, 1)
+    indices = torch.split(starts[kept_set] + position, counts)
+    keys, values = key.flatten(0, 1), value.flatten(0, 1)  # head by head, as `starts` counts them
     entries = {
         config: KeptEntries(keys, values, index, lengths[config]) for config, index in zip(order, indices, strict=True)
     }
@@ -244,17 +254,9 @@ def encode_kept_sets(
     """
     (sets, size), device = masks.shape, masks.device
     few = [index for index, count in enumerate(counts) if count < size]  # a gap takes a byte at least
-    kept = [counts[index] for index in few]
-    parts = torch.split(position, list(counts))
-    chosen = torch.cat([parts[index] for index in few]) if few else position[:0]
-    of_set = to_device(few, device, torch.int64).repeat_interleave(
-        to_device(kept, device, torch.int64), output_size=len(chosen)
-    )
-    starts_set = torch.ones_like(of_set, dtype=torch.bool)
-    starts_set[1:] = of_set[1:] != of_set[:-1]
-    gaps = chosen - chosen.roll(1).masked_fill_(starts_set, 0)
+    gaps, of_set = _position_gaps(position, counts, few)
     longest = max(1, -(-(8 * size).bit_length() // _BITS))  # bytes of the largest gap
-    widths = torch.ones_like(gaps)
+    widths = torch.ones_like(gaps)  # bytes of each gap
     for byte in range(1, longest):
         widths += gaps >= 1 << _BITS * byte
     gap_bytes = torch.zeros(sets, dtype=torch.int64, device=device).index_add_(0, of_set, widths.to(torch.int64))
@@ -263,15 +265,32 @@ def encode_kept_sets(
     is_short &= gap_bytes < size
     lengths = gap_bytes.where(is_short, size)
     before = gap_bytes.cumsum(dim=0) - gap_bytes
-    place = widths.cumsum(dim=0) - widths - before[of_set] + of_set * size
+    place = widths.cumsum(dim=0) - widths - before[of_set] + of_set * size  # of each gap's first byte
     beyond = sets * size  # where what belongs to no code is written
     codes = torch.cat([masks.masked_fill(is_short.unsqueeze(-1), 0).flatten(), masks.new_zeros(1)])
-    written = is_short[of_set]
-    for byte in range(longest):
+    has_code = is_short[of_set]
+    for byte in range(longest):  # LEB128: seven bits each, the lowest first, the eighth set where another byte follows
         value = (gaps >> _BITS * byte & 127) | (widths > byte + 1).to(gaps.dtype) << _BITS
-        index = (place + byte).where(written & (widths > byte), beyond)
+        index = (place + byte).where(has_code & (widths > byte), beyond)
         codes.scatter_(0, index, value.to(torch.uint8))
     return codes[:-1].view(sets, size), lengths
+
+
+def _position_gaps(
+    position: Int[Tensor, " kept"], counts: Sequence[int], sets: Sequence[int]
+) -> tuple[Int[Tensor, " gap"], Int[Tensor, " gap"]]:
+    """Return each position minus the one before it in its set, the first as it is, and the index of its set.
+
+    Only of the kept sets with the indices `sets`; `position` and `counts` are those of all, as in `encode_kept_sets`.
+    """
+    parts, device = torch.split(position, list(counts)), position.device
+    chosen = torch.cat([parts[index] for index in sets]) if sets else position[:0]
+    of_set = to_device(list(sets), device, torch.int64).repeat_interleave(
+        to_device([counts[index] for index in sets], device, torch.int64), output_size=len(chosen)
+    )
+    begins_set = torch.ones_like(of_set, dtype=torch.bool)
+    begins_set[1:] = of_set[1:] != of_set[:-1]
+    return chosen - chosen.roll(1).masked_fill_(begins_set, 0), of_set
 
 
 COMPOSING_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -279,7 +298,10 @@ COMPOSING_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def check_positions(configs: Iterable[EvictionConfig], model_config: Any, name: str) -> None:
-    """Raise ModelError for a configuration with positions in the cache, if the model does not support them."""
+    """Raise ModelError for a configuration with positions in the cache, if the model's rotations do not compose.
+
+    `name` is that of the model, for the message.
+    """
     if not any(config.in_cache for config in configs):
         return
     rotations = model_config.rope_parameters
@@ -293,7 +315,14 @@ def check_positions(configs: Iterable[EvictionConfig], model_config: Any, name: 
 def close_gaps(
     entries: KeptEntries, position: Int[Tensor, " kept"], ends: Sequence[int], frequencies: Float[Tensor, " frequency"]
 ) -> KeptEntries:
-    """Return copies of the entries with keys rotated from `position` to the positions right before each set's end."""
+    """Return copies of the entries, with keys rotated from their positions to those right before the end of their set.
+
+    Args:
+        entries: the entries, of kept sets with gaps between positions.
+        position: their positions, one set after the other.
+        ends: per kept set the position after its last entry's new one.
+        frequencies: of the rotation, in radians per position.
+    """
     new = positions_before(ends, entries.lengths, position.device)
     keys = rotate_keys(entries.keys[entries.index], _angles(new, frequencies) - _angles(position, frequencies))
     index = torch.arange(len(position), device=position.device)
@@ -301,7 +330,7 @@ def close_gaps(
 
 
 def positions_before(ends: Sequence[int], lengths: Sequence[int], device: torch.device) -> Int[Tensor, " kept"]:
-    """Return the positions of each set's last `lengths` entries before its end, one set after the other."""
+    """Return, for each set, as many consecutive positions as its length, up to its end − 1, one set after the other."""
     starts = accumulate(lengths[:-1], initial=0)
     shift = [end - length - start for end, length, start in zip(ends, lengths, starts, strict=True)]
     of_entry = to_device(shift, device).repeat_interleave(to_device(list(lengths), device), output_size=sum(lengths))
@@ -309,10 +338,9 @@ def positions_before(ends: Sequence[int], lengths: Sequence[int], device: torch.
 
 
 def _angles(position: Int[Tensor, " kept"], frequencies: Tensor) -> Float[Tensor, "kept frequency"]:
-    """Return the rotary angles in radians, rounded as in the model."""
+    """Return the rotary angles in radians, rounded as in the model, in the dtype `WORK`."""
     work = torch.promote_types(frequencies.dtype, torch.float32)
-    rounded = copy_to_device(frequencies, position.device, work)
-    return (position.to(work).unsqueeze(-1) * rounded).to(WORK)
+    return (position.to(work).unsqueeze(-1) * copy_to_device(frequencies, position.device, work)).to(WORK)
 
 
 def rotate_keys(keys: Float[Tensor, "entry d_head"], angle: Float[Tensor, "entry frequency"]) -> Tensor:

@@ -36,7 +36,10 @@ def layer_tensors(cache: Cache | Layers) -> list[tuple[Tensor, Tensor]]:
 
 
 def _layer_tensors(layer: object, index: int) -> tuple[Tensor, Tensor]:
-    """Return keys and values of a layer of transformers' `Cache`. Raises UnreadableCacheError if it has none."""
+    """Return keys and values of a layer of transformers' `Cache`. Raises UnreadableCacheError if it has none.
+
+    Tensors without entries are refused too, where the layer itself reports some.
+    """
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
     kind = type(layer).__name__
     if not (isinstance(keys, Tensor) and isinstance(values, Tensor)):
@@ -47,7 +50,7 @@ def _layer_tensors(layer: object, index: int) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def matching_rows(
+def pair_layers(
     external: Cache | Layers, full: Cache | Layers, row: int = 0, first: int = 0
 ) -> list[tuple[LayerEntries, LayerEntries]]:
     """Return, per layer, the entries of one row in the external and in the full cache, after checking their shapes.
@@ -72,7 +75,14 @@ def _select_row(layer: tuple[Tensor, Tensor], row: int) -> LayerEntries:
 
 
 def _check_shape(index: int, layer: tuple[Tensor, Tensor], full: Tensor, row: int) -> None:
-    """Raise UnreadableCacheError for a layer whose keys or values do not match the shape of the `full` cache's keys."""
+    """Raise UnreadableCacheError for a layer of an external cache whose shape does not match the full cache's.
+
+    Args:
+        index: number of the layer, for the message.
+        layer: its keys and values.
+        full: keys of the layer in the full cache.
+        row: row of the batch that is asked for.
+    """
     keys, values = layer
     if keys.ndim != 4 or keys.shape != values.shape:
         shapes = f"keys {tuple(keys.shape)} and values {tuple(values.shape)}"
@@ -109,7 +119,7 @@ def _refuse(reason: str) -> NoReturn:
     raise UnreadableCacheError(reason)
 
 
-def bits(tensor: Tensor) -> Tensor:
+def bit_patterns(tensor: Tensor) -> Tensor:
     """Return the bit pattern of each number, as an integer of equal size."""
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.contiguous().view(kinds[tensor.element_size()])
@@ -117,18 +127,18 @@ def bits(tensor: Tensor) -> Tensor:
 
 NOWHERE = -1
 """The position of an entry without a position in the prompt."""
-STRANGE = 0.5
+STRANGE_DISTANCE = 0.5
 """Relative distance of both key and value from the nearest entry's above which an entry has no position."""
-_OTHER = 0.01
+_LARGER_DISTANCE_WEIGHT = 0.01
 """Weight of the larger of the distances of key and value in the search for the nearest entry."""
-_TIE = 1e-3
+_TIE_TOLERANCE = 1e-3
 """Difference of distances below which two entries are equally near."""
 _CHUNK_BYTES = 64 * 2**20
 """Working memory of the search for the nearest entries."""
 
 
 @dataclass(frozen=True, eq=False)
-class LayerKept:
+class RecoveredLayer:
     """The entries of one layer of an external cache per key/value head, in the cache's own order.
 
     Attributes:
@@ -142,24 +152,24 @@ class LayerKept:
     value_distance: tuple[Tensor, ...]
 
     @property
-    def duplicates(self) -> list[int]:
+    def duplicate_counts(self) -> list[int]:
         """Number of entries per head that repeat the position of an earlier entry."""
         known = [position[position != NOWHERE] for position in self.positions]
         return [len(position) - len(set(position.tolist())) for position in known]
 
     @property
-    def strangers(self) -> list[int]:
-        """Number of entries per head that match no position."""
+    def stranger_counts(self) -> list[int]:
+        """Number of entries per head that match no position, padding included."""
         return [int((position == NOWHERE).sum()) for position in self.positions]
 
     @property
     def ascending(self) -> list[bool]:
-        """True if each head's entries are in ascending order of position."""
+        """Whether each head's entries are in ascending order of position, those that match none left out."""
         known = [position[position != NOWHERE] for position in self.positions]
         return [bool((position[1:] >= position[:-1]).all()) for position in known]
 
     def mask(self, tokens: int) -> Bool[Tensor, "kv_head key"]:
-        """Return the mask of the kept positions in a prompt of `tokens` tokens."""
+        """Return the mask, True for kept positions, in a prompt of `tokens` tokens."""
         mask = torch.zeros(len(self.positions), tokens, dtype=torch.bool, device=self.positions[0].device)
         for row, position in zip(mask, self.positions, strict=True):
             row[position[position != NOWHERE]] = True
@@ -167,7 +177,7 @@ class LayerKept:
 
 
 @torch.inference_mode()
-def recover(
+def recover_positions(
     external: Cache | Layers,
     full: Cache | Layers,
     row: int = 0,
@@ -175,7 +185,7 @@ def recover(
     first: int = 0,
     *,
     count_padding: bool = False,
-) -> list[LayerKept]:
+) -> list[RecoveredLayer]:
     """Return, per layer, the prompt positions of an external cache's entries, found by comparison with the full cache.
 
     Args:
@@ -191,11 +201,11 @@ def recover(
     entries than the prompt has, and shapes other than the full cache's.
     """
     layers = []
-    for external_layer, full_layer in matching_rows(external, full, row, first):
+    for external_layer, full_layer in pair_layers(external, full, row, first):
         rolled = [entries.roll(-padding, dims=1) for entries in full_layer] if padding else full_layer
         own_and_full = zip(*external_layer, rolled[0], rolled[1], strict=True)
         heads = [_match_head(*head, padding=padding, count_padding=count_padding) for head in own_and_full]
-        layers.append(LayerKept(*zip(*heads, strict=True)))
+        layers.append(RecoveredLayer(*zip(*heads, strict=True)))
     return layers
 
 
@@ -209,7 +219,8 @@ def _match_head(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (entry,) the matching position of each entry of a head, and its key and value distances from the match.
 
-    The full entries are the prompt's, then those of its padding.
+    The full entries are the prompt's, then the `padding` ones. An entry that resembles none, and one of padding, is
+    `NOWHERE`; with `count_padding` padding has positions too, before the prompt's.
     """
     indices = _equal_indices(key, value, full_key, full_value)
     distances = [torch.zeros(len(key), device=key.device) for _ in range(2)]
@@ -218,17 +229,17 @@ def _match_head(
         scaled, full_scaled = _scale(key[unmatched], value[unmatched], full_key, full_value)
         free = torch.ones(len(full_key), dtype=torch.bool, device=key.device)
         free[indices[indices != NOWHERE]] = False
-        nearest = _nearest(scaled, full_scaled, free)
+        nearest = _nearest_indices(scaled, full_scaled, free)
         for distance, vectors, full_vectors in zip(distances, scaled, full_scaled, strict=True):
             distance[unmatched] = torch.linalg.vector_norm(vectors - full_vectors[nearest], dim=-1)
-        strange = torch.fmin(distances[0][unmatched], distances[1][unmatched]) > STRANGE
+        strange = torch.fmin(distances[0][unmatched], distances[1][unmatched]) > STRANGE_DISTANCE
         indices[unmatched] = nearest.masked_fill(strange, NOWHERE)
     prompt = len(full_key) - padding
     if count_padding:
-        indices = torch.where(indices >= 0, (indices + padding) % len(full_key), NOWHERE)
+        positions = torch.where(indices >= 0, (indices + padding) % len(full_key), NOWHERE)
     else:
-        indices = torch.where(indices < prompt, indices, NOWHERE)
-    return indices, distances[0], distances[1]
+        positions = torch.where(indices < prompt, indices, NOWHERE)
+    return positions, distances[0], distances[1]
 
 
 def _equal_indices(key: Tensor, value: Tensor, full_key: Tensor, full_value: Tensor) -> Int[Tensor, " entry"]:
@@ -241,10 +252,10 @@ def _equal_indices(key: Tensor, value: Tensor, full_key: Tensor, full_value: Ten
         return nowhere
     entries, full_entries = torch.cat([key, value], dim=-1), torch.cat([full_key, full_value], dim=-1)
     hashes = _hash(entries)
-    ordered, indices = _hash(full_entries).sort(stable=True)
+    ordered, order = _hash(full_entries).sort(stable=True)
     begin, end = torch.searchsorted(ordered, hashes), torch.searchsorted(ordered, hashes, right=True)
-    index = indices[torch.minimum(begin + _occurrence(hashes), end - 1).clamp(min=0)]
-    same = (bits(entries) == bits(full_entries[index])).all(dim=-1)
+    index = order[torch.minimum(begin + _cumulative_count(hashes), end - 1).clamp(min=0)]
+    same = (bit_patterns(entries) == bit_patterns(full_entries[index])).all(dim=-1)  # equal hashes are no proof
     return torch.where(same & (end > begin), index, nowhere)
 
 
@@ -252,11 +263,11 @@ def _hash(entries: Float[Tensor, "entry component"]) -> Int[Tensor, " entry"]:
     """Return an integer hash of each entry's bits."""
     generator = torch.Generator().manual_seed(0)
     factors = torch.randint(-(2**62), 2**62, (entries.shape[-1],), generator=generator) | 1
-    return (bits(entries).to(torch.int64) * factors.to(entries.device)).sum(dim=-1)
+    return (bit_patterns(entries).to(torch.int64) * factors.to(entries.device)).sum(dim=-1)
 
 
-def _occurrence(numbers: Int[Tensor, " entry"]) -> Int[Tensor, " entry"]:
-    """Return, per number, the count of earlier equal numbers."""
+def _cumulative_count(numbers: Int[Tensor, " entry"]) -> Int[Tensor, " entry"]:
+    """Return, per number, the count of earlier equal numbers, as pandas' `cumcount`."""
     ordered, order = numbers.sort(stable=True)
     first = torch.searchsorted(ordered, ordered)
     counts = torch.arange(len(numbers), device=numbers.device) - first
@@ -264,7 +275,7 @@ def _occurrence(numbers: Int[Tensor, " entry"]) -> Int[Tensor, " entry"]:
 
 
 def _scale(key: Tensor, value: Tensor, full_key: Tensor, full_value: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Return [keys, values] of the external and of the full cache, divided by the full cache's RMS norm."""
+    """Return [keys, values] of the external and of the full cache, divided by the RMS norm of the full cache's kind."""
     scaled, full_scaled = [], []
     for vectors, full_vectors in ((key, full_key), (value, full_value)):
         unit = full_vectors.float().square().sum(dim=-1).mean().sqrt().clamp(min=torch.finfo(torch.float32).tiny)
@@ -273,31 +284,31 @@ def _scale(key: Tensor, value: Tensor, full_key: Tensor, full_value: Tensor) -> 
     return scaled, full_scaled
 
 
-def _nearest(
+def _nearest_indices(
     scaled: Sequence[Tensor], full_scaled: Sequence[Tensor], free: Bool[Tensor, " full_entry"]
 ) -> Int[Tensor, " entry"]:
     """Return, per entry, the index of the nearest full-cache entry; ties go to the first `free` one.
 
     Both sequences are [keys, values], scaled. Indices that are returned are removed from `free`.
     """
-    size = max(1, _CHUNK_BYTES // (16 * len(free)))
+    size = max(1, _CHUNK_BYTES // (16 * len(free)))  # four float32 matrices: two distances, their cost, a temporary
     nearest = []
     for keys, values in zip(*(torch.split(kind, size) for kind in scaled), strict=True):
         distances = torch.cdist(keys, full_scaled[0]), torch.cdist(values, full_scaled[1])
-        cost = torch.fmin(*distances) + _OTHER * torch.fmax(*distances)  # what is not a number is left out
+        cost = torch.fmin(*distances) + _LARGER_DISTANCE_WEIGHT * torch.fmax(*distances)  # leave out NaN
         best, index = cost.min(dim=-1)
-        ties = cost <= (best + _TIE).unsqueeze(-1)
+        ties = cost <= (best + _TIE_TOLERANCE).unsqueeze(-1)
         nearest.append(_resolve_ties(index, ties, free))
     return torch.cat(nearest)
 
 
 def _resolve_ties(index: Tensor, ties: Bool[Tensor, "entry full_entry"], free: Bool[Tensor, " full_entry"]) -> Tensor:
-    """Return the indices after replacing those that are not `free` by the first free index tied with it, if any.
+    """Return the indices after replacing those that are not `free` by the first free index that ties with it, if any.
 
-    Indices that are returned are removed from `free`.
+    `index` is changed in place, and the returned indices are removed from `free`.
     """
     for entry, wanted in enumerate(index.tolist()):
         if not free[wanted] and len(candidates := (ties[entry] & free).nonzero()):
-            index[entry] = candidates[0, 0]
+            index[entry] = candidates[0, 0]  # the first one's only coordinate
         free[index[entry]] = False
     return index

@@ -19,7 +19,7 @@ A maker that halves the values of what was kept:
 
 >>> import torch
 >>> class Halved(Maker):
-...     own = True
+...     has_own_tensors = True
 ...     def make(self, layer, kept):
 ...         sets = kept.entries.sets()
 ...         row = KeptEntries.of([keys for keys, _ in sets], [values / 2 for _, values in sets])
@@ -98,7 +98,7 @@ class PrefilledLayer(Protocol):
     def statistics_of(self, config: ResolvedConfig) -> LayerStatistics:
         """Return the scores and norms of the entries before the window that a configuration ranks by."""
 
-    def once(self, key: Hashable, make: Callable[[], _Result]) -> _Result:
+    def compute_once(self, key: Hashable, make: Callable[[], _Result]) -> _Result:
         """Return make(), computed once per key and shared by all configurations of the layer."""
 
 
@@ -116,7 +116,15 @@ class ActivationCheck(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class PromptReading:
-    """The inputs of a maker with a prefill of its own: the model, the prompt, memory, and a check of activations."""
+    """The inputs of a maker with a prefill of its own.
+
+    Attributes:
+        adapter: the model.
+        token_ids: the prompt's part that is compressed.
+        sample: the sample's id.
+        resources: memory and kernels.
+        finite_check: the record of whether the prefill's activations are finite.
+    """
 
     adapter: Adapter
     token_ids: Sequence[int]
@@ -171,14 +179,13 @@ class FullStep:
         return theory.log_total(self.query, self.keys, self.scale, self.sinks)
 
     def attend(self, entries: KeptEntries) -> Float[Tensor, "head d_head"]:
-        """Return Σ A' V over other entries of the prompt and all decoded ones, A' the softmax over these alone."""
-        keys, values = self.keys[:, self.tokens :], self.values[:, self.tokens :]
-        sets, sharing = entries.sets(), len(entries.lengths) // len(keys)
+        """Return Σ A' V over `entries` in the prompt's place and all decoded ones, A' the softmax over these alone."""
+        sets, sharing = entries.sets(), len(entries.lengths) // len(self.keys)  # kept sets per key/value head
         kept = [pad_sequence(list(kind), batch_first=True) for kind in zip(*sets, strict=True)]
-        decoded = [kind.repeat_interleave(sharing, dim=0) for kind in (keys, values)]
-        real = [kept_keys.new_ones(len(kept_keys), dtype=torch.bool) for kept_keys, _ in sets]
-        present = [pad_sequence(real, batch_first=True), torch.ones_like(decoded[0][..., 0], dtype=torch.bool)]
+        decoded = [kind[:, self.tokens :].repeat_interleave(sharing, dim=0) for kind in (self.keys, self.values)]
         keys, values = (torch.cat(pair, dim=1) for pair in zip(kept, decoded, strict=True))
+        unpadded = [kept_keys.new_ones(len(kept_keys), dtype=torch.bool) for kept_keys, _ in sets]
+        present = [pad_sequence(unpadded, batch_first=True), torch.ones_like(decoded[0][..., 0], dtype=torch.bool)]
         return theory.attention_output(
             self.query, keys, values, self.scale, self.sinks, present=torch.cat(present, dim=1)
         )
@@ -205,9 +212,9 @@ class Entries:
     Attributes:
         row: keys and values per kept set: indices into the full cache until they are copied, or tensors of their own.
         bits: bits that they take, with everything that is stored beside them; a number of the full cache takes 16.
-        read: number of them that one decoding query attends to, added up over the kept sets; None: all.
+        read_entries: number of them that one decoding query attends to, added up over the kept sets; None: all.
         stand_in: an additional entry per query head, with a bias; None without.
-        rounded: whether numbers were rounded, so that large ones may have overflowed.
+        has_rounded_numbers: whether numbers were rounded, so that large ones may have overflowed.
     """
 
     row: KeptEntries
@@ -258,18 +265,18 @@ class CorrectedEntries(OwnEntries):
 
     def outputs(self, step: FullStep) -> Outputs:
         """Return the outputs of the kept set and of these entries at one decode step of the full run."""
-        stays = step.attention.clone()
-        stays[:, : self.evicted.shape[1]].masked_fill_(self.evicted, 0)
+        kept_attention = step.attention.clone()
+        kept_attention[:, : self.evicted.shape[1]].masked_fill_(self.evicted, 0)  # decoded entries stay
         logits = self.stand_in.logits(step.query.to(theory.WORK).unsqueeze(1), step.scale)
-        mass = (logits.squeeze(1) - step.log_total).exp()
-        kept = theory.weighted_sums(stays.unsqueeze(0), step.values)[0]
-        share = stays.sum(dim=-1) + step.sink
-        own = theory.corrected_output(kept, share, self.stand_in.value, mass)
-        return Outputs(kept / share.unsqueeze(-1), own, self.evicted.any(dim=-1))
+        predicted_mass = (logits.squeeze(1) - step.log_total).exp()
+        kept = theory.weighted_sums(kept_attention.unsqueeze(0), step.values)[0]
+        kept_mass = kept_attention.sum(dim=-1) + step.sink
+        own = theory.corrected_output(kept, kept_mass, self.stand_in.value, predicted_mass)
+        return Outputs(kept / kept_mass.unsqueeze(-1), own, self.evicted.any(dim=-1))
 
 
 def entry_bits(row: KeptEntries) -> int:
-    """Return the bits of entries of 16 bits a number."""
+    """Return the number of bits that a row's keys and values take at 16 bits per number."""
     d_head = (row.keys if row.rectangle is None else row.rectangle[0]).shape[-1]
     return 2 * FULL_BITS * d_head * sum(row.lengths)
 
@@ -278,14 +285,14 @@ class Maker:
     """The maker of a configuration that evicts and changes nothing of what it keeps; others are its subclasses.
 
     Class attributes:
-        own: whether its rows have tensors of their own, which a cache must hold; else they are taken from the full
-            cache whenever they are read.
+        has_own_tensors: whether its rows have tensors of their own, which a cache must hold; else they are taken from
+            the full cache whenever they are read.
     """
 
-    own: ClassVar[bool] = False
+    has_own_tensors: ClassVar[bool] = False
 
     def begin(self, prompt: PromptReading) -> Maker:
-        """Return the maker of one prompt, before its first layer, after a prefill of its own where it has one."""
+        """Return the maker for one prompt, whose layers follow; a maker with a prefill of its own runs it here."""
         return self
 
     @property
@@ -317,14 +324,14 @@ class Maker:
         """Return the entries of a cache that is not evicted yet, as it is still below its limit."""
         return Entries(row, entry_bits(row))
 
-    def compress(
+    def make_compressed(
         self,
         row: KeptEntries,
         position: Sequence[Tensor],
         ends: Sequence[int],
         frequencies: Float[Tensor, " frequency"],
     ) -> KeptEntries:
-        """Return a row after one more eviction while decoding, as the cache holds it.
+        """Return the entries that remain after one more eviction while decoding, as the cache is to hold them.
 
         Args:
             row: the remaining entries, keys and values (kept, d_head) per kept set, copied out of the cache.
@@ -344,11 +351,11 @@ class StorageMaker(Maker):
         config: the configuration, whose precision and positions it applies.
     """
 
-    own: ClassVar[bool] = True
+    has_own_tensors: ClassVar[bool] = True
     config: ResolvedConfig
 
     def make(self, layer: PrefilledLayer, kept: GatheredSet) -> Entries:
-        """Return the kept set with its keys moved up to the prompt's end, and rounded.
+        """Return the kept set with its keys moved up to the prompt's end, its numbers rounded, or both, as configured.
 
         An engine rounds moved keys at 0 … b − 1, so that they are rounded there before they move on.
         """
@@ -363,13 +370,13 @@ class StorageMaker(Maker):
         return StoredEntries(entries, self._bits(entries), has_rounded_numbers=self.config.quantised, kept=kept.entries)
 
     def make_whole(self, row: KeptEntries) -> Entries:
-        """Return all entries, rounded; none moves."""
+        """Return all entries, rounded where the configuration is quantised; none moves, as there is no gap."""
         if not self.config.quantised:
             return super().make_whole(row)
         entries = quantise_entries(row, self.config)
         return StoredEntries(entries, self._bits(entries), has_rounded_numbers=True, kept=row)
 
-    def compress(
+    def make_compressed(
         self,
         row: KeptEntries,
         position: Sequence[Tensor],
@@ -387,14 +394,14 @@ class StorageMaker(Maker):
 
 @dataclass(frozen=True)
 class CorrectionMaker(Maker):
-    """The maker of kept sets with a correction for what is evicted."""
+    """The maker of kept sets with a correction for what is evicted, weighted by the mean query of the `window`."""
 
     correction: Choice
     window: int
 
     def make(self, layer: PrefilledLayer, kept: GatheredSet) -> Entries:
         """Return the kept set with the entries that stand in for the evicted ones."""
-        lengths, heads = kept.entries.lengths, layer.adapter.heads
+        lengths, heads = kept.entries.lengths, layer.adapter.heads  # of each kept set; number of query heads
         evicted = _evicted_mask(kept.entries, layer.keys.shape[1], layer.tokens, heads)
         query, prompt = layer.mean_query(self.window), (layer.prompt_keys, layer.prompt_values)
         stand_in = make_stand_in(self.correction, query, *prompt, evicted, layer.scale)
@@ -404,7 +411,10 @@ class CorrectionMaker(Maker):
 
 
 def _evicted_mask(entries: KeptEntries, stride: int, prompt_tokens: int, heads: int) -> Bool[Tensor, "head key"]:
-    """Return the mask of the evicted prompt entries per query head; key/value heads are `stride` entries apart."""
+    """Return the mask of the evicted prompt entries per query head.
+
+    `stride` is the number of entries from one key/value head to the next in the tensors that `entries` index.
+    """
     sets, device = len(entries.lengths), entries.index.device
     lengths = to_device(entries.lengths, device)
     rows = torch.arange(sets, device=device).repeat_interleave(lengths, output_size=len(entries.index))
@@ -413,8 +423,8 @@ def _evicted_mask(entries: KeptEntries, stride: int, prompt_tokens: int, heads: 
     return evicted.repeat_interleave(heads // sets, dim=0)
 
 
-def maker_of_kept_sets(config: ResolvedConfig) -> Maker:
-    """Return the maker of a configuration that evicts."""
+def eviction_maker(config: ResolvedConfig) -> Maker:
+    """Return the maker of a configuration that evicts: with a correction, stored in another way, or as in the cache."""
     if config.corrected:
         return CorrectionMaker(config.correction, config.window)
     return StorageMaker(config) if config.quantised or config.in_cache else Maker()

@@ -37,9 +37,9 @@ def quantise_dequantise(
     lengths = to_device(list(groups), data.device)
     group = torch.arange(len(groups), device=data.device).repeat_interleave(lengths, output_size=len(data))
     least, most = _group_ranges(data.to(torch.float32), lengths, max(groups))
-    levels = 2**bits - 1
-    scale, low = (kind.to(torch.float16).to(torch.float32)[group] for kind in ((most - least) / levels, least))
-    codes = ((data.to(torch.float32) - low) / scale.where(scale > 0, 1)).round().clamp(0, levels)
+    largest_code = 2**bits - 1
+    scale, low = (kind.to(torch.float16).to(torch.float32)[group] for kind in ((most - least) / largest_code, least))
+    codes = ((data.to(torch.float32) - low) / scale.where(scale > 0, 1)).round().clamp(0, largest_code)
     return (codes * scale + low).to(data.dtype)
 
 
@@ -71,9 +71,12 @@ def group_lengths(count: int, group: int) -> list[int]:
 
 
 def _first_indices(lengths: Sequence[int], counts: Sequence[int], device: torch.device) -> Tensor:
-    """Return the indices of the first `counts` entries of each kept set, in concatenated sets of lengths `lengths`."""
-    skipped = accumulate((length - count for length, count in zip(lengths, counts, strict=True)), initial=0)
-    before = to_device(list(skipped)[:-1], device, torch.int64)  # entries that earlier sets leave out
+    """Return the indices of each kept set's first entries, in sets that are concatenated.
+
+    Set i has `lengths[i]` entries, and the first `counts[i]` of them are meant.
+    """
+    left_out = accumulate((length - count for length, count in zip(lengths, counts, strict=True)), initial=0)
+    before = to_device(list(left_out)[:-1], device, torch.int64)  # entries that earlier sets leave out
     return torch.arange(sum(counts), device=device) + before.repeat_interleave(
         to_device(list(counts), device, torch.int64), output_size=sum(counts)
     )

@@ -13,9 +13,9 @@ from torch import Tensor
 from perturbkv.cache.blocks import (
     Block,
     Kernel,
-    Packed,
+    PackedBlock,
     PassingBlock,
-    ReadBlock,
+    ReaderBlock,
     Segment,
     packed_block,
     padded_block,
@@ -25,14 +25,14 @@ from perturbkv.cache.entries import KeptEntries, Reader, pool_entries
 from perturbkv.configs.resources import CHUNK_BYTES
 from perturbkv.devices import to_device, working_bytes
 
-AnyBlock = Block | Packed | PassingBlock
+AnyBlock = Block | PackedBlock | PassingBlock
 
 
-def build(rows: Sequence[KeptEntries], heads: int, slack: float, passing: bool = False) -> list[AnyBlock]:
+def build_blocks(rows: Sequence[KeptEntries], heads: int, slack: float, passing: bool = False) -> list[AnyBlock]:
     """Return the blocks that store the rows of one layer with `heads` query heads.
 
-    `slack` is the largest share of padding. `passing` blocks store no entries and copy them on every use, within the
-    working memory. Rows that keep everything use the kernel of the other rows, so that they show that kernel's
+    Padding is at most `slack` times the entries. `passing` blocks store no entries and copy them on every use, within
+    the working memory. Rows that keep everything use the kernel of the other rows, so that they show that kernel's
     rounding (METHOD, protocol 4).
     """
     kernel = kernel_for(rows[0].keys)
@@ -46,7 +46,7 @@ def build(rows: Sequence[KeptEntries], heads: int, slack: float, passing: bool =
         return blocks
     kept = pool_entries([entries for entries in rows if entries.rectangle is None])
     most = working_bytes(kept.keys.device, CHUNK_BYTES) / kept.entry_bytes if passing else math.inf
-    buckets = _buckets(ordered, slack if kernel is None else math.inf, most)
+    buckets = _buckets(ordered, slack if kernel is None else math.inf, most)  # a kernel needs no padding
     if passing:
         return blocks + [PassingBlock(kept, segments, kernel) for segments in buckets]
     return blocks + [
@@ -68,9 +68,10 @@ def _segments(rows: Sequence[KeptEntries], heads: int) -> list[Segment]:
 
 
 def _buckets(segments: Sequence[Segment], slack: float, most: float) -> list[list[Segment]]:
-    """Return the segments split into runs of equal group size, sorted by descending length; each run becomes a block.
+    """Split segments, sorted by group size and descending length, into the runs that become a block each.
 
-    A new run starts where padding would exceed `slack`, or the padded entries `most`.
+    A new run starts at another group size, and where padding would exceed `slack` times the entries of the run, or
+    entries and padding together `most`.
     """
     buckets: list[list[Segment]] = []
     entries = 0
@@ -88,7 +89,7 @@ def _buckets(segments: Sequence[Segment], slack: float, most: float) -> list[lis
 
 def _borrowed_block(
     row: int, rectangle: tuple[Tensor, Tensor], heads: int, kernel: Kernel | None, reader: Reader | None
-) -> Block | Packed:
+) -> Block | PackedBlock:
     """Return the block of a row that keeps everything, as a view of the full cache.
 
     `rectangle` are the row's keys and values (kv_head, entry, d_head); `reader` selects entries per query, if any.
@@ -98,21 +99,25 @@ def _borrowed_block(
     segments = [Segment(row, head, heads // kv_heads, length) for head in range(kv_heads)]
     indices = query_indices(segments, keys.device)
     if reader is not None:
-        return ReadBlock(segments, keys, values, None, indices, reader)
+        return ReaderBlock(segments, keys, values, None, indices, reader)
     if kernel is None:
         return Block(segments, keys, values, None, indices)
     if keys.stride() != values.stride() or keys.stride()[1:] != (keys.shape[-1], 1):
         keys, values = keys.contiguous(), values.contiguous()  # no cache of transformers has such strides
-    stride = keys.stride(0) // keys.shape[-1]
-    begins = [*(head * stride for head in range(kv_heads)), (kv_heads - 1) * stride + length]
+    stride = keys.stride(0) // keys.shape[-1]  # entries from one head to the next, unused ones of the cache among them
+    offsets = [*(head * stride for head in range(kv_heads)), (kv_heads - 1) * stride + length]
     flat_keys, flat_values = (
-        kind.as_strided((begins[-1], 1, kind.shape[-1]), (kind.shape[-1], kind.shape[-1], 1)) for kind in (keys, values)
+        kind.as_strided((offsets[-1], 1, kind.shape[-1]), (kind.shape[-1], kind.shape[-1], 1))
+        for kind in (keys, values)
     )
-    starts, lengths = (to_device(numbers, keys.device, torch.int32) for numbers in (begins, [length] * kv_heads))
-    return Packed(segments, flat_keys, flat_values, begins, starts, lengths, indices, kernel)
+    device_offsets, lengths = (
+        to_device(numbers, keys.device, torch.int32) for numbers in (offsets, [length] * kv_heads)
+    )
+    return PackedBlock(segments, flat_keys, flat_values, offsets, device_offsets, lengths, indices, kernel)
 
 
 _WIDEST_HEAD = 256
+"""Largest number of components of a head that the variable-length attention takes."""
 
 
 def kernel_for(like: Tensor) -> Kernel | None:
@@ -138,9 +143,10 @@ def variable_length_attention() -> Kernel | None:
 
     def attend(query: Tensor, key: Tensor, value: Tensor, *sizes: Any) -> tuple[Tensor, Tensor]:
         *layout, scale, lengths = sizes
-        output, totals, *_ = torch.ops.aten._flash_attention_forward(
-            query, key, value, *layout, 0.0, False, False, scale=scale, seqused_k=lengths
+        dropout, is_causal, returns_mask = 0.0, False, False
+        output, logsumexp, *_ = torch.ops.aten._flash_attention_forward(
+            query, key, value, *layout, dropout, is_causal, returns_mask, scale=scale, seqused_k=lengths
         )
-        return output, totals
+        return output, logsumexp
 
     return attend

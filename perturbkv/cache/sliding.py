@@ -18,29 +18,31 @@ from transformers.cache_utils import CacheLayerMixin
 from perturbkv.devices import to_device
 from perturbkv.errors import ConfigError
 
-FIRST = 8
+INITIAL_CAPACITY = 8
 """Initial capacity of a tail, in tokens."""
 
 
 def merge_sinks(
     output: Float[Tensor, "row head query d_head"],
-    total: Float[Tensor, "row head query"],
+    logsumexp: Float[Tensor, "row head query"],
     sinks: Float[Tensor, " head"] | None,
 ) -> tuple[Tensor, Tensor]:
     """Return attention outputs and log-sum-exps after adding each head's sink logit, which has no value.
 
-    `output` and `total` are the attention over some entries and its log-sum-exps.
+    `output` is the attention over some entries, `logsumexp` that of their logits. Both are returned as they are for a
+    model without sinks.
     """
     if sinks is None:
-        return output, total
-    joint = torch.logaddexp(total, sinks.to(total).view(1, -1, 1).expand_as(total))
-    return output * (total - joint).exp().unsqueeze(-1), joint
+        return output, logsumexp
+    joint = torch.logaddexp(logsumexp, sinks.to(logsumexp).view(1, -1, 1).expand_as(logsumexp))
+    return output * (logsumexp - joint).exp().unsqueeze(-1), joint
 
 
 class Tail:
     """The decoded tokens of one layer: `keys` and `values` (row, kv_head, capacity, d_head), the first `length` in use.
 
-    `seen` is the number of the prompt's entries, evicted ones included; only an `attached` tail accepts tokens.
+    `batch` is the number of rows, `seen` that of the prompt's entries, evicted ones included; only an `attached` tail
+    accepts tokens.
     """
 
     keys: Tensor
@@ -53,7 +55,7 @@ class Tail:
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the tensors of the initial capacity."""
-        shape = (self.batch, key_states.shape[1], FIRST, key_states.shape[-1])
+        shape = (self.batch, key_states.shape[1], INITIAL_CAPACITY, key_states.shape[-1])
         self.keys, self.values = key_states.new_empty(shape), value_states.new_empty(shape)
         self.is_initialized = True
 
@@ -114,7 +116,13 @@ class Window:
 
 
 class SlidingLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
-    """A layer of a `CompactCache` whose queries see the last `window.size` entries, their own included."""
+    """A layer of a `CompactCache` whose queries see the last `window.size` entries, their own included.
+
+    Args:
+        window: the prompt's entries, which all rows share.
+        heads: number of query heads.
+        rows: number of rows of the batch.
+    """
 
     is_sliding = True
     batch: int
@@ -139,20 +147,20 @@ class SlidingLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         work = torch.promote_types(query.dtype, torch.float32)
         rows, heads, queries, d_head = query.shape
         kv_heads, entries = self.window.keys.shape[:2]
-        first = max(0, self.length - queries - self.window.size + 1)
+        first = max(0, self.length - queries - self.window.size + 1)  # the oldest token in the first query's window
         keys, values = (tail[:, :, first : self.length].to(work) for tail in (self.keys, self.values))
         scaled = (query.to(work) * scale).reshape(rows, kv_heads, -1, d_head)
         logits = torch.cat([scaled @ self.window.keys.to(work).mT, scaled @ keys.mT], dim=-1)
-        excluded = self._excluded_entries(queries, first, query.device)
+        excluded = self._exclusion_mask(queries, first, query.device)
         logits = logits.view(rows, heads, queries, -1).masked_fill_(excluded, -torch.inf)
-        total = logits.logsumexp(dim=-1)
-        weights = (logits - total.unsqueeze(-1)).exp().view(rows, kv_heads, -1, logits.shape[-1])
+        logsumexp = logits.logsumexp(dim=-1)
+        weights = (logits - logsumexp.unsqueeze(-1)).exp().view(rows, kv_heads, -1, logits.shape[-1])
         output = weights[..., :entries] @ self.window.values.to(work) + weights[..., entries:] @ values
-        output, _ = merge_sinks(output.view(rows, heads, queries, d_head), total, sinks)
+        output, _ = merge_sinks(output.view(rows, heads, queries, d_head), logsumexp, sinks)
         return output.to(query.dtype).transpose(1, 2).contiguous()
 
-    def _excluded_entries(self, queries: int, first: int, device: torch.device) -> Bool[Tensor, "query entry"]:
-        """Return a mask of the entries hidden from a query: later ones, and ones outside its window.
+    def _exclusion_mask(self, queries: int, first: int, device: torch.device) -> Bool[Tensor, "query entry"]:
+        """Return a mask, True for the entries hidden from a query: later ones, and ones outside its window.
 
         Entries are those of the prompt's window, then the decoded tokens from `first` on.
         """

@@ -48,12 +48,12 @@ class OracleStandIn:
     Attributes:
         value: μ̂_gone of each head, before W_O.
         keys: all keys of the prompt.
-        gone: mask of the evicted ones.
+        evicted: mask of the evicted ones among them.
     """
 
     value: Float[Tensor, "head d_head"]
     keys: Float[Tensor, "kv_head key d_head"]
-    gone: Bool[Tensor, "head key"]
+    evicted: Bool[Tensor, "head key"]
 
     def logits(self, query: Float[Tensor, "head query d_head"], scale: float) -> Float[Tensor, "head query"]:
         """Return the true log-mass of the evicted entries per query: the log-sum-exp of their logits."""
@@ -61,7 +61,7 @@ class OracleStandIn:
         heads, queries, d_head = query.shape
         scaled = query.to(work).reshape(len(self.keys), -1, d_head) * scale
         logits = (scaled @ self.keys.to(work).transpose(1, 2)).view(heads, queries, -1)
-        return logits.masked_fill(~self.gone.unsqueeze(1), -torch.inf).logsumexp(dim=-1)
+        return logits.masked_fill(~self.evicted.unsqueeze(1), -torch.inf).logsumexp(dim=-1)
 
 
 StandIn = PredictedStandIn | OracleStandIn
@@ -77,18 +77,18 @@ def make_stand_in(
     query: Float[Tensor, "head d_head"],
     keys: Float[Tensor, "kv_head key d_head"],
     values: Float[Tensor, "kv_head key d_head"],
-    gone: Bool[Tensor, "head key"],
+    evicted: Bool[Tensor, "head key"],
     scale: float,
 ) -> StandIn:
-    """Return the correction for the evicted entries (mask `gone`): vectors in the cache's dtype, log-masses in float32.
+    """Return the correction for the `evicted` entries: vectors in the cache's dtype, log-masses in float32.
 
     Evicted values and keys are averaged with the attention weights of `query`, the window's mean query.
     """
-    logits = theory.decode_logits(query, keys, scale).masked_fill(~gone, -torch.inf)
-    weights = logits.softmax(dim=-1).where(gone, 0).unsqueeze(0)
+    logits = theory.decode_logits(query, keys, scale).masked_fill(~evicted, -torch.inf)
+    weights = logits.softmax(dim=-1).where(evicted, 0).unsqueeze(0)
     value = theory.weighted_sums(weights, values)[0].to(values.dtype)
     if correction.name == ORACLE:
-        return OracleStandIn(value, keys, gone)
+        return OracleStandIn(value, keys, evicted)
     key = theory.weighted_sums(weights, keys)[0].to(keys.dtype)
     key = key if correction["mass"] == LINEAR else torch.zeros_like(key)
     bias = logits.logsumexp(dim=-1) - (query.to(theory.WORK) * key.to(theory.WORK)).sum(dim=-1) * scale
@@ -98,18 +98,18 @@ def make_stand_in(
 def merge_stand_ins(
     stand_ins: Mapping[int, StandIn],
     output: Float[Tensor, "row head query d_head"],
-    total: Float[Tensor, "row head query"],
+    logsumexp: Float[Tensor, "row head query"],
     query: Float[Tensor, "row head query d_head"],
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Return attention outputs and log-sum-exps after adding the rows' corrections, both updated in place.
 
-    `stand_ins` maps rows to corrections; `output` and `total` are the attention over some entries.
+    `stand_ins` maps rows to corrections; `output` is the attention over some entries, `logsumexp` that of their logits.
     """
     for row, stand_in in stand_ins.items():
-        logit = stand_in.logits(query[row], scale).to(total.dtype)
-        joint = torch.logaddexp(total[row], logit)
-        kept, evicted = ((weight - joint).exp().unsqueeze(-1) for weight in (total[row], logit))
-        output[row] = output[row] * kept + stand_in.value.to(output.dtype).unsqueeze(1) * evicted
-        total[row] = joint
-    return output, total
+        logit = stand_in.logits(query[row], scale).to(logsumexp.dtype)
+        joint = torch.logaddexp(logsumexp[row], logit)
+        kept_mass, evicted_mass = ((one - joint).exp().unsqueeze(-1) for one in (logsumexp[row], logit))
+        output[row] = output[row] * kept_mass + stand_in.value.to(output.dtype).unsqueeze(1) * evicted_mass
+        logsumexp[row] = joint
+    return output, logsumexp

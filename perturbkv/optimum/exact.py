@@ -27,6 +27,7 @@ from scipy.sparse import csr_array
 
 Floats = NDArray[np.float64]
 Kept = NDArray[np.bool_]
+"""A kept set as a mask (entry,)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,13 +37,13 @@ class HeadEntries:
     Attributes:
         attention: (entry,) attention weights A, float64.
         projected: (entry, d_model) values after the output projection, 𝒱 = V W_O^h, float64.
-        always: (entry,) True for entries that always stay: the window and the decoding token.
+        always_kept: (entry,) True for entries that always stay: the window and the decoding token.
         sink: weight of the head's sink, an entry without a value that always stays; 0 where there is none.
     """
 
     attention: Floats
     projected: Floats
-    always: Kept
+    always_kept: Kept
     sink: float = 0.0
 
     @cached_property
@@ -56,9 +57,9 @@ class HeadEntries:
         return self.attention[:, None] * (self.output - self.projected)
 
     @cached_property
-    def free(self) -> NDArray[np.int64]:
-        """(free,) indices of the free entries: those that are not `always` kept."""
-        return np.flatnonzero(~self.always)
+    def free_indices(self) -> NDArray[np.int64]:
+        """(free,) indices of the free entries: those that are not always kept."""
+        return np.flatnonzero(~self.always_kept)
 
     def numerator(self, kept: Kept) -> Floats:
         """Return (d_model,) S o − Σ N A 𝒱 of a kept set; its L1 norm divided by the retained mass S is L."""
@@ -72,16 +73,16 @@ class HeadEntries:
         """Return a kept set's isolated perturbation L: the L1 norm of the change to the head's output."""
         return float(np.abs(self.numerator(kept)).sum() / self.mass(kept))
 
-    def with_free(self, indices: NDArray[np.int64]) -> Kept:
-        """Return (entry,) the kept set of the free entries at `indices` and all entries that are always kept."""
-        kept = self.always.copy()
+    def kept_set(self, indices: NDArray[np.int64]) -> Kept:
+        """Return (entry,) the kept set of the entries at `indices` and all entries that are always kept."""
+        kept = self.always_kept.copy()
         kept[indices] = True
         return kept
 
 
 GAP_TOLERANCE = 1e-4
 """A set counts as optimal where the proven lower bound is at most this share of its L below it."""
-_UNIT = 1e4
+_SCALED_VALUE = 1e4
 """Value that L is scaled to, so that the solver's absolute tolerances are negligible."""
 _TOLERANCE = 1e-6
 """Tolerance of HiGHS for constraints and objective."""
@@ -94,77 +95,82 @@ class Proof:
     Attributes:
         kept: (entry,) the best set.
         perturbation: its L.
-        lower: lower bound of L over all sets of this size, the solver's tolerance subtracted.
+        lower_bound: of L over all sets of this size, the solver's tolerance subtracted.
         seconds: duration of the search.
     """
 
     kept: Kept
     perturbation: float
-    lower: float
+    lower_bound: float
     seconds: float
 
     @property
-    def closed(self) -> bool:
+    def is_optimal(self) -> bool:
         """True if the set is proven optimal, to within `GAP_TOLERANCE` of its L."""
-        return self.lower >= self.perturbation * (1 - GAP_TOLERANCE)
+        return self.lower_bound >= self.perturbation * (1 - GAP_TOLERANCE)
 
 
 def best_set(entries: HeadEntries, start: Kept, seconds: float) -> Proof:
-    """Return the best kept set of the size of `start` found in a time limit, with a proven lower bound of L.
+    """Return the best kept set of the size of `start` found in so many seconds, with a proven lower bound of L.
 
-    Raises ValueError where `start` lacks an entry that always stays.
+    It is `start` itself where none better is found. Raises ValueError where `start` lacks an entry that always stays.
     """
-    if not start[entries.always].all():
+    if not start[entries.always_kept].all():
         raise ValueError("expected a set that holds all that always stays")
-    begin, kept, value, lower = time.monotonic(), start, entries.perturbation(start), 0.0
-    smallest = _smallest_mass(entries, int(start.sum()))
-    while value > 0 and (left := seconds - (time.monotonic() - begin)) > 0:
-        solution, least = _solve(entries, int(start.sum()), value, left)
-        lower = max(lower, value + min(0.0, least) / smallest)
-        if solution is None or entries.perturbation(solution) >= value * (1 - GAP_TOLERANCE**2):
+    begin, size = time.monotonic(), int(start.sum())
+    kept, best, lower_bound = start, entries.perturbation(start), 0.0
+    smallest_mass = _smallest_mass(entries, size)
+    while best > 0 and (left := seconds - (time.monotonic() - begin)) > 0:
+        solution, program_bound = _solve(entries, size, best, left)
+        lower_bound = max(lower_bound, best + min(0.0, program_bound) / smallest_mass)
+        if solution is None or entries.perturbation(solution) >= best * (1 - GAP_TOLERANCE**2):  # no gain but rounding
             break
-        kept, value = solution, entries.perturbation(solution)
-    return Proof(kept, value, min(lower, value), time.monotonic() - begin)
+        kept, best = solution, entries.perturbation(solution)
+    return Proof(kept, best, min(lower_bound, best), time.monotonic() - begin)
 
 
 def _smallest_mass(entries: HeadEntries, size: int) -> float:
     """Return the smallest retained mass S of all kept sets of a size."""
-    fixed = float(entries.attention[entries.always].sum()) + entries.sink
-    free = size - int(entries.always.sum())
-    return fixed + float(np.sort(entries.attention[entries.free])[:free].sum())
+    fixed = float(entries.attention[entries.always_kept].sum()) + entries.sink
+    free_kept = size - int(entries.always_kept.sum())
+    return fixed + float(np.sort(entries.attention[entries.free_indices])[:free_kept].sum())
 
 
 def _solve(entries: HeadEntries, size: int, ratio: float, seconds: float) -> tuple[Kept | None, float]:
-    """Return the kept set of a size that minimises ‖Σ N A (o − 𝒱)‖₁ − λ S for λ = `ratio`, and a proven lower bound.
+    """Return the kept set of a size that minimises ‖Σ N A (o − 𝒱)‖₁ − λ S for λ = `ratio`, and a bound of the minimum.
 
-    None for the set where time runs out before there is one. Variables are free entries and model dimensions. The
-    latter are bounded from below by both signs of the numerator's vector, so that their sum is its L1 norm.
+    The bound is proven: no set of the size is below it; −∞ where the solver has none. None for the set where time runs
+    out before there is one. Variables are free entries and model dimensions. The latter are bounded from below by both
+    signs of the numerator's vector, so that their sum is its L1 norm.
     """
-    free, model = entries.free, entries.projected.shape[1]
-    scale = _UNIT / ratio
+    free, d_model = entries.free_indices, entries.projected.shape[1]
+    scale = _SCALED_VALUE / ratio
     contributions = scale * entries.contributions[free].T
-    fixed = scale * entries.numerator(entries.always)
-    both = csr_array(np.block([[contributions, -np.eye(model)], [-contributions, -np.eye(model)]]))
-    counted = np.concatenate([np.ones(len(free)), np.zeros(model)])
-    free_kept = size - int(entries.always.sum())
+    fixed = scale * entries.numerator(entries.always_kept)
+    both_signs = csr_array(np.block([[contributions, -np.eye(d_model)], [-contributions, -np.eye(d_model)]]))
+    is_entry = np.concatenate([np.ones(len(free)), np.zeros(d_model)])  # 1 for variables that are 0 or 1
+    free_kept = size - int(entries.always_kept.sum())
     program = {
-        "c": np.concatenate([-scale * ratio * entries.attention[free], np.ones(model)]),
-        "integrality": counted,
-        "bounds": Bounds(np.zeros(len(counted)), np.where(counted > 0, 1, np.inf)),
+        "c": np.concatenate([-scale * ratio * entries.attention[free], np.ones(d_model)]),
+        "integrality": is_entry,
+        "bounds": Bounds(np.zeros(len(is_entry)), np.where(is_entry > 0, 1, np.inf)),
         "constraints": [
-            LinearConstraint(both, -np.inf, np.concatenate([-fixed, fixed])),
-            LinearConstraint(csr_array(counted[None]), free_kept, free_kept),
+            LinearConstraint(both_signs, -np.inf, np.concatenate([-fixed, fixed])),
+            LinearConstraint(csr_array(is_entry[None]), free_kept, free_kept),
         ],
     }
     solution = _run_highs(program, seconds)
-    constant = scale * ratio * entries.mass(entries.always)
-    proven = -np.inf if solution.mip_dual_bound is None else solution.mip_dual_bound - (model + 1) * _TOLERANCE
-    kept = None if solution.x is None else entries.with_free(free[solution.x[: len(free)] > 1 / 2])
+    constant = scale * ratio * entries.mass(entries.always_kept)
+    proven = -np.inf if solution.mip_dual_bound is None else solution.mip_dual_bound - (d_model + 1) * _TOLERANCE
+    kept = None if solution.x is None else entries.kept_set(free[solution.x[: len(free)] > 1 / 2])
     return kept, (proven - constant) / scale
 
 
 def _run_highs(program: Mapping[str, Any], seconds: float) -> Any:
-    """Return HiGHS's result for an integer program; after a "Solve error", the result without presolve."""
+    """Return HiGHS's result for an integer program in so many seconds; after a "Solve error", that without presolve.
+
+    `program` are the other arguments of `scipy.optimize.milp`.
+    """
     options = {"time_limit": seconds, "mip_rel_gap": 0.0}
     with _silence_stdout():
         solution = milp(**program, options=options)

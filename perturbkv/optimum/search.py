@@ -36,23 +36,24 @@ class LocalSearch:
     settled: bool
 
 
-def improve(entries: HeadEntries, start: Kept, seconds: float) -> LocalSearch:
+def improve_by_swaps(entries: HeadEntries, start: Kept, seconds: float) -> LocalSearch:
     """Return the kept set reached from `start` by swaps that lower L, until no swap does or the time limit.
 
     Every kept free entry in turn is exchanged for the evicted entry that lowers L most.
     """
     end, kept, best = time.monotonic() + seconds, start.copy(), entries.perturbation(start)
-    indices, unchanged, turn = entries.free[start[entries.free]].tolist(), 0, 0
-    while unchanged < len(indices):
+    kept_free = entries.free_indices[start[entries.free_indices]].tolist()
+    unchanged, turn = 0, 0  # turns without a swap, and all turns
+    while unchanged < len(kept_free):
         if time.monotonic() > end:
             return LocalSearch(kept, best, settled=False)
-        slot = turn % len(indices)
-        perturbations = _perturbations_after_swaps(entries, kept, indices[slot])
+        slot = turn % len(kept_free)
+        perturbations = _perturbations_after_swaps(entries, kept, kept_free[slot])
         entering = int(np.argmin(perturbations))
         turn, unchanged = turn + 1, unchanged + 1
         if perturbations[entering] < best * (1 - LEAST_GAIN):
-            kept[indices[slot]], kept[entering] = False, True
-            indices[slot], unchanged, best = entering, 0, entries.perturbation(kept)
+            kept[kept_free[slot]], kept[entering] = False, True
+            kept_free[slot], unchanged, best = entering, 0, entries.perturbation(kept)
     return LocalSearch(kept, best, settled=True)
 
 
@@ -67,7 +68,7 @@ def _perturbations_after_swaps(entries: HeadEntries, kept: Kept, leaving: int) -
 
 
 _STARTS = 20
-"""Number of random sets from which `prove` starts, besides the methods' own."""
+"""Number of random sets from which `search_head_with_proof` starts, besides the methods' own."""
 
 
 @dataclass(frozen=True)
@@ -97,26 +98,29 @@ class HeadSearch:
     positions: tuple[int, ...]
 
 
-def search(entries: HeadEntries, sets: Sequence[Kept], seconds: float) -> HeadSearch:
+def search_head(entries: HeadEntries, sets: Sequence[Kept], seconds: float) -> HeadSearch:
     """Return the best kept set reached by swaps from the best of several sets, within a time limit.
 
     Raises ValueError where the sets differ in size.
     """
     perturbations = [entries.perturbation(kept) for kept in _check_equal_sizes(sets)]
-    better = improve(entries, sets[int(np.argmin(perturbations))], seconds)
+    better = improve_by_swaps(entries, sets[int(np.argmin(perturbations))], seconds)
     return _head_search(perturbations, better, better.kept, better.perturbation, None)
 
 
-def prove(entries: HeadEntries, sets: Sequence[Kept], seconds: float, seed: int) -> HeadSearch:
+def search_head_with_proof(entries: HeadEntries, sets: Sequence[Kept], seconds: float, seed: int) -> HeadSearch:
     """Return the best kept set found: by swaps from the given and random sets, then by integer programs with proof.
 
-    Swaps from one set, and the programs, take at most so many seconds each. Raises ValueError where the sets differ in
-    size.
+    Swaps from one set, and the programs, take at most so many seconds each; `seed` draws the random sets. Raises
+    ValueError where the sets differ in size.
     """
     perturbations = [entries.perturbation(kept) for kept in _check_equal_sizes(sets)]
-    draw, free = np.random.default_rng(seed), int(sets[0].sum() - entries.always.sum())
-    starts = [*sets, *(entries.with_free(draw.choice(entries.free, free, replace=False)) for _ in range(_STARTS))]
-    improved = min((improve(entries, start, seconds) for start in starts), key=lambda result: result.perturbation)
+    draw, free_kept = np.random.default_rng(seed), int(sets[0].sum() - entries.always_kept.sum())
+    drawn = (draw.choice(entries.free_indices, free_kept, replace=False) for _ in range(_STARTS))
+    starts = [*sets, *map(entries.kept_set, drawn)]
+    improved = min(
+        (improve_by_swaps(entries, start, seconds) for start in starts), key=lambda result: result.perturbation
+    )
     proof = best_set(entries, improved.kept, seconds)
     return _head_search(perturbations, improved, proof.kept, proof.perturbation, proof)
 
@@ -136,7 +140,10 @@ def _head_search(
     best: float,
     proof: Proof | None,
 ) -> HeadSearch:
-    """Return a search's result, from its sets' `perturbations`, the improved set and the best set."""
+    """Return a search's result: the `perturbations` of its sets, the improved set, and the best set with its L, `best`.
+
+    `proof` is None where no proof was tried.
+    """
     return HeadSearch(
         entries=len(kept),
         kept=int(kept.sum()),
@@ -144,8 +151,8 @@ def _head_search(
         improved=improved.perturbation,
         settled=improved.settled,
         best=best,
-        lower=None if proof is None else proof.lower,
-        closed=proof is not None and proof.closed,
+        lower=None if proof is None else proof.lower_bound,
+        closed=proof is not None and proof.is_optimal,
         positions=tuple(np.flatnonzero(kept).tolist()),
     )
 

@@ -1,6 +1,6 @@
 """Progress: rich's bar in a terminal, the browser's in a notebook, else a line each half minute; seconds of phases.
 
-Phases are timed only inside `timed`; elsewhere they are noted for the lines of progress, which costs nothing.
+Phases are timed only inside `time_phases`; elsewhere they are noted for the lines of progress, which costs nothing.
 """
 
 from __future__ import annotations
@@ -50,17 +50,22 @@ def bar(
 ) -> Iterator[Bar]:
     """Show progress inside the block: a bar in a notebook's cell or on a terminal, else a line each half minute.
 
-    `status` is called whenever the bar is drawn, and returns a text to show next to it, such as `7 of 8 workers`.
+    Args:
+        label: text in front of the bar.
+        total: number of items; None: not known yet.
+        done: number of items that are done before the block.
+        shown: whether anything is drawn.
+        console: where lines and bar go, by default stderr.
+        status: called whenever the bar is drawn; returns a text to show next to it, such as `7 of 8 workers`.
 
-    The lines go to `console`, by default stderr. Nothing is drawn where it is not `shown`. The bar disappears after the
-    block.
+    The bar disappears after the block.
     """
     screen = console or Console(stderr=True)
     if shown and screen.is_jupyter:
         with _notebook_bar(label, total, done, status) as drawn:
             yield drawn
     elif shown and not screen.is_terminal:
-        with _lines(label, total, done, screen, status) as drawn:
+        with _line_bar(label, total, done, screen, status) as drawn:
             yield drawn
     else:
         with _terminal_bar(label, total, done, screen, shown, status) as drawn:
@@ -74,14 +79,14 @@ _open_phases: list[str] = []
 
 
 @contextmanager
-def _lines(
+def _line_bar(
     label: str, total: int | None, done: int, screen: Console, status: Callable[[], str]
 ) -> Iterator[_CountedBar]:
     """Print a line of progress each `LINE_S` seconds inside the block, also while one item takes long."""
-    counted, began, over = _CountedBar(total, done), time.monotonic(), threading.Event()
+    counted, began, ended = _CountedBar(total, done), time.monotonic(), threading.Event()
 
     def print_lines() -> None:
-        while not over.wait(LINE_S):
+        while not ended.wait(LINE_S):
             doing = ", ".join(filter(None, (*_open_phases[:1], status())))
             elapsed = _format_seconds(time.monotonic() - began)
             text = f"{label}: {counted.text()} after {elapsed}{f' ({doing})' if doing else ''}"
@@ -93,7 +98,7 @@ def _lines(
     try:
         yield counted
     finally:
-        over.set()
+        ended.set()
         thread.join()
 
 
@@ -180,7 +185,7 @@ class _CountedBar:
 
 
 class _NotebookBar:
-    """A bar of the browser; rich's own would need another package in a notebook."""
+    """A bar of the browser, drawn into IPython's display `handle`; rich's own would need another package there."""
 
     def __init__(self, handle: Any, label: str, total: int | None, done: int, status: Callable[[], str]) -> None:
         self._handle, self._label, self._total, self._done = handle, label, total, done
@@ -195,7 +200,7 @@ class _NotebookBar:
 
     def update(self, done: int, total: int) -> None:
         """Set the number of items done and the total."""
-        if self._total is None:
+        if self._total is None:  # the first update: items done before it say nothing about the rate
             self._first = done
         self._done, self._total = done, total
         self._draw()
@@ -211,8 +216,8 @@ class _NotebookBar:
             else ""
         )
         status = self._status()
-        rate = f", {_format_rate(new / elapsed)}, {status}" if status and new > 0 else f", {status}" if status else ""
-        text = f"{self._label}: {count}, {_format_seconds(elapsed)}{left}{rate}"
+        rate = f", {_format_rate(new / elapsed)}" if status and new > 0 else ""
+        text = f"{self._label}: {count}, {_format_seconds(elapsed)}{left}{rate}{f', {status}' if status else ''}"
         html_bar = "" if total is None else f'<progress value="{self._done}" max="{total}"></progress> '
         self._handle.update(_mime_bundle(text, html_bar), raw=True)
 
@@ -242,7 +247,7 @@ _timing_clock: ContextVar[Clock | None] = ContextVar("perturbkv_clock", default=
 
 
 @contextmanager
-def timed(wait: Callable[[], None] = lambda: None) -> Iterator[dict[str, float]]:
+def time_phases(wait: Callable[[], None] = lambda: None) -> Iterator[dict[str, float]]:
     """Measure the phases inside the block, and yield phase name -> seconds.
 
     `wait` is called at both ends of a phase, and waits until the device has finished.
@@ -257,7 +262,7 @@ def timed(wait: Callable[[], None] = lambda: None) -> Iterator[dict[str, float]]
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Add the duration of the block to the phase `name` inside `timed`; lines of progress name the outermost phase."""
+    """Add the block's duration to the phase `name` inside `time_phases`; lines of progress name the outermost phase."""
     clock = _timing_clock.get()
     _open_phases.append(name)
     if clock:

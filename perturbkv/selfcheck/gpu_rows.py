@@ -23,7 +23,7 @@ from perturbkv.devices import synchronise
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.families import check_plain
 from perturbkv.models.loading import load_model, pick_device
-from perturbkv.pipeline.progress import timed
+from perturbkv.pipeline.progress import time_phases
 from perturbkv.pipeline.sample.capture import decode_from
 from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.scoring.value_norms import projected_value_norms
@@ -198,7 +198,7 @@ def time_in_turns(
     phases: dict[str, dict[str, float]] = {}
     for _ in range(repeats):
         for name, work in runs.items():
-            with timed(lambda: synchronise(device)) as spent:
+            with time_phases(lambda: synchronise(device)) as spent:
                 taken[name].append(time_call(work, device))
             phases[name] = dict(spent)
     return taken, phases

@@ -107,7 +107,7 @@ def found(chosen: ResolvedConfig, given_scores: Statistics) -> tuple[list[list[l
     """(layer, kept head): positions kept, and those of stage 1."""
     kept, first = [], []
     for layer in range(LAYERS):
-        (group,) = ranking_groups([chosen], given_scores.scores(layer), given_scores.tokens)
+        (group,) = ranking_groups([chosen], given_scores.scorer(layer), given_scores.tokens)
         sets = group.kept_sets()
         kept.append([row.nonzero().flatten().tolist() for row in sets.kept[0]])
         first.append([row.nonzero().flatten().tolist() for row in sets.stage1[0]])

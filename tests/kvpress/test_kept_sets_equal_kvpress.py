@@ -89,7 +89,7 @@ def we_keep(adapter: Adapter, configs: Sequence[EvictionConfig], ids: Sequence[i
     read = prefill(adapter, ids, configs, Resources(), "s").statistics
     found: list[list[Tensor]] = [[] for _ in configs]
     for layer in range(len(adapter.layers)):
-        for group in ranking_groups(configs, read.scores(layer), len(ids)):
+        for group in ranking_groups(configs, read.scorer(layer), len(ids)):
             for place, kept in zip(group.config_indices, group.kept_sets().kept, strict=True):
                 found[place].append(kept)
     return found

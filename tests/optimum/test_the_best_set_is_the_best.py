@@ -9,7 +9,7 @@ import pytest
 
 from perturbkv.optimum import exact
 from perturbkv.optimum.exact import HeadEntries, best_set
-from perturbkv.optimum.search import improve, prove, search
+from perturbkv.optimum.search import improve_by_swaps, search_head, search_head_with_proof
 
 SEEDS = range(6)
 
@@ -35,8 +35,8 @@ def naive(entries: HeadEntries, kept: tuple[int, ...]) -> float:
 
 def every(entries: HeadEntries, size: int) -> dict[tuple[int, ...], float]:
     """All sets of a size that hold what always stays, and their L."""
-    settled = tuple(np.flatnonzero(entries.always).tolist())
-    free = np.flatnonzero(~entries.always).tolist()
+    settled = tuple(np.flatnonzero(entries.always_kept).tolist())
+    free = np.flatnonzero(~entries.always_kept).tolist()
     return {
         tuple(sorted((*chosen, *settled))): naive(entries, (*chosen, *settled))
         for chosen in combinations(free, size - len(settled))
@@ -44,7 +44,7 @@ def every(entries: HeadEntries, size: int) -> dict[tuple[int, ...], float]:
 
 
 def started(entries: HeadEntries, size: int) -> np.ndarray:
-    return entries.with_free(entries.free[: size - int(entries.always.sum())])
+    return entries.kept_set(entries.free_indices[: size - int(entries.always_kept.sum())])
 
 
 @pytest.mark.parametrize("sink", [0.0, 0.4])
@@ -62,16 +62,16 @@ def test_the_proven_set_is_the_best_of_all_subsets(seed: int, sink: float) -> No
     entries = head(seed, entries=12, sink=sink)
     found, least = best_set(entries, started(entries, 6), 30), every(entries, 6)
     best = min(least, key=lambda kept: least[kept])
-    assert found.closed
+    assert found.is_optimal
     assert tuple(np.flatnonzero(found.kept).tolist()) == best
     assert found.perturbation == pytest.approx(least[best], rel=1e-12)
-    assert found.lower <= least[best]
+    assert found.lower_bound <= least[best]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_swap_improves_a_settled_set(seed: int) -> None:
     entries = head(seed)
-    found, least = improve(entries, started(entries, 5), 30), every(entries, 5)
+    found, least = improve_by_swaps(entries, started(entries, 5), 30), every(entries, 5)
     kept = set(np.flatnonzero(found.kept).tolist())
     assert found.settled and found.perturbation <= entries.perturbation(started(entries, 5))
     near = [value for other, value in least.items() if len(kept - set(other)) == 1]
@@ -83,9 +83,9 @@ def test_a_bound_holds_when_the_time_is_up() -> None:
     for seed in SEEDS:
         entries = head(seed, entries=12)
         found = best_set(entries, started(entries, 6), 1e-6)
-        assert not found.closed
-        assert found.lower <= min(every(entries, 6).values())
-    open_end = improve(head(0, entries=40), started(head(0, entries=40), 20), 0.0)
+        assert not found.is_optimal
+        assert found.lower_bound <= min(every(entries, 6).values())
+    open_end = improve_by_swaps(head(0, entries=40), started(head(0, entries=40), 20), 0.0)
     assert not open_end.settled
 
 
@@ -100,28 +100,28 @@ def test_an_unfinished_program_proves_a_bound_and_no_more(monkeypatch: pytest.Mo
         proven = min((value - ratio) * masses[kept] for kept, value in least.items())
         monkeypatch.setattr(exact, "_solve", lambda *asked, F=proven: (None, F))
         found = best_set(entries, start, 30)
-        assert found.lower == pytest.approx(max(0.0, ratio + proven / min(masses.values())), rel=1e-9)
-        assert found.lower <= min(least.values())
+        assert found.lower_bound == pytest.approx(max(0.0, ratio + proven / min(masses.values())), rel=1e-9)
+        assert found.lower_bound <= min(least.values())
         too_high += ratio + proven / max(masses.values()) > min(least.values()) * (1 + 1e-9)
     assert too_high > 0
 
 
 def test_searches_say_what_was_found() -> None:
     entries = head(3, entries=12)
-    sets = [started(entries, 6), entries.with_free(entries.free[-4:])]
+    sets = [started(entries, 6), entries.kept_set(entries.free_indices[-4:])]
     least = min(every(entries, 6).values())
-    proven, swapped = prove(entries, sets, 30, seed=0), search(entries, sets, 30)
+    proven, swapped = search_head_with_proof(entries, sets, 30, seed=0), search_head(entries, sets, 30)
     assert proven.perturbation == swapped.perturbation == tuple(map(entries.perturbation, sets))
     assert proven.best == pytest.approx(least) and proven.closed and proven.lower is not None
     assert swapped.best >= least * (1 - 1e-12) and swapped.lower is None and not swapped.closed
     assert (proven.entries, proven.kept, len(proven.positions)) == (12, 6, 6)
     with pytest.raises(ValueError, match="one size"):
-        search(entries, [sets[0], entries.with_free(entries.free[:2])], 1)
+        search_head(entries, [sets[0], entries.kept_set(entries.free_indices[:2])], 1)
     with pytest.raises(ValueError, match="always stays"):
-        best_set(entries, ~entries.always, 1)
+        best_set(entries, ~entries.always_kept, 1)
 
 
 def test_a_head_that_loses_nothing_is_proven_at_once() -> None:
     alike = HeadEntries(np.full(6, 1 / 6), np.ones((6, 3)), np.arange(6) >= 5)
-    found = best_set(alike, alike.with_free(np.array([0, 1])), 5)
+    found = best_set(alike, alike.kept_set(np.array([0, 1])), 5)
     assert found.perturbation == pytest.approx(0, abs=1e-15)

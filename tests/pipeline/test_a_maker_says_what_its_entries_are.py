@@ -29,7 +29,7 @@ OWN = {"perturbation_eviction", "perturbation_change"}
 class Halved(Maker):
     """The kept entries with half their values, which take no memory."""
 
-    own = True
+    has_own_tensors = True
     factor = 0.5
 
     def make(self, layer: PrefilledLayer, kept: GatheredSet) -> Entries:

@@ -53,14 +53,14 @@ def test_a_trace_and_its_journal_are_as_large_as_was_told(
     pk.measure(
         tiny_adapter(layers=4), PROMPTS, CONFIGS, path=path, settings=pk.Settings(save=("outputs",)), progress=False
     )
-    told = footprint.footprint(whole)
+    told = footprint.estimate_footprint(whole)
     assert told.trace == pytest.approx(path.stat().st_size, rel=0.2)
     assert sum(told.journal) == pytest.approx(journals[-1], rel=0.2)
 
 
 @pytest.mark.parametrize("share", [0.6, 0.8, 0.95])
 def test_what_is_advised_for_the_disk_makes_it_fit(whole: Plan, share: float) -> None:
-    found = footprint.footprint(whole)
+    found = footprint.estimate_footprint(whole)
     free = int(found.disk * share)
     said = footprint.suggest_options(whole, free, found.memory.total)
     others = {
@@ -69,11 +69,11 @@ def test_what_is_advised_for_the_disk_makes_it_fit(whole: Plan, share: float) ->
         "no --save outputs": replace(whole, run=replace(whole.run, save=())),
     }
     for name, other in others.items():
-        assert (name in said) == (footprint.footprint(other).disk <= free)
+        assert (name in said) == (footprint.estimate_footprint(other).disk <= free)
     (samples,) = [int(one.split()[1].rstrip(",")) for one in said if one.startswith("--samples")]
     for count, fits in ((samples, True), (samples + 1, False)):
         part = replace(whole, prompts=whole.prompts[:count])
-        assert (footprint.footprint(part).disk <= free) == fits
+        assert (footprint.estimate_footprint(part).disk <= free) == fits
     assert footprint.suggest_options(whole, found.disk, found.memory.total) == []
 
 

@@ -234,7 +234,7 @@ def test_what_forgets_searches_or_swaps_is_refused() -> None:
     with pytest.raises(ConfigError, match="policy 'vertical-slash' evicts nothing, so that nothing is compressed"):
         check_answer_options([lined()], 5, 30)
     with pytest.raises(ConfigError, match="got policy vertical-slash, which evicts nothing"):
-        searching.check([lined()], searching.SearchSettings())
+        searching.check_search([lined()], searching.SearchSettings())
     with pytest.raises(ConfigError, match="so that there are kept sets to swap; policy 'vertical-slash' does not"):
         check_sides(lined(), lined("two-stage"))
 

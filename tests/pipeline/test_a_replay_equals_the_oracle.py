@@ -26,7 +26,7 @@ from perturbkv.scoring.scores.kvzip import KVzip
 from perturbkv.selection.grid import configuration
 from tests.oracle import later_scores as naive
 from tests.support.models import EXPERTS, FAMILIES, HEADS, MIXED, PLAIN, exact_adapter, tiny_adapter, token_ids
-from tests.support.resolved import answer, asked, prefill, read_evicting, trace_sample
+from tests.support.resolved import answer, asked, prefill, prefill_and_evict, trace_sample
 
 LENGTH, QUESTION, CHUNK, SINKS = 23, 6, 9, 3
 PROMPT = Prompt("s", token_ids(LENGTH, seed=4), 0, question_tokens=QUESTION)
@@ -159,7 +159,7 @@ def test_every_new_policy_is_measured_and_generates(granularity: str) -> None:
     )
     traced = trace_sample(adapter, PROMPT, RunConfig("m", "d", chosen, scenario="context-only")).arrays
     context, _ = PROMPT.parts("context-only")
-    read = read_evicting(adapter, context, chosen, "s", with_full=True)
+    read = prefill_and_evict(adapter, context, chosen, "s", with_full=True)
     sets = adapter.heads if granularity == "query" else adapter.kv_heads
     for row in range(len(chosen)):
         lengths = [[len(keys) for keys, _ in layer.entries(row + 1).sets()] for layer in read.cache.layers]
@@ -179,7 +179,7 @@ def test_all_layers_are_let_go_once_the_prompt_is_read(monkeypatch: pytest.Monke
     adapter = tiny_adapter(layers=3)
     for policy in ("kvzip", "lava", "snapkv"):
         fields = {} if policy == "kvzip" else {"window": 4}
-        read_evicting(adapter, PROMPT.token_ids, [config(policy, 12, **fields)], "s")
+        prefill_and_evict(adapter, PROMPT.token_ids, [config(policy, 12, **fields)], "s")
         assert sum(layer.keys.numel() for layer in made[-1].layers) == 0
 
 

@@ -20,7 +20,7 @@ from perturbkv.configs.resources import Resources, Shape, parse_size, plan_batch
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ConfigError
-from perturbkv.pipeline.progress import timed
+from perturbkv.pipeline.progress import time_phases
 from perturbkv.pipeline.sample import layer, one_sample, sample_run
 from perturbkv.schema import VARIABLES
 from perturbkv.selection.grid import configuration
@@ -166,7 +166,7 @@ def test_the_prompt_is_read_once_and_every_layer_is_sorted_once_per_ranking(monk
         lambda module, args, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
     sorts = counted_sorts(monkeypatch)
-    with timed() as seconds:
+    with time_phases() as seconds:
         trace_sample(adapter, PROMPT, run(configs), Resources(max_bytes=2**30))
     assert sorted(read) == [1, 1, len(PROMPT.token_ids)]
     assert len(sorts) == 2 * len(adapter.layers)

@@ -18,7 +18,7 @@ from perturbkv.pipeline.answers.recompression import Compressor
 from perturbkv.selection import compatibility
 from perturbkv.selection.grid import configuration
 from tests.support.models import HEADS, exact_adapter, token_ids
-from tests.support.resolved import answer, read_evicting, resolved_run, trace_sample
+from tests.support.resolved import answer, prefill_and_evict, resolved_run, trace_sample
 
 PROMPT = Prompt("s", token_ids(40, seed=4), 0, question_tokens=9)
 WINDOW = 5
@@ -85,14 +85,14 @@ def test_later_compressions_round_nothing_twice() -> None:
     adapter, chosen = exact_adapter("llama", *HEADS["GQA"]), config("quantise(bits=2, group=8)", 12, "snapkv")
     context = PROMPT.token_ids
     for above in (0, 100):  # evicted at once; kept whole, in few bits, until the first compression
-        read = read_evicting(adapter, context, [chosen], "s", above=above)
-        whole = read_evicting(adapter, context, [config(budget=1.0)], "s")
-        before = [layer.entries(0).sets() for layer in read.cache.evicted]
-        full = whole.cache.evicted[0].entries(0).sets()[0][0]
+        read = prefill_and_evict(adapter, context, [chosen], "s", evict_above=above)
+        whole = prefill_and_evict(adapter, context, [config(budget=1.0)], "s")
+        before = [layer.entries(0).sets() for layer in read.cache.evicted_layers]
+        full = whole.cache.evicted_layers[0].entries(0).sets()[0][0]
         assert not all(any(torch.equal(key, other) for other in full) for key in before[0][0][0])
         compressor = Compressor(adapter, read, resolved_run([chosen]), 8, "s", _resources())
         compressor.compress(1)
-        for layer, sets in zip(read.cache.evicted, before, strict=True):
+        for layer, sets in zip(read.cache.evicted_layers, before, strict=True):
             own = layer.entries(0).sets()
             for place, (keys, values) in enumerate(own):
                 first, second = sets[place * len(sets) // len(own)]

@@ -46,7 +46,7 @@ def test_a_heads_sets_perturb_as_its_trace_says(family: str, scenario: str) -> N
         found = [view.entries.perturbation(kept) for kept in view.kept]
         np.testing.assert_allclose(found, measured[:, view.layer, view.head], rtol=1e-6, atol=1e-9)
         assert {int(kept.sum()) for kept in view.kept} == {14 + LENGTH - len(parts[0]) + 1}
-        assert all(kept[view.entries.always].all() for kept in view.kept)
+        assert all(kept[view.entries.always_kept].all() for kept in view.kept)
 
 
 @pytest.mark.slow
@@ -112,7 +112,7 @@ def test_what_all_methods_protect_is_kept_by_the_best_set_too() -> None:
 )
 def test_sets_that_cannot_be_compared_are_refused(config: EvictionConfig, said: str) -> None:
     with pytest.raises(ConfigError, match=said.replace("(", r"\(").replace(")", r"\)")):
-        searching.check([config], SearchSettings())
+        searching.check_search([config], SearchSettings())
 
 
 def test_searches_that_cannot_be_are_refused() -> None:
@@ -122,8 +122,8 @@ def test_searches_that_cannot_be_are_refused() -> None:
     with pytest.raises(BudgetError, match="window < budget < tokens"):
         SearchSettings(prefix=16)
     with pytest.raises(ConfigError, match="one window"):
-        searching.check([EvictionConfig(14, window=5), EvictionConfig(14, window=4)], SearchSettings())
+        searching.check_search([EvictionConfig(14, window=5), EvictionConfig(14, window=4)], SearchSettings())
     ends = [EvictionConfig(64, window=5, protect_first=20)]
     with pytest.raises(BudgetError, match="proven=0"):
-        searching.check(ends, SearchSettings())
-    searching.check(ends, SearchSettings(proven=0))
+        searching.check_search(ends, SearchSettings())
+    searching.check_search(ends, SearchSettings(proven=0))

@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 from perturbkv.cache import external_cache
-from perturbkv.cache.external_cache import NOWHERE, LayerKept, recover
+from perturbkv.cache.external_cache import NOWHERE, RecoveredLayer, recover_positions
 from perturbkv.errors import UnreadableCacheError
 from tests.support.models import tiny_adapter, token_ids
 
@@ -32,13 +32,13 @@ def taken(full: Pairs, places: list[list[list[int]]]) -> Pairs:
     ]  # type: ignore[return-value]
 
 
-def exact(layer: LayerKept) -> bool:
+def exact(layer: RecoveredLayer) -> bool:
     """Return whether every entry is bitwise equal to an entry of the full cache, each at a position of its own."""
     differs = any(bool(distance.any()) for distance in (*layer.key_distance, *layer.value_distance))
-    return not differs and not any(layer.duplicates) and not any(layer.strangers)
+    return not differs and not any(layer.duplicate_counts) and not any(layer.stranger_counts)
 
 
-def listed(found: list[LayerKept]) -> list[list[list[int]]]:
+def listed(found: list[RecoveredLayer]) -> list[list[list[int]]]:
     return [[one.tolist() for one in layer.positions] for layer in found]
 
 
@@ -48,7 +48,7 @@ PLACES = [[[0, 3, 9], [1, 2, 39]], [[5, 4, 38], [7, 8, 9]], [[11, 12, 13], [0, 1
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_entries_equal_to_the_bit_are_found_in_their_order(dtype: torch.dtype) -> None:
     full = whole(dtype=dtype)
-    found = recover(taken(full, PLACES), full)
+    found = recover_positions(taken(full, PLACES), full)
     assert listed(found) == PLACES
     assert all(exact(layer) for layer in found)
     assert [layer.ascending for layer in found] == [[True, True], [False, True], [True, True]]
@@ -64,7 +64,7 @@ def test_a_cache_of_transformers_is_read() -> None:
             adapter.model(input_ids=ids, past_key_values=cache)
     for layer in cut.layers:
         layer.keys, layer.values = layer.keys[:, :, 10:25], layer.values[:, :, 10:25]
-    assert listed(recover(cut, full)) == [[list(range(10, 25))] * 2] * 2
+    assert listed(recover_positions(cut, full)) == [[list(range(10, 25))] * 2] * 2
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["key", "value"])
@@ -74,7 +74,7 @@ def test_an_entry_keeps_its_place_by_what_is_left_of_it(which: int) -> None:
     cut = [tuple(kind.clone() for kind in layer) for layer in taken(full, PLACES)]
     other = torch.randn(3, D, generator=torch.Generator().manual_seed(9))
     cut[1][which][0, 0] = other
-    found = recover(cut, full)
+    found = recover_positions(cut, full)
     assert listed(found) == PLACES and not exact(found[1]) and exact(found[0])
     unit = full[1][which][0, 0].square().sum(dim=-1).mean().sqrt()
     wanted = (other - full[1][which][0, 0, PLACES[1][0]]).norm(dim=-1) / unit
@@ -91,7 +91,7 @@ def test_what_is_equal_counts_more_than_what_is_near() -> None:
     values[0, 0, 8] = values[0, 0, 3] + 0.5 * torch.randn(D, generator=generator)
     cut = taken(full, [[[3], [0]]])
     cut[0][0][0, 0, 0] = keys[0, 0, 8] + 0.3 * torch.randn(D, generator=generator)
-    (found,) = recover(cut, full)
+    (found,) = recover_positions(cut, full)
     assert found.positions[0].tolist() == [3] and not found.value_distance[0].any()
 
 
@@ -100,7 +100,7 @@ def test_what_was_rounded_is_found_with_its_distance(monkeypatch: pytest.MonkeyP
     rounded = [tuple((kind * 16).round() / 16 for kind in layer) for layer in taken(full, PLACES)]
     for size in (external_cache._CHUNK_BYTES, 16 * N):  # all at once, and entry by entry
         monkeypatch.setattr(external_cache, "_CHUNK_BYTES", size)
-        found = recover(rounded, full)  # type: ignore[arg-type]
+        found = recover_positions(rounded, full)  # type: ignore[arg-type]
         assert listed(found) == PLACES
         assert all(0 < float(one.max()) < 0.05 for layer in found for one in layer.key_distance)
 
@@ -108,7 +108,7 @@ def test_what_was_rounded_is_found_with_its_distance(monkeypatch: pytest.MonkeyP
 def test_other_precision_is_found_and_is_not_exact() -> None:
     full = whole()
     half = [tuple(kind.to(torch.bfloat16) for kind in layer) for layer in taken(full, PLACES)]
-    found = recover(half, full)  # type: ignore[arg-type]
+    found = recover_positions(half, full)  # type: ignore[arg-type]
     assert listed(found) == PLACES and not any(exact(layer) for layer in found)
 
 
@@ -118,43 +118,43 @@ def test_equal_entries_take_a_place_each() -> None:
     for kind in full[0]:
         kind[0, 0, [7, 20]] = kind[0, 0, 3].clone()
     cut = taken(full, [[[3, 20, 30], [1, 2, 3]]])
-    (found,) = recover(cut, full)
-    assert found.duplicates == [0, 0] and set(found.positions[0].tolist()[:2]) <= {3, 7, 20}
-    (found,) = recover([tuple(kind * 1.001 for kind in cut[0])], full)  # type: ignore[list-item]
-    assert found.duplicates == [0, 0] and set(found.positions[0].tolist()[:2]) <= {3, 7, 20}
+    (found,) = recover_positions(cut, full)
+    assert found.duplicate_counts == [0, 0] and set(found.positions[0].tolist()[:2]) <= {3, 7, 20}
+    (found,) = recover_positions([tuple(kind * 1.001 for kind in cut[0])], full)  # type: ignore[list-item]
+    assert found.duplicate_counts == [0, 0] and set(found.positions[0].tolist()[:2]) <= {3, 7, 20}
 
 
 def test_an_entry_that_is_there_twice_is_said() -> None:
     full = whole()
-    (found, *_) = recover(taken(full, [[[3, 3, 9], [1, 2, 2]], *PLACES[1:]]), full)
-    assert found.duplicates == [1, 1] and not exact(found)
+    (found, *_) = recover_positions(taken(full, [[[3, 3, 9], [1, 2, 2]], *PLACES[1:]]), full)
+    assert found.duplicate_counts == [1, 1] and not exact(found)
     assert found.positions[0].tolist() == [3, 3, 9]
-    (found, *_) = recover(
+    (found, *_) = recover_positions(
         [tuple(kind * 1.001 for kind in layer) for layer in taken(full, [[[3, 3], [1, 2]]] * 3)], full
     )  # type: ignore[misc]
-    assert found.duplicates == [1, 0]
+    assert found.duplicate_counts == [1, 0]
 
 
 def test_an_entry_that_is_like_none_has_no_position() -> None:
     full = whole()
     cut = taken(full, PLACES)
     cut[2][0][0, 1, 1], cut[2][1][0, 1, 1] = 9.0, -9.0
-    found = recover(cut, full)[2]
-    assert found.positions[1].tolist() == [0, NOWHERE, 2] and found.strangers == [0, 1] and not exact(found)
+    found = recover_positions(cut, full)[2]
+    assert found.positions[1].tolist() == [0, NOWHERE, 2] and found.stranger_counts == [0, 1] and not exact(found)
     assert found.mask(N)[1].sum() == 2
 
 
 def test_a_row_of_a_padded_batch_counts_from_behind_its_padding() -> None:
     full = whole(batch=2)
     cut = [tuple(kind[:, :, [0, 4, 5, 39]] for kind in layer) for layer in full]
-    assert listed(recover(cut, full, row=1, padding=5)) == [[[NOWHERE, NOWHERE, 0, 34]] * 2] * 3  # type: ignore[arg-type]
+    assert listed(recover_positions(cut, full, row=1, padding=5)) == [[[NOWHERE, NOWHERE, 0, 34]] * 2] * 3  # type: ignore[arg-type]
     alone = [tuple(kind[1:] for kind in layer) for layer in full]
-    assert listed(recover(cut, alone, row=1)) == [[[0, 4, 5, 39]] * 2] * 3  # type: ignore[arg-type]
+    assert listed(recover_positions(cut, alone, row=1)) == [[[0, 4, 5, 39]] * 2] * 3  # type: ignore[arg-type]
 
 
 def test_nothing_kept_is_read_as_nothing() -> None:
     full = whole()
-    found = recover(taken(full, [[[], []]] * 3), full)
+    found = recover_positions(taken(full, [[[], []]] * 3), full)
     assert listed(found) == [[[], []]] * 3 and not found[0].mask(N).any() and exact(found[0])
 
 
@@ -175,9 +175,9 @@ def cache_of(pairs: Pairs, kind: type[DynamicCache] = DynamicCache) -> DynamicCa
 def test_lengths_that_the_cache_denies_are_unreadable() -> None:
     full = whole()
     uneven = [tuple(kind[:, :, : 12 - place] for kind in layer) for place, layer in enumerate(full)]
-    assert [len(layer.positions[0]) for layer in recover(cache_of(uneven), full)] == [12, 11, 10]  # type: ignore[arg-type]
+    assert [len(layer.positions[0]) for layer in recover_positions(cache_of(uneven), full)] == [12, 11, 10]  # type: ignore[arg-type]
     with pytest.raises(UnreadableCacheError, match="says 12 entries in every layer, and layer 1 holds 11"):
-        recover(cache_of(uneven, OneLength), full)  # type: ignore[arg-type]
+        recover_positions(cache_of(uneven, OneLength), full)  # type: ignore[arg-type]
 
 
 class Seen(DynamicCache):
@@ -190,7 +190,7 @@ class Seen(DynamicCache):
 def test_a_cache_that_says_what_it_saw_is_read() -> None:
     full = whole()
     uneven = [tuple(kind[:, :, : 12 - place] for kind in layer) for place, layer in enumerate(full)]
-    assert len(recover(cache_of(uneven, Seen), full)) == 3  # type: ignore[arg-type]
+    assert len(recover_positions(cache_of(uneven, Seen), full)) == 3  # type: ignore[arg-type]
 
 
 def test_what_cannot_be_read_is_said_in_one_line() -> None:
@@ -217,7 +217,7 @@ def test_what_cannot_be_read_is_said_in_one_line() -> None:
     ]
     for cache, row, reason in cases:
         with pytest.raises(UnreadableCacheError, match=reason) as caught:
-            recover(cache, full, row)  # type: ignore[arg-type]
+            recover_positions(cache, full, row)  # type: ignore[arg-type]
         assert str(caught.value).startswith("unreadable cache: ") and "\n" not in str(caught.value)
 
 
@@ -226,5 +226,5 @@ def test_an_equal_value_outweighs_a_nearer_key() -> None:
     keys, values = torch.randn(2, 1, 1, 4, 8, generator=torch.Generator().manual_seed(0))
     values[0, 0, 1] = 1.02 * values[0, 0, 2]
     moved = 0.5 * keys[:, :, 2:3] + 0.5 * keys[:, :, 1:2] - 0.3 * (keys[:, :, 2:3] - keys[:, :, 1:2])
-    (found,) = external_cache.recover([(moved, values[:, :, 2:3])], [(keys, values)])
+    (found,) = external_cache.recover_positions([(moved, values[:, :, 2:3])], [(keys, values)])
     assert found.positions[0].tolist() == [2]

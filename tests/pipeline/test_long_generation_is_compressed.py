@@ -20,7 +20,7 @@ from tests.oracle import policies, selection, shared, theory
 from tests.oracle.decoder import Decoder
 from tests.support.configs import flat
 from tests.support.models import MIXED, exact_adapter, tiny_adapter, token_ids
-from tests.support.resolved import answer, read_evicting
+from tests.support.resolved import answer, prefill_and_evict
 
 PROMPT = Prompt("s", token_ids(14, seed=4), 0)
 BUDGET, LIMIT, WINDOW, TOKENS = 12, 24, 4, 40
@@ -273,9 +273,9 @@ def test_every_value_norm_is_computed_as_the_run_asks(monkeypatch: pytest.Monkey
 
 def test_a_long_prompt_is_compressed_while_it_is_read() -> None:
     adapter = tiny_adapter()
-    read = read_evicting(adapter, token_ids(30), (config("snapkv"),), "s", above=LIMIT)
+    read = prefill_and_evict(adapter, token_ids(30), (config("snapkv"),), "s", evict_above=LIMIT)
     assert mean_entries(read.cache, 0) == BUDGET
-    whole = read_evicting(adapter, token_ids(20), (config("snapkv"),), "s", above=LIMIT)
+    whole = prefill_and_evict(adapter, token_ids(20), (config("snapkv"),), "s", evict_above=LIMIT)
     assert mean_entries(whole.cache, 0) == 20
 
 

@@ -296,4 +296,4 @@ def test_pages_and_what_forgets_or_searches_go_not_together() -> None:
         check_answer_options([config(budget=17)], 5, 30)
     check_answer_options([config("hindsight")], 5, None)
     with pytest.raises(ConfigError, match="got policy quest, which evicts nothing"):
-        searching.check([config(page=1)], searching.SearchSettings())
+        searching.check_search([config(page=1)], searching.SearchSettings())

@@ -27,7 +27,7 @@ from tests.oracle.decoder import Decoder, Step
 from tests.pipeline.test_capture_leaves_no_trace import hook_count
 from tests.support.configs import flat
 from tests.support.models import HEADS, exact_adapter, tiny_adapter, tiny_model, token_ids
-from tests.support.resolved import answer, read_evicting, trace_sample
+from tests.support.resolved import answer, prefill_and_evict, trace_sample
 from tests.support.varlen import varlen
 
 LENGTH, QUESTION, STEPS, SINKS = 40, 7, 6, 3
@@ -53,7 +53,7 @@ ROPES = {
 def decoded(adapter: Adapter, configs: Sequence[EvictionConfig], scenario: str) -> torch.Tensor:
     """Logits (row, step, vocab) of the question and of `TOKENS`, one by one."""
     context, question = PROMPT.parts(scenario)
-    cache = read_evicting(adapter, context, configs, "s").cache
+    cache = prefill_and_evict(adapter, context, configs, "s").cache
     found = []
     with torch.inference_mode(), decode_from(adapter, cache):
         for piece in ([list(question)] if question else []) + [[token] for token in TOKENS]:
@@ -180,7 +180,7 @@ def test_the_models_positions_are_its_own_again_afterwards() -> None:
     with torch.inference_mode():
         plain = adapter.model(ids).logits
         decoded(adapter, (INSIDE,), "regular")
-        cache = read_evicting(adapter, PROMPT.token_ids, (INSIDE,), "s").cache
+        cache = prefill_and_evict(adapter, PROMPT.token_ids, (INSIDE,), "s").cache
         with pytest.raises(RuntimeError, match="size"), decode_from(adapter, cache):
             torch.zeros(2) @ torch.zeros(3)
         assert hook_count(adapter.model) == hooks

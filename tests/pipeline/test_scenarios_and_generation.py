@@ -25,7 +25,7 @@ from perturbkv.selection.grid import configuration
 from tests.oracle.decoder import Decoder
 from tests.oracle.sample import Reference
 from tests.support.models import FAMILIES, HEADS, exact_adapter, tiny_adapter, token_ids
-from tests.support.resolved import answer, read_evicting, resolved_run, trace_sample
+from tests.support.resolved import answer, prefill_and_evict, resolved_run, trace_sample
 from tests.support.traces import kept_of
 
 LENGTH, QUESTION = 40, 9
@@ -44,7 +44,7 @@ def test_with_everything_kept_logits_are_the_plain_models(family: str, scenario:
     with torch.inference_mode():
         plain = adapter.model(torch.tensor([[*PROMPT.token_ids, *tokens]])).logits[0]
     context, question = PROMPT.parts(scenario)
-    read = read_evicting(adapter, context, [config(budget=1.0)], "s", with_full=True)
+    read = prefill_and_evict(adapter, context, [config(budget=1.0)], "s", with_full=True)
     found = [read.logits.expand(2, 1, -1)]
     with torch.inference_mode(), decode_from(adapter, read.cache):
         for piece in ([list(question)] if question else []) + [[token] for token in tokens]:
@@ -60,7 +60,7 @@ def test_evicting_while_reading_keeps_what_evicting_afterwards_keeps() -> None:
     configs = tuple(config(policy) for policy in ("snapkv", "pyramidkv", "adakv", "h2o", "tova", "scissorhands"))
     arrays = trace_sample(adapter, PROMPT, RunConfig("m", "d", configs, scenario="context-only")).arrays
     context, _ = PROMPT.parts("context-only")
-    read = read_evicting(adapter, context, configs, "s")
+    read = prefill_and_evict(adapter, context, configs, "s")
     cache = DynamicCache()
     with torch.inference_mode():
         adapter.model(torch.tensor([context]), past_key_values=cache)
@@ -85,7 +85,7 @@ def test_no_full_cache_is_left_of_a_prompt_that_was_evicted_while_read(monkeypat
         held.append(sum(layer.keys.numel() for layer in made[0].layers if layer.is_initialized))
 
     hooks = [layer.register_forward_pre_hook(look) for layer in adapter.layers]
-    read_evicting(adapter, PROMPT.token_ids, [config()], "s")
+    prefill_and_evict(adapter, PROMPT.token_ids, [config()], "s")
     for hook in hooks:
         hook.remove()
     assert held == [0, 0, 0, 0]
@@ -156,7 +156,7 @@ def test_every_row_stops_at_its_own_end(monkeypatch: pytest.MonkeyPatch) -> None
     context, _ = PROMPT.parts("regular")
 
     def rows(ends: set[int]) -> list[list[int]]:
-        read = read_evicting(adapter, context, configs, "s")
+        read = prefill_and_evict(adapter, context, configs, "s")
         monkeypatch.setattr(generation, "end_tokens", lambda adapter: ends)
         return generate(adapter, read, (), 20)
 
@@ -186,7 +186,7 @@ def test_rows_that_ended_are_decoded_no_longer_than_half_of_them_go_on(monkeypat
 
     def rows(ends: set[int]) -> list[list[int]]:
         decoded.clear()
-        read = read_evicting(adapter, context, configs, "s", with_full=True)
+        read = prefill_and_evict(adapter, context, configs, "s", with_full=True)
         monkeypatch.setattr(generation, "end_tokens", lambda adapter: ends)
         return generate(adapter, read, (), 24)
 

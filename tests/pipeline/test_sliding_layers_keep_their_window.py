@@ -184,7 +184,7 @@ def test_a_kernel_of_packed_entries_is_joined_with_the_sink_once(
     positions = [[None, *(kept_positions(one, 10 * layer + row) for row, one in enumerate(counts))] for layer in (0, 1)]
     parts = [[token] for token in token_ids(6, seed=5)]
     cache = compact(adapter, positions)
-    assert {type(block).__name__ for block in cache.evicted[0].blocks} == {"Packed"}
+    assert {type(block).__name__ for block in cache.evicted_layers[0].blocks} == {"PackedBlock"}
     found = decode(adapter, cache, parts, 3)
     for row in range(3):
         assert far(found[row], masked_logits(adapter, parts, [layer[row] for layer in positions])) < 1e-5

@@ -109,7 +109,9 @@ def test_decoding_equals_the_masked_full_cache(
     ]
     tokens = list(token_ids(STEPS, seed=5))
     cache = compact(full_cache(adapter), positions)
-    assert {type(block).__name__ for block in cache.layers[0].blocks} == {{"padded": "Block", "packed": "Packed"}[path]}
+    assert {type(block).__name__ for block in cache.layers[0].blocks} == {
+        {"padded": "Block", "packed": "PackedBlock"}[path]
+    }
     found = decode(adapter, cache, tokens, len(rows))
     for row in range(len(rows)):
         assert far(found[row], masked_logits(adapter, tokens, [layer[row] for layer in positions])) < 1e-5
@@ -221,7 +223,7 @@ def test_rows_that_keep_everything_go_through_the_kernel_of_the_evicted_ones(
     with torch.inference_mode():
         plain = [adapter.model(torch.tensor([[token]]), past_key_values=full).logits[0, -1] for token in tokens]
     cache, _ = mixed_cache(adapter, full, copied)
-    assert {type(block).__name__ for layer in cache.layers for block in layer.blocks} == {"Packed"}
+    assert {type(block).__name__ for layer in cache.layers for block in layer.blocks} == {"PackedBlock"}
     found = decode(adapter, cache, tokens, 4)
     assert sum(seen) == len(tokens) * len(adapter.layers) * 4 * adapter.heads
     for row in (0, 2):
@@ -312,7 +314,7 @@ def test_freezing_a_row_again_changes_nothing_but_where_its_entries_lie() -> Non
     for start, rows in ((0, [0]), (8, [0, 1]), (16, [])):
         found.append(decode(adapter, cache, tokens[start : start + 8], 2))
         for layer in cache.layers:
-            layer.replace({row: layer.entries(row) for row in rows})
+            layer.replace_rows({row: layer.entries(row) for row in rows})
     assert cache.layers[0].length == 8
     assert cache.get_seq_length() == N + 24
     assert far(torch.cat(found, dim=1), expected) < 1e-5

@@ -115,7 +115,7 @@ def test_heads_that_look_at_the_answer_are_few(adapter: Adapter) -> None:
         asked.append(Evidence(encode(sample, adapter.tokenizer, chat_template=True, max_tokens=None), sentence))
     measured = head_scores(adapter, asked)
     scores = measured.scores
-    assert measured.right >= 1
+    assert measured.right_answers >= 1
     assert scores.shape == (30, 9)
     inside = scores * len(adapter.tokenizer(f" {asked[0].sentence}", add_special_tokens=False)["input_ids"])
     assert float(inside.max()) > 0.5  # of an answer's attention, on the sentence that holds it

@@ -107,13 +107,13 @@ def _without_numbers(function: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _mean_lengths(run: ResolvedRun, tokens: int) -> Any:
-    """A stand-in for `entries.lengths` that reads no numbers: every kept set has the mean budget."""
+    """A stand-in for `entries.kept_lengths` that reads no numbers: every kept set has the mean budget."""
 
-    def lengths(layers: Sequence[Any], configs: int, device: torch.device) -> list[list[list[int]]]:
+    def kept_lengths(layers: Sequence[Any], configs: int, device: torch.device) -> list[list[list[int]]]:
         sets = {index: group.kept_heads for group in layers[0] for index in group.config_indices}
         return [[[run.configs[index].kept_entries(tokens)] * sets[index] for index in range(configs)] for _ in layers]
 
-    return lengths
+    return kept_lengths
 
 
 def _kernel(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
@@ -131,7 +131,7 @@ def _paper_gpu(run: ResolvedRun, tokens: int) -> Iterator[Counting]:
     """Inside, this machine has a GPU whose tensors hold no numbers, for a run on prompts of `tokens` tokens."""
     changes = [
         (pretend_gpu, "_on_cpu", _without_numbers),
-        (one_sample, "lengths", _mean_lengths(run, tokens)),
+        (one_sample, "kept_lengths", _mean_lengths(run, tokens)),
         (one_sample, "_assemble_arrays", lambda *_: _NOTHING),  # on the host
         (capture.FiniteCheck, "raise_if_not", lambda *_: None),
     ]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import perturbkv as pk
-from perturbkv.cache.blocks import Packed
+from perturbkv.cache.blocks import PackedBlock
 from perturbkv.models.adapter import Adapter
 from perturbkv.selection.policies import registry
 from tests.rehearsal.models import OFFLOADED, ONE, TWO_GPUS, WITH_COMPILER, rehearsal, tiny
@@ -156,7 +156,10 @@ def test_packed_caches_in_sixteen_bits_on_two_gpus() -> None:
     """They go through the kernel of a GPU, here its stand-in; a CPU's are padded, and round otherwise."""
     run = resolved_run(TWO, steps=2, generate=3)
     expected = trace_sample(tiny(dtype=torch.bfloat16), PROMPT, run).arrays["perturbation_propagated"]
-    with rehearsal(2), mock.patch.object(Packed, "attend", autospec=True, side_effect=Packed.attend) as packed:
+    with (
+        rehearsal(2),
+        mock.patch.object(PackedBlock, "attend", autospec=True, side_effect=PackedBlock.attend) as packed,
+    ):
         model = tiny(devices=TWO_GPUS, dtype=torch.bfloat16)
         found = trace_sample(model, PROMPT, run).arrays["perturbation_propagated"]
     assert packed.call_count > 0

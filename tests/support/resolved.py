@@ -39,11 +39,11 @@ def answer(
     return generation.answer(adapter, prompt, run, generation.AnswerOptions(**options), resources)
 
 
-def read_evicting(
+def prefill_and_evict(
     adapter: Any, context: Any, configs: Iterable[EvictionConfig], sample: str, cache: str = "ragged", **named: Any
 ) -> Any:
     prompt = Prompt(sample, tuple(context), 0)
-    return generation.read_evicting(adapter, prompt, resolved_run(configs, cache=cache), **named)
+    return generation.prefill_and_evict(adapter, prompt, resolved_run(configs, cache=cache), **named)
 
 
 def prefill(

@@ -20,7 +20,7 @@ from perturbkv.auditing.changes import round_towards_zero
 from perturbkv.auditing.dumps.dump_file import REMOVED, Dump, LayerDump, Request
 from perturbkv.auditing.dumps.layouts import Layout, candidates, reorderings
 from perturbkv.auditing.reference import entry_distances
-from perturbkv.cache.external_cache import NOWHERE, recover
+from perturbkv.cache.external_cache import NOWHERE, recover_positions
 from perturbkv.devices import dtype_name
 from perturbkv.errors import ConfigError, UnreadableCacheError
 
@@ -338,7 +338,7 @@ class DumpReader:
     def _find_positions(self, own: Pair, plain: Pair) -> Int[Tensor, "kv_head entry"]:
         """Return the tokens that rows stand for, found by their content; of those of no token, their place."""
         matched = [tuple(part.unsqueeze(0).float() for part in pair) for pair in (own, plain)]
-        (kept,) = recover([(matched[0][0], matched[0][1])], [(matched[1][0], matched[1][1])])
+        (kept,) = recover_positions([(matched[0][0], matched[0][1])], [(matched[1][0], matched[1][1])])
         positions = torch.stack(list(kept.positions))
         in_order = torch.arange(positions.shape[1]).expand_as(positions)
         return torch.where(positions == NOWHERE, in_order.clamp(max=plain[0].shape[1] - 1), positions)

@@ -46,10 +46,10 @@ class Evidence:
 
 @dataclass(frozen=True)
 class HeadScores:
-    """The mean score of every head over the prompts with a right answer, and the number of those prompts."""
+    """The mean score of every head over the prompts with a right answer, and the number of those answers."""
 
     scores: Float[Tensor, "layer head"]
-    right: int
+    right_answers: int
 
 
 @memory.translate_allocation_errors()
@@ -78,21 +78,25 @@ def head_scores(
 
 @torch.inference_mode()
 def score_prompt(adapter: Adapter, evidence: Evidence) -> tuple[Float[Tensor, "layer head"], str]:
-    """Return the retrieval score of every head on one prompt, and the model's answer as text. Raises DatasetError."""
+    """Return the retrieval score of every head on one prompt, and the model's answer as text.
+
+    Raises DatasetError as `locate_sentence`, and ActivationError for NaN or Inf.
+    """
     span = locate_sentence(evidence, adapter.tokenizer)
-    most = len(_tokenize(f" {evidence.prompt.answers[0]}", adapter.tokenizer))
+    most_tokens = len(_tokenize(f" {evidence.prompt.answers[0]}", adapter.tokenizer))
     masses: list[list[Tensor]] = [[] for _ in adapter.layers]
 
     def observe(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-        mass = attention_inside(query[0, :, -1:], key[0], adapter.scale(layer), span, adapter.sinks(layer))
+        mass = span_attention(query[0, :, -1:], key[0], adapter.scale(layer), span, adapter.sinks(layer))
         masses[layer].append(mass)
 
     finite = FiniteCheck()
     with capture(adapter, Observer(attention=observe, hidden=finite)):
-        answer = _generate_answer(adapter, evidence.prompt.token_ids, most, end_tokens(adapter))
+        answer = _generate_answer(adapter, evidence.prompt.token_ids, most_tokens, end_tokens(adapter))
     finite.raise_if_not(evidence.prompt.sample_id)
-    scores = stack_on_device(adapter.device, (torch.stack(own).sum(dim=0) for own in masses)).cpu() / (len(span) * most)
-    return scores, str(adapter.tokenizer.decode(answer, skip_special_tokens=True))
+    totals = stack_on_device(adapter.device, (torch.stack(steps).sum(dim=0) for steps in masses)).cpu()
+    text = str(adapter.tokenizer.decode(answer, skip_special_tokens=True))
+    return totals / (len(span) * most_tokens), text
 
 
 def _generate_answer(adapter: Adapter, prompt: Sequence[int], most: int, ends: Collection[int]) -> list[int]:
@@ -108,14 +112,17 @@ def _generate_answer(adapter: Adapter, prompt: Sequence[int], most: int, ends: C
     return answer
 
 
-def attention_inside(
+def span_attention(
     query: Float[Tensor, "head query d_head"],
     key: Float[Tensor, "kv_head key d_head"],
     scale: float,
     span: range,
     sinks: Float[Tensor, " head"] | None = None,
 ) -> Float[Tensor, " head"]:
-    """Return each head's attention mass on entries of `span` that rank in its top |span|, averaged over the queries."""
+    """Return each head's attention mass on entries of `span` that are among its |span| largest, as a mean of queries.
+
+    The queries are the newest: the last one attends to all entries. `sinks` are logits of attention sinks, if any.
+    """
     weights, _ = softmax_with_sinks(causal_logits(query.to(WORK), key.to(WORK), scale), sinks)
     largest = weights.topk(min(len(span), key.shape[1]), dim=-1)
     inside = (largest.indices >= span.start) & (largest.indices < span.stop)
@@ -139,7 +146,10 @@ def _count_words(text: str) -> Counter[str]:
 
 
 def locate_sentence(evidence: Evidence, tokenizer: Callable[..., dict[str, Sequence[int]]]) -> range:
-    """Return the range of the sentence's tokens in the prompt. Raises DatasetError without sentence or answer."""
+    """Return the range of the sentence's tokens in the prompt, the first one where it occurs twice.
+
+    Raises DatasetError for a prompt without the sentence, or without an accepted answer.
+    """
     prompt = evidence.prompt
     for text in (f" {evidence.sentence}", evidence.sentence):
         ids = _tokenize(text, tokenizer)

@@ -21,18 +21,18 @@ _FULL = "full cache"
 
 
 def answer_row(
-    prompt: Prompt, answers: Answers, labels: Sequence[str], decode: Decode, graded: Mapping[str, Metric]
+    prompt: Prompt, answers: Answers, labels: Sequence[str], decode: Decode, metrics: Mapping[str, Metric]
 ) -> dict[str, Any]:
     """Return a prompt's JSON object: the answer from each cache, its score (None without a metric), its cache share.
 
-    `labels` are those of the configurations, `graded` the metrics by `Prompt.grading`.
+    `labels` are those of the configurations; `decode` turns tokens into text; `metrics` are by `Prompt.grading`.
     """
-    metric = graded.get(prompt.grading)
+    metric = metrics.get(prompt.grading)
     question = prompt.token_ids[len(prompt.token_ids) - prompt.question_tokens :]
     byte_shares = [{"bytes_share": share} for share in answers.stored] or [{} for _ in answers.held]
 
     def answer_object(tokens: list[int]) -> dict[str, Any]:
-        score = grade(decode_answer(tokens, decode), prompt, graded)
+        score = grade(decode_answer(tokens, decode), prompt, metrics)
         return {"tokens": tokens, "text": decode(tokens), "score": score if metric else None}
 
     return {
@@ -49,12 +49,12 @@ def answer_row(
                 labels, answers.held, byte_shares, answers.evicted, strict=True
             )
         },
-        "compressions": _compressions(answers, labels),
-        "divergence": _divergence(answers, labels),
+        "compressions": _compression_objects(answers, labels),
+        "divergence": _divergence_object(answers, labels),
     }
 
 
-def _divergence(answers: Answers, labels: Sequence[str]) -> dict[str, Any] | None:
+def _divergence_object(answers: Answers, labels: Sequence[str]) -> dict[str, Any] | None:
     """Return the divergence of every cache per decode step, as a JSON object; None where it was not measured."""
     divergence = answers.divergence
     if divergence is None:
@@ -66,7 +66,7 @@ def _divergence(answers: Answers, labels: Sequence[str]) -> dict[str, Any] | Non
     }
 
 
-def _compressions(answers: Answers, labels: Sequence[str]) -> list[dict[str, Any]]:
+def _compression_objects(answers: Answers, labels: Sequence[str]) -> list[dict[str, Any]]:
     """Return the compressions during decoding of one prompt's caches, as JSON objects."""
     return [
         {
@@ -127,7 +127,8 @@ class Generation(Sequence[Answers]):
         """
         return [
             {"sample": row["sample"], "config": name, "held_share": cache["held_share"],
-             "tokens": len(cache["tokens"]), "score": cache["score"], "text": cache["text"], **_byte_share(row, cache)}
+             "tokens": len(cache["tokens"]), "score": cache["score"], "text": cache["text"],
+             **_byte_share_column(row, cache)}
             for row in self.rows
             for name, cache in _caches(row).items()
         ]  # fmt: skip
@@ -151,7 +152,7 @@ def _caches(row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {_FULL: {"held_share": 1.0, **row["full"]}, **row["evicted"]}
 
 
-def _byte_share(row: Mapping[str, Any], cache: Mapping[str, Any]) -> dict[str, float]:
+def _byte_share_column(row: Mapping[str, Any], cache: Mapping[str, Any]) -> dict[str, float]:
     """Return {`bytes_share`: share} of a cache; empty where the prompt's row has no such shares."""
     return {"bytes_share": cache.get("bytes_share", 1.0)} if _has_byte_shares(row) else {}
 
@@ -186,21 +187,18 @@ def _text_lines(row: Mapping[str, Any]) -> list[str]:
 
 def _answers_table(row: Mapping[str, Any]) -> Table:
     """Return a notebook table of the answers to a prompt, the accepted ones first, with scores where graded."""
-    graded = row["metric"] is not None
-    lines = (
-        [("expected", "", *[""] * (_has_byte_shares(row) + graded), " | ".join(row["answers"]))]
-        if row["answers"]
-        else []
-    )
+    has_scores = row["metric"] is not None
+    no_numbers = [""] * (1 + _has_byte_shares(row) + has_scores)
+    lines = [("expected", *no_numbers, " | ".join(row["answers"]))] if row["answers"] else []
     for name, cache in _caches(row).items():
-        score = [f"{cache['score']:.3f}"] if graded else []
-        byte_share = [f"{share:.2f}" for share in _byte_share(row, cache).values()]
+        score = [f"{cache['score']:.3f}"] if has_scores else []
+        byte_share = [f"{share:.2f}" for share in _byte_share_column(row, cache).values()]
         lines.append((name, f"{cache['held_share']:.2f}", *byte_share, *score, _one_line(cache["text"])))
     columns = (
         "cache",
         "#cache share",
         *(["#bytes / full"] if _has_byte_shares(row) else []),
-        *([f"#{row['metric']}, 0 to 1"] if graded else []),
+        *([f"#{row['metric']}, 0 to 1"] if has_scores else []),
         "answer",
     )
     return Table(_heading(row), columns, lines)

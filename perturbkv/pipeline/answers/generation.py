@@ -14,7 +14,7 @@ from torch import Tensor
 
 from perturbkv import memory
 from perturbkv.cache.compact import CompactCache, CompactLayer, join_layers
-from perturbkv.cache.entries import GatheredSet, borrow, check_positions, gather_kept, lengths
+from perturbkv.cache.entries import GatheredSet, borrow, check_positions, gather_kept, kept_lengths
 from perturbkv.cache.makers import Entries, Maker
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
@@ -22,7 +22,7 @@ from perturbkv.datasets.encode import Prompt
 from perturbkv.devices import full_precision, to_device
 from perturbkv.errors import ConfigError
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline.answers.recompression import Compression, Compressor, EvictedPrompt
+from perturbkv.pipeline.answers.recompression import CacheSize, Compression, Compressor, EvictedPrompt
 from perturbkv.pipeline.answers.teacher_forcing import Divergence, teacher_force
 from perturbkv.pipeline.run.plan import plan_prompt_batches
 from perturbkv.pipeline.sample import measure
@@ -38,33 +38,33 @@ from perturbkv.selection.resolved_config import ResolvedRun
 _DEFAULT = Resources()
 
 
-def read_evicting(
+def prefill_and_evict(
     adapter: Adapter,
     prompt: Prompt,
     run: ResolvedRun,
     resources: Resources = _DEFAULT,
     *,
     with_full: bool = False,
-    above: int = 0,
+    evict_above: int = 0,
 ) -> EvictedPrompt:
     """Prefill a prompt, evict each layer as soon as it is computed, and return the evicted cache.
 
     No more than one layer's full cache is in memory, unless a configuration needs all layers or a replay: then layers
     are evicted after the prefill, one after the other. `with_full` adds a first row that keeps everything. A context of
-    at most `above` entries is not evicted yet, for later compressions.
+    at most `evict_above` entries is not evicted yet, for later compressions.
 
-    Raises what `check_positions` raises.
+    Raises what `check_positions` and `sources` raise, and ActivationError for NaN or Inf.
     """
     check_positions(run.configs, adapter.config, adapter.name)
     context, _ = prompt.parts(run.scenario)
-    keep_all = len(context) <= above
+    keep_all = len(context) <= evict_above
     external = sources(adapter, context, [] if keep_all else run.configs, {})
     rows = _RowBuilder(adapter, run, with_full, keep_all)
     prefilled = prefill(adapter, prompt, run, resources, external, rows)
     prefilled.finite.raise_if_not(prompt.sample_id)
-    if rows.whole:
+    if rows.needs_full_cache:
         rows.evict_all(prefilled)
-    rows.stored.raise_if_not(prompt.sample_id)
+    rows.finite.raise_if_not(prompt.sample_id)
     cache = CompactCache(join_layers(adapter, rows.layers, prefilled.windows))
     return EvictedPrompt(cache, prefilled.logits, rows.queries, rows.sizes)
 
@@ -77,6 +77,12 @@ class _RowBuilder:
         run: the run of the configurations.
         with_full: whether a row that keeps everything comes first.
         keep_all: whether nothing is evicted yet.
+
+    Attributes:
+        needs_full_cache: whether layers are evicted after the whole prefill, as in `Visitor`.
+        layers: the compact layers that are built.
+        queries, sizes: as in `EvictedPrompt`.
+        finite: whether the quantised entries are finite.
     """
 
     def __init__(self, adapter: Adapter, run: ResolvedRun, with_full: bool, keep_all: bool) -> None:
@@ -84,16 +90,16 @@ class _RowBuilder:
         self._with_full, self._keep_all = with_full, keep_all
         self._makers = list(map(maker_of, run.configs))
         self._window = max(config.window for config in run.configs)
-        self.whole = not keep_all and any(compatibility.needs_all_layers(config) for config in run.configs)
+        self.needs_full_cache = not keep_all and any(compatibility.needs_all_layers(config) for config in run.configs)
         self.layers: list[CompactLayer] = []
         self.queries: list[Tensor] = []
-        self.sizes: list[list[tuple[int, int]]] = []
-        self.stored = FiniteCheck()
+        self.sizes: list[list[CacheSize]] = []
+        self.finite = FiniteCheck()
 
     def visit(self, statistics: Statistics, view: LayerView) -> None:
         """Store the last queries of a layer, and evict it unless all layers must be read first: a `Visitor`."""
         self.queries.append(view.queries[:, -self._window :].clone())
-        if not self.whole:
+        if not self.needs_full_cache:
             self._evict(FullLayer(self._adapter, statistics, view.layer, view.keys, view.values))
 
     def evict_all(self, prefilled: Prefill) -> None:
@@ -109,10 +115,9 @@ class _RowBuilder:
         made = [maker.make_whole(everything) for maker in self._makers] if self._keep_all else self._make(layer)
         for entries in made:
             if entries.has_rounded_numbers:
-                measure.check_own_entries(self.stored, self._adapter.layer_indices[layer.index], entries.row)
-        self.sizes.append(
-            [(entries.attended_entries, entries.bits) for entries in [Maker().make_whole(everything), *made]]
-        )
+                measure.check_quantised_entries(self.finite, self._adapter.layer_indices[layer.index], entries.row)
+        full = Maker().make_whole(everything)
+        self.sizes.append([CacheSize(entries.attended_entries, entries.bits) for entries in (full, *made)])
         first = [everything] if self._with_full else []
         stand_ins = {
             row: entries.stand_in for row, entries in enumerate(made, start=len(first)) if entries.stand_in is not None
@@ -125,7 +130,7 @@ class _RowBuilder:
         groups, sets = layer.groups(self._configs), dict[int, GatheredSet]()
         if groups:
             evicting = [index for group in groups for index in group.config_indices]
-            (counts,) = lengths([groups], len(self._configs), layer.keys.device)
+            (counts,) = kept_lengths([groups], len(self._configs), layer.keys.device)
             sets = gather_kept(groups, evicting, counts, layer.keys, layer.values).sets()
         everything = GatheredSet.of_all(layer.keys, layer.values)
         return [maker.make(layer, sets.get(index, everything)) for index, maker in enumerate(self._makers)]
@@ -134,7 +139,8 @@ class _RowBuilder:
 def check_answer_options(configs: Iterable[EvictionConfig], most: int | None, compress_every: int | None) -> None:
     """Raise ConfigError for configurations or options that generation does not support.
 
-    `most` is the largest number of tokens of an answer, None for the data's own.
+    `most` is the largest number of tokens of an answer, None for the data's own; `compress_every` is the number of
+    entries above which a cache is compressed again, None for never.
     """
     if most is not None and most < 1:
         raise ConfigError(f"max_new_tokens (--max-new-tokens) must be at least 1, got {most}")
@@ -158,7 +164,7 @@ def _check_compressing(config: EvictionConfig, compress_every: int) -> None:
 @torch.inference_mode()
 def generate(
     adapter: Adapter,
-    read: EvictedPrompt,
+    prompt: EvictedPrompt,
     question: Sequence[int],
     most: int,
     compressor: Compressor | None = None,
@@ -169,18 +175,18 @@ def generate(
     Without a question, the first tokens come from the prompt's logits; `check` records all later ones. Without a
     compressor, finished rows leave the cache once they are half of it.
     """
-    finite, cache, ends = check or FiniteCheck(), read.cache, end_tokens(adapter)
+    finite, cache, ends = check or FiniteCheck(), prompt.cache, end_tokens(adapter)
     rows = cache.layers[0].batch
-    watch = Observer(attention=None if compressor is None else compressor.watch)
+    observer = Observer(attention=None if compressor is None else compressor.store_queries)
     ids = torch.tensor([list(question)], device=adapter.device).expand(rows, -1)
-    following = read.logits.argmax(dim=-1).expand(rows)
+    next_tokens = prompt.logits.argmax(dim=-1).expand(rows)
     answers: list[list[int]] = [[] for _ in range(rows)]
-    batch_rows, open_rows = list(range(rows)), set(range(rows))
-    with decode_from(adapter, cache), capture(adapter, watch):
+    batch_rows, open_rows = list(range(rows)), set(range(rows))  # rows still in the cache; unfinished ones
+    with decode_from(adapter, cache), capture(adapter, observer):
         if question:
-            following = _next_tokens(adapter, cache, ids, finite)
+            next_tokens = _next_tokens(adapter, cache, ids, finite)
         for count in range(1, most + 1):
-            for row, token in zip(batch_rows, following.tolist(), strict=True):
+            for row, token in zip(batch_rows, next_tokens.tolist(), strict=True):
                 if row in open_rows and token not in ends:
                     answers[row].append(token)
                 else:
@@ -192,11 +198,9 @@ def generate(
             elif 2 * len(open_rows) <= len(batch_rows):
                 open_indices = [index for index, row in enumerate(batch_rows) if row in open_rows]
                 cache.keep_rows(open_indices)
-                batch_rows, following = (
-                    [batch_rows[index] for index in open_indices],
-                    following[to_device(open_indices, following.device)],
-                )
-            following = _next_tokens(adapter, cache, following.unsqueeze(-1), finite)
+                batch_rows = [batch_rows[index] for index in open_indices]
+                next_tokens = next_tokens[to_device(open_indices, next_tokens.device)]
+            next_tokens = _next_tokens(adapter, cache, next_tokens.unsqueeze(-1), finite)
     return answers
 
 
@@ -274,27 +278,26 @@ def _answer_batch(
     full_answer: list[int] | None,
 ) -> Answers:
     """Return the answers from the caches of `run`; `full_answer`, if known, is that of an earlier batch."""
-    limit, (_, question) = options.compress_every, prompt.parts(run.scenario)
-    read = read_evicting(adapter, prompt, run, resources, with_full=True, above=limit or 0)
-    entry_shares, byte_shares = (
-        _shares_of_full([[size[kind] for size in layer] for layer in read.sizes]) for kind in (0, 1)
-    )
-    copy = replace(read, cache=read.cache.fork()) if options.divergence else None
+    limit, question = options.compress_every, prompt.parts(run.scenario)[1]
+    evicted = prefill_and_evict(adapter, prompt, run, resources, with_full=True, evict_above=limit or 0)
+    entry_shares = _shares_of_full([[size.entries for size in layer] for layer in evicted.sizes])
+    byte_shares = _shares_of_full([[size.bits for size in layer] for layer in evicted.sizes])
+    forked = replace(evicted, cache=evicted.cache.fork()) if options.divergence else None
 
     def make_compressor(evicted_prompt: EvictedPrompt) -> Compressor | None:
         if limit is None:
             return None
         return Compressor(adapter, evicted_prompt, run, limit, prompt.sample_id, resources)
 
-    compressor, check = make_compressor(read), FiniteCheck()
-    full, *evicted = generate(adapter, read, question, run.generate, compressor, check)
+    compressor, check = make_compressor(evicted), FiniteCheck()
+    full, *answers = generate(adapter, evicted, question, run.generate, compressor, check)
     full = full if full_answer is None else full_answer
     divergence = None
-    if copy is not None:
-        divergence = teacher_force(adapter, copy.cache, question, full, make_compressor(copy), check)
+    if forked is not None:
+        divergence = teacher_force(adapter, forked.cache, question, full, make_compressor(forked), check)
     check.raise_if_not(prompt.sample_id)
     compressions = compressor.compressions if compressor else []
-    return Answers(full, evicted, entry_shares, compressions, divergence, byte_shares)
+    return Answers(full, answers, entry_shares, compressions, divergence, byte_shares)
 
 
 def _join_batches(indices: Sequence[Sequence[int]], batches: Sequence[Answers]) -> Answers:
@@ -303,11 +306,11 @@ def _join_batches(indices: Sequence[Sequence[int]], batches: Sequence[Answers]) 
     The noise floor is the largest of the batches, which have different shapes.
     """
     order = [index for batch in indices for index in batch]
-    position = sorted(range(len(order)), key=order.__getitem__)
+    run_order = sorted(range(len(order)), key=order.__getitem__)  # of joined items, the inverse permutation of `order`
 
     def join(lists: Iterable[Sequence[Any]]) -> list[Any]:
         joined = [item for each in lists for item in each]
-        return [joined[place] for place in position]
+        return [joined[place] for place in run_order]
 
     compressions = [
         replace(compression, config=batch[compression.config])
@@ -318,8 +321,8 @@ def _join_batches(indices: Sequence[Sequence[int]], batches: Sequence[Answers]) 
     divergence = None
     if divergences:
         divergence = Divergence(
-            torch.cat([each.kl for each in divergences])[position],
-            torch.cat([each.top1 for each in divergences])[position],
+            torch.cat([each.kl for each in divergences])[run_order],
+            torch.cat([each.top1 for each in divergences])[run_order],
             torch.stack([each.noise_floor for each in divergences]).amax(dim=0),
         )
     return Answers(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -20,7 +21,7 @@ from perturbkv.cache.entries import KeptEntries
 from perturbkv.configs.resources import Resources
 from perturbkv.devices import move_to_first_device, to_device
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline.sample.prefill import layer_norms
+from perturbkv.pipeline.sample.prefill import layer_value_norms
 from perturbkv.pipeline.variants.readers import maker_of
 from perturbkv.scoring.compute import layer_scores
 from perturbkv.scoring.layer_view import LayerView
@@ -53,6 +54,13 @@ class Compression:
     retained_mass: Float[Tensor, "layer head"]
 
 
+class CacheSize(NamedTuple):
+    """The size of one row of a cache in one layer: entries that a query attends to, and stored bits."""
+
+    entries: int
+    bits: int
+
+
 @dataclass(frozen=True)
 class EvictedPrompt:
     """A prompt with its evicted cache.
@@ -62,14 +70,13 @@ class EvictedPrompt:
         logits: logits of the context's last position, for all rows or per row.
         queries: per layer the last queries (head, query, d_head), as many as the largest window; empty where nothing
             is compressed again.
-        sizes: per layer (entries attended to, bits) of the full cache, then of each configuration's; empty where they
-            are not asked for.
+        sizes: per layer that of the full cache, then of each configuration's; empty where they are not asked for.
     """
 
     cache: CompactCache
     logits: Float[Tensor, "*row vocab"]
     queries: list[Tensor] = field(default_factory=list)
-    sizes: list[list[tuple[int, int]]] = field(default_factory=list)
+    sizes: list[list[CacheSize]] = field(default_factory=list)
 
 
 class Compressor:
@@ -77,7 +84,8 @@ class Compressor:
 
     Args:
         adapter: the model.
-        read: the prompt; the last rows of its cache are the run's configurations, its queries at least the window's.
+        prompt: the evicted prompt; the last rows of its cache are the run's configurations, its queries at least the
+            window's.
         run: the run of the configurations, with budgets in tokens.
         limit: largest mean number of entries per kept set, over layers and kept sets, of a row.
         sample: the sample's id, for seeds.
@@ -87,28 +95,28 @@ class Compressor:
     def __init__(
         self,
         adapter: Adapter,
-        read: EvictedPrompt,
+        prompt: EvictedPrompt,
         run: ResolvedRun,
         limit: int,
         sample: str,
         resources: Resources,
     ) -> None:
         self.adapter = adapter
-        self.cache: CompactCache = read.cache
+        self.cache: CompactCache = prompt.cache
         self.configs: tuple[ResolvedConfig, ...] = run.configs
         self.limit = limit
         self.sample = sample
         self.resources = resources
         self.head_scores: tuple[tuple[float, ...], ...] = run.head_scores
         self.window: int = max(config.window for config in run.configs)
-        rows = read.cache.layers[0].batch
-        self.first: int = rows - len(run.configs)
+        rows = prompt.cache.layers[0].batch
+        self.first_row: int = rows - len(run.configs)  # of the first configuration
         self.queries: list[Tensor] = [
-            last[:, -self.window :].unsqueeze(0).expand(rows, -1, -1, -1) for last in read.queries
+            last[:, -self.window :].unsqueeze(0).expand(rows, -1, -1, -1) for last in prompt.queries
         ]
         self.compressions: list[Compression] = []
 
-    def watch(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def store_queries(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Store the newest queries (row, head, query, d_head) of a layer: an `Observer.attention`."""
         self.queries[layer] = torch.cat([self.queries[layer], query], dim=2)[:, :, -self.window :]
 
@@ -120,29 +128,31 @@ class Compressor:
         measured: list[Tensor] = []
         sizes: list[tuple[int, float, float]] = []
         for index, config in enumerate(self.configs):
-            row = self.first + index
+            row = self.first_row + index
             before = mean_entries(self.cache, row)
             if before > self.limit:
                 measured += self._compress_row(row, config, generated)
                 sizes.append((index, before, mean_entries(self.cache, row)))
         if measured:
             by_row = torch.stack(move_to_first_device(measured)).cpu().view(len(sizes), len(self.queries), 3, -1)
-            self.compressions += [
+            self.compressions += [  # the 3: perturbation, output norm, retained mass
                 Compression(index, generated, before, after, *layers.unbind(dim=1))
                 for (index, before, after), layers in zip(sizes, by_row, strict=True)
             ]
 
     def tokens_until_limit(self) -> int:
         """Return the number of tokens, at least 1, that can be decoded before any row exceeds the limit."""
-        fullest = max(mean_entries(self.cache, self.first + index) for index in range(len(self.configs)))
+        fullest = max(mean_entries(self.cache, self.first_row + index) for index in range(len(self.configs)))
         return max(1, int(self.limit - fullest) + 1)
 
     def _compress_row(self, row: int, config: ResolvedConfig, generated: int) -> list[Tensor]:
-        """Compress one row, and return per layer its perturbation, output norm and retained mass, (3, head)."""
+        """Compress one row, and return per layer its perturbation, output norm and retained mass, stacked: (3, head).
+
+        `generated` is the number of tokens decoded so far, for seeds.
+        """
         views = [self._view(layer, row, config, generated) for layer in range(len(self.queries))]
         layers = [view.statistics(config, self.head_scores) for view in views]
-        sharing = config.shares_layers
-        shared = {config: rankings(config, Scores(join_layers(layers)))} if sharing else {}
+        shared = {config: rankings(config, Scores(join_layers(layers)))} if config.shares_layers else {}
         kept = [
             select(config, layer, view.longest, move_rankings(shared, layer.norms.device)).kept
             for layer, view in zip(layers, views, strict=True)
@@ -150,13 +160,15 @@ class Compressor:
         counts = torch.stack(move_to_first_device(sets.sum(dim=-1) for sets in kept)).tolist()
         for view, sets, lengths in zip(views, kept, counts, strict=True):
             indices = view.kept_indices(sets, lengths)
-            remaining = maker_of(config).compress(view.take(indices), indices, view.lengths, self.adapter.frequencies)
-            self.cache.evicted[view.layer].replace({row: remaining})
+            remaining = maker_of(config).make_compressed(
+                view.take(indices), indices, view.lengths, self.adapter.frequencies
+            )
+            self.cache.evicted_layers[view.layer].replace_rows({row: remaining})
         return [torch.stack(view.perturbation(sets)) for view, sets in zip(views, kept, strict=True)]
 
     def _view(self, layer: int, row: int, config: ResolvedConfig, generated: int) -> _RowView:
-        """Return the entries of one row in one layer."""
-        sets = self.cache.evicted[layer].entries(row).sets()
+        """Return the entries of one row in one layer, with a kept set per query head where the configuration has."""
+        sets = self.cache.evicted_layers[layer].entries(row).sets()
         if config.granularity.name == "query":
             sets = [kept_set for kept_set in sets for _ in range(self.adapter.heads // len(sets))]
         sample = f"{self.sample}/{generated}"
@@ -173,6 +185,14 @@ class _RowView:
         layer: index of the layer.
         sample: the sample's id, for seeds.
         resources: memory and kernel for value norms.
+
+    Attributes:
+        keys, values: per kept set (entry, d_head).
+        lengths: number of entries of each kept set.
+        longest: the largest of them, to which sets are padded.
+        group: number of query heads that share a kept set.
+        parts: slices of the kept sets that are computed on together: all where they are equally long, else each alone.
+        norms: projected value norms ν (head, longest), padded by zeros at the start.
     """
 
     def __init__(
@@ -192,13 +212,15 @@ class _RowView:
         self.group = adapter.heads // self.sets
         even = len(set(self.lengths)) == 1
         self.parts = [slice(0, self.sets)] if even else [slice(index, index + 1) for index in range(self.sets)]
-        norms = [layer_norms(torch.stack(self.values[part]), self._projection(part), resources) for part in self.parts]
+        norms = [
+            layer_value_norms(torch.stack(self.values[part]), self._projection(part), resources) for part in self.parts
+        ]
         self.norms = _align_ends(norms, self.longest)
 
     def statistics(self, config: ResolvedConfig, head_scores: Sequence[Sequence[float]]) -> LayerStatistics:
         """Return the layer's scores and norms with which a configuration selects its kept sets."""
         window = min(config.window, self.longest)
-        score = config.requests[0].score
+        score = config.requests[0].score  # the policy's
         views = [self._view_part(part, str(part.start)).with_window(config.window) for part in self.parts]
         accumulated = [layer_scores(view, [score], self.resources.chunk_bytes)[score] for view in views]
         lengths = to_device(self.lengths, self.norms.device)
@@ -239,11 +261,11 @@ class _RowView:
         value = _align_ends([keys.unsqueeze(0).transpose(1, 2) for keys in self.values], self.longest)
         summands = theory.stack_summands(value.transpose(1, 2), self.norms)
         everything = summands.sums(attention.unsqueeze(0)).mixed
-        stays = theory.kept_sums(attention, summands, kept.repeat_interleave(self.group, dim=0).unsqueeze(0), sink)
+        sums = theory.kept_sums(attention, summands, kept.repeat_interleave(self.group, dim=0).unsqueeze(0), sink)
         slices = theory.head_slices(self.adapter.output_projection(self.layer), len(attention))
         output = theory.project_outputs(everything[0], slices)
-        moved = theory.isolated_perturbation(everything, stays.mixed, stays.mass, slices, output)
-        return moved.l1[0], output.abs().sum(dim=-1), stays.mass[0]
+        distances = theory.isolated_perturbation(everything, sums.mixed, sums.mass, slices, output)
+        return distances.l1[0], output.abs().sum(dim=-1), sums.mass[0]
 
     def _head_slice(self, part: slice) -> slice:
         """Return the slice of the query heads that share the kept sets in the slice `part`."""
@@ -288,5 +310,5 @@ def _align_ends(tensors: Sequence[Tensor], longest: int) -> Tensor:
 
 def mean_entries(cache: CompactCache, row: int) -> float:
     """Return a row's mean number of entries per kept set, over layers and kept sets."""
-    lengths: list[int] = [length for layer in cache.evicted for length in layer.lengths(row)]
+    lengths: list[int] = [length for layer in cache.evicted_layers for length in layer.lengths(row)]
     return sum(lengths) / len(lengths)

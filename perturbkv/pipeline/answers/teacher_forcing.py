@@ -57,15 +57,15 @@ def teacher_force(
     """
     rows, finite = cache.layers[0].batch, check or FiniteCheck()
     reference = SharedCache(_full_cache_of_first_row(adapter, cache))
-    watch = Observer(attention=None if compressor is None else compressor.watch)
+    observer = Observer(attention=None if compressor is None else compressor.store_queries)
 
     def read(ids: Int[Tensor, " token"]) -> tuple[Tensor, Tensor]:
         """Return the logits after each token: the plain model's (token, vocab), and the rows' (row, token, vocab)."""
         batch = ids.unsqueeze(0).expand(rows, -1)
         with decode_shared(adapter):
-            full = _logits(adapter, reference, batch, finite)[0]
-        with decode_from(adapter, cache), capture(adapter, watch):
-            return full, _logits(adapter, cache, batch, finite)
+            full = _read_tokens(adapter, reference, batch, finite)[0]
+        with decode_from(adapter, cache), capture(adapter, observer):
+            return full, _read_tokens(adapter, cache, batch, finite)
 
     for chunk in torch.split(to_device(list(question), adapter.device), _TOKENS_PER_PASS) if question else ():
         read(chunk)
@@ -81,13 +81,13 @@ def teacher_force(
 
 def _full_cache_of_first_row(adapter: Adapter, cache: CompactCache) -> Cache:
     """Return a plain transformers cache of the model with copies of row 0's entries, which are all entries."""
-    layers = [list(zip(*layer.entries(0).sets(), strict=True)) for layer in cache.evicted]
+    layers = [list(zip(*layer.entries(0).sets(), strict=True)) for layer in cache.evicted_layers]
     entries = [(torch.stack(keys), torch.stack(values)) for keys, values in layers]
     windows = {index: layer.window for index, layer in enumerate(cache.layers) if layer.is_sliding}
     return rebuild_cache(adapter, entries, windows)
 
 
-def _logits(adapter: Adapter, cache: Cache, ids: Tensor, check: FiniteCheck) -> Float[Tensor, "row token vocab"]:
+def _read_tokens(adapter: Adapter, cache: Cache, ids: Tensor, check: FiniteCheck) -> Float[Tensor, "row token vocab"]:
     """Read tokens (row, token) into the cache, and return the logits after every token."""
     logits: Tensor = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True).logits
     check.check(LOGITS, logits)
@@ -95,12 +95,11 @@ def _logits(adapter: Adapter, cache: Cache, ids: Tensor, check: FiniteCheck) -> 
 
 
 def _make_divergence(divergences: Sequence[tuple[Tensor, Tensor]], rows: int) -> Divergence:
-    """Return the divergence of the cache rows from (KL, top-1 agreement) pairs per step; row 0 is the noise floor.
+    """Return the divergence of the cache rows from (KL, top-1 agreement) pairs per step, each of all `rows`.
 
-    KL below 0 is rounding, and becomes 0.
+    Row 0 is the noise floor. KL below 0 is rounding, and becomes 0. Without steps all arrays are empty along `step`.
     """
     if not divergences:
-        nothing = torch.zeros(rows - 1, 0)
-        return Divergence(nothing, nothing > 0, nothing[:0].sum(dim=0))
+        return Divergence(torch.zeros(rows - 1, 0), torch.zeros(rows - 1, 0, dtype=torch.bool), torch.zeros(0))
     kl, top1 = (torch.stack(kind, dim=-1).cpu() for kind in zip(*divergences, strict=True))
     return Divergence(kl[1:].clamp(min=0), top1[1:], kl[0].clamp(min=0))

@@ -31,19 +31,22 @@ from perturbkv.schema import ANSWER_TEXT, DIGEST, KEPT, TEXT, VARIABLES
 from perturbkv.selection.resolved_config import ResolvedConfig
 from perturbkv.theory import WORK
 
-_DEFLATED = {"float64": 0.78, "float32": 0.6, "int64": 0.05, "int32": 0.25, "uint8": 0.5}
+_DEFLATED_SHARE = {"float64": 0.78, "float32": 0.6, "int64": 0.05, "int32": 0.25, "uint8": 0.5}
 """Share of a type's bytes that is left after compression; single numbers and text are not compressed."""
-_CODES = 0.35
+_DIGEST_SHARE = 0.95
+"""Share of the bytes of kept sets' digests that is left after compression."""
+_CODES_SHARE = 0.35
 """Share of the bytes of encoded kept positions that is left after compression."""
-_HEADERS, _LABEL = 64 * 2**10, 370
+_FILE_BYTES, _CONFIG_BYTES = 64 * 2**10, 370
 """Bytes of an empty file, and of the metadata of each configuration."""
-_ENTRY = 2700
+_JOURNAL_ENTRY_BYTES = 2700
 """Bytes of the metadata in a sample's file of the journal."""
-_PER_TOKEN = 12
+_TOKEN_BYTES = 12
 """Bytes of a token's text, its id and its offset."""
-_PER_ANSWER_TOKEN, _PER_ANSWER = 5, 40
+_ANSWER_TOKEN_BYTES, _ANSWER_BYTES = 5, 40
 """Bytes of a token of an answer's text, and of HDF5's overhead per answer."""
-_ANSWERS = ("generated_full", "generated", "score_full", "score", "digits_full", "digits")
+_ANSWER_VARIABLES = ("generated_full", "generated", "score_full", "score", "digits_full", "digits")
+"""Variables of answers that are left out where nothing is generated."""
 
 
 _RANK_BYTES = 12
@@ -114,53 +117,65 @@ class Footprint:
         return self.trace + sum(self.journal)
 
 
-def footprint(planned: Plan) -> Footprint:
+def estimate_footprint(planned: Plan) -> Footprint:
     """Return the estimated bytes of a run on the disk and in the device's memory."""
     sizes = [
         _sample_bytes(planned, len(prompt.parts(planned.run.scenario)[0]), len(prompt.token_ids))
         for prompt in planned.prompts
     ]
-    file = _HEADERS + _LABEL * len(planned.run.configs)
+    file = _FILE_BYTES + _CONFIG_BYTES * len(planned.run.configs)
     in_trace, in_journal = zip(*sizes, strict=True)
     return Footprint(file, in_trace, in_journal, estimate_memory(planned))
 
 
 def estimate_memory(planned: Plan) -> Memory:
-    """Return the estimated bytes of the device's memory."""
+    """Return the estimated bytes of the device's memory for the longest prompt."""
     shape, run = planned.shape, planned.run
     longest = max(len(prompt.token_ids) for prompt in planned.prompts)
     tokens = max(len(prompt.parts(run.scenario)[0]) for prompt in planned.prompts)
     ranked = [config for config in planned.configs if config.requests]
-    scores = {request for config in ranked for request in config.requests}
-    in_loops = len(ranked) < len(planned.configs) or any(
-        "queries" in one.score.needs or one.score.replay for one in scores
-    )
-    norms = 4 * (1 + any(config.euclidean for config in planned.configs))
-    working = working_bytes(planned.placement.device, planned.resources.chunk_bytes)
-    loops = int(_BLOCKS_AT_ONCE * block_bytes(planned.placement.device)) if in_loops else 0
+    requests = {request for config in ranked for request in config.requests}
+    norm_bytes = 4 * (1 + any(config.euclidean for config in planned.configs))  # of an entry and head, in float32
     rankings = _RANK_BYTES * _ranking_entries(ranked, shape, tokens)
-    codes = sum(_sets(config, shape) for config in run.configs) * shape.layers * mask_bytes(tokens)
-    row = WORK.itemsize * shape.heads * tokens
-    sums = (1 + len(run.configs)) * row
-    entries = WORK.itemsize * shape.kv_heads * shape.d_head * tokens
-    projection = WORK.itemsize * shape.heads * shape.d_head * shape.d_model
+    codes = sum(_count_sets(config, shape) for config in run.configs) * shape.layers * mask_bytes(tokens)
+    working = working_bytes(planned.placement.device, planned.resources.chunk_bytes)
+    projection = _projection_bytes(shape)
     copied = working if is_single_pass(planned.resolved) else 0
     return Memory(
         weights=shape.weights_bytes,
         full_cache=shape.full_cache_bytes(longest),
-        statistics=tokens * shape.layers * shape.heads * (norms + WORK.itemsize * len(scores)),
-        prefill=_prefill_bytes(planned, shape, tokens, loops),
+        statistics=tokens * shape.layers * shape.heads * (norm_bytes + WORK.itemsize * len(requests)),
+        prefill=_prefill_bytes(planned, shape, tokens, _loop_bytes(planned)),
         layer=rankings
-        + max(
-            (4 + 2 * run.steps) * row + entries + max(entries, projection + min(working, sums)),
-            _joined_bytes(ranked, shape, tokens, norms),
-        ),
+        + max(_measured_layer_bytes(run, shape, tokens, working), _joined_bytes(ranked, shape, tokens, norm_bytes)),
         decoding=rankings + codes + planned.batches.largest_bytes + max(copied, projection),
     )
 
 
+def _loop_bytes(planned: Plan) -> int:
+    """Return the bytes of long loops over queries while a prefill computes scores; 0 where no score needs one."""
+    scores = [request.score for config in planned.configs for request in config.requests]
+    in_loops = any("queries" in score.needs or score.replay for score in scores)
+    if in_loops or not all(config.requests for config in planned.configs):
+        return int(_BLOCKS_AT_ONCE * block_bytes(planned.placement.device))
+    return 0
+
+
+def _measured_layer_bytes(run: RunConfig, shape: Shape, tokens: int, working: int) -> int:
+    """Return the bytes of one layer's entries, projection and sums in float64, with `working` bytes for the sums."""
+    row = WORK.itemsize * shape.heads * tokens  # a number per entry and query head
+    sums = (1 + len(run.configs)) * row
+    entries = WORK.itemsize * shape.kv_heads * shape.d_head * tokens
+    return (4 + 2 * run.steps) * row + entries + max(entries, _projection_bytes(shape) + min(working, sums))
+
+
+def _projection_bytes(shape: Shape) -> int:
+    """Return the bytes of one layer's output projection in float64."""
+    return WORK.itemsize * shape.heads * shape.d_head * shape.d_model
+
+
 def _prefill_bytes(planned: Plan, shape: Shape, tokens: int, loops: int) -> int:
-    """Return the bytes of a prefill in one layer: those of its feed-forward part, or of attention with long loops."""
+    """Return the bytes of a prefill in one layer: those of its feed-forward part, or of attention and its `loops`."""
     fused = any("gate_up_proj" in name for name in planned.files.shapes())  # both halves of one product stay
     feed_forward = 4 * shape.d_model + (3 + fused) * shape.d_mlp
     attention = 3 * shape.d_model + shape.heads * shape.d_head
@@ -168,15 +183,15 @@ def _prefill_bytes(planned: Plan, shape: Shape, tokens: int, loops: int) -> int:
     return rotations + max(shape.itemsize * tokens * feed_forward, shape.itemsize * tokens * attention + loops)
 
 
-def _joined_bytes(configs: Sequence[ResolvedConfig], shape: Shape, tokens: int, norms: int) -> int:
-    """Return the bytes of the joined statistics of all layers while sets that layers share are ranked.
+def _joined_bytes(configs: Sequence[ResolvedConfig], shape: Shape, tokens: int, norm_bytes: int) -> int:
+    """Return the bytes of the joined statistics of all layers while sets that layers share are ranked; 0 without such.
 
-    `norms` are the bytes of an entry's value norms per query head.
+    `norm_bytes` are those of an entry's value norms per query head.
     """
     sharing = [config for config in configs if config.shares_layers]
     if not sharing:
         return 0
-    joined = len({config.requests for config in sharing}) * (norms + 2 * WORK.itemsize)
+    joined = len({config.requests for config in sharing}) * (norm_bytes + 2 * WORK.itemsize)
     by_head = any(
         config.reduction == UNION or config.granularity.options.get("product") == "mean-of-products"
         for config in sharing
@@ -186,25 +201,25 @@ def _joined_bytes(configs: Sequence[ResolvedConfig], shape: Shape, tokens: int, 
 
 def _ranking_entries(configs: Sequence[ResolvedConfig], shape: Shape, tokens: int) -> int:
     """Return the number of entries in the rankings of all layers, which stay until the sample is done."""
-    rankings: dict[Hashable, int] = {}
+    entries_of_ranking: dict[Hashable, int] = {}  # configurations with the same scores and rule share a ranking
     for config in configs:
-        alike = (config.requests, config.pooling, config.granularity)
+        scores = (config.requests, config.pooling, config.granularity)
         staged = config.selection.name in STAGED or config.has_own_stages
         first = "attention" if staged or config.selection.name == "attention" else config.selection
         for rule in (first, config.selection) if staged else (first,):
             layers = 1 if config.shares_layers else shape.layers
-            rankings[alike, rule] = layers * _sets(config, shape) * (tokens // config.block)
-    return sum(rankings.values())
+            entries_of_ranking[scores, rule] = layers * _count_sets(config, shape) * (tokens // config.block)
+    return sum(entries_of_ranking.values())
 
 
-def _sets(config: EvictionConfig, shape: Shape) -> int:
+def _count_sets(config: EvictionConfig, shape: Shape) -> int:
     """Return the number of kept sets of a configuration in one layer."""
     return shape.heads if config.granularity.name == "query" else shape.kv_heads
 
 
 def suggest_options(planned: Plan, disk_free: int, memory_free: int) -> list[str]:
     """Return command-line options, each sufficient for the run to fit; empty where it fits, or where none suffices."""
-    estimate = footprint(planned)
+    estimate = estimate_footprint(planned)
     on_disk = _options_for_disk(planned, estimate, disk_free) if estimate.disk > disk_free else ()
     return [*on_disk, *(_options_for_memory(planned, memory_free) if estimate.memory.total > memory_free else ())]
 
@@ -217,16 +232,18 @@ def _options_for_disk(planned: Plan, estimate: Footprint, free: int) -> Iterator
         "no --save outputs": replace(planned, run=replace(planned.run, save=())),
     }
     yield from (
-        name for name, changed in alternatives.items() if changed != planned and footprint(changed).disk <= free
+        name
+        for name, changed in alternatives.items()
+        if changed != planned and estimate_footprint(changed).disk <= free
     )
-    ends = estimate.file + np.cumsum(estimate.samples) + np.cumsum(estimate.journal)
-    if fitting := int(np.searchsorted(ends, free, side="right")):
+    after_sample = estimate.file + np.cumsum(estimate.samples) + np.cumsum(estimate.journal)
+    if fitting := int(np.searchsorted(after_sample, free, side="right")):
         yield f"--samples {fitting}, and the others elsewhere"
 
 
 def _options_for_memory(planned: Plan, free: int) -> Iterator[str]:
     """Yield command-line options with which the run fits `free` bytes of memory."""
-    least = max(_row_bytes(planned, planned.shape))
+    least = max(_row_bytes(planned, planned.shape))  # of a batch of one configuration
     alone = replace(planned, batches=replace(planned.batches, largest_bytes=least))
     if least < planned.batches.largest_bytes and estimate_memory(alone).total <= free:
         yield f"--max-memory {math.ceil(least / 2**20)}MiB"
@@ -251,13 +268,13 @@ def _sample_bytes(planned: Plan, context: int, tokens: int) -> tuple[int, int]:
     run, shape = planned.run, planned.shape
     sizes = _axis_lengths(run, shape, tokens)
     codes = _kept_set_bytes(run, shape, context) if planned.kept else 0
-    answers = (1 + len(run.configs)) * (_PER_ANSWER + _PER_ANSWER_TOKEN * run.generate) if run.generate else 0
-    text = _PER_TOKEN * tokens + answers if planned.text else 0
-    stored, raw = codes * _CODES + text, _ENTRY + float(codes)
+    answers = (1 + len(run.configs)) * (_ANSWER_BYTES + _ANSWER_TOKEN_BYTES * run.generate) if run.generate else 0
+    text = _TOKEN_BYTES * tokens + answers if planned.text else 0
+    stored, raw = codes * _CODES_SHARE + text, _JOURNAL_ENTRY_BYTES + float(codes)
     for name in _fixed_size_variables(planned):
         dims, dtype = VARIABLES[name].dims, VARIABLES[name].dtype
         length = math.prod(sizes[axis] for axis in dims) * np.dtype(dtype).itemsize
-        deflated = 0.95 if name == DIGEST else _DEFLATED[dtype] if dims else 1
+        deflated = _DIGEST_SHARE if name == DIGEST else _DEFLATED_SHARE[dtype] if dims else 1
         stored, raw = stored + length * deflated, raw + length
     return int(stored), int(raw)
 
@@ -274,19 +291,19 @@ def _fixed_size_variables(planned: Plan) -> list[str]:
     left_out = {
         *TEXT,
         *ANSWER_TEXT,
-        KEPT[2],
+        KEPT[2],  # the codes, whose size is that of the kept sets
         *((DIGEST,) if planned.kept else KEPT),
-        *(() if planned.run.generate else _ANSWERS),
+        *(() if planned.run.generate else _ANSWER_VARIABLES),
     }
-    raw = "outputs" in planned.run.save
-    return [name for name, variable in VARIABLES.items() if name not in left_out and (raw or not variable.raw)]
+    saves_raw = "outputs" in planned.run.save
+    return [name for name, variable in VARIABLES.items() if name not in left_out and (saves_raw or not variable.raw)]
 
 
 def _kept_set_bytes(run: RunConfig, shape: Shape, tokens: int) -> int:
     """Return the bytes of a sample's encoded kept sets: per set a mask, or a byte per kept entry if smaller."""
     total = 0
     for config in run.configs:
-        total += shape.layers * _sets(config, shape) * min(mask_bytes(tokens), config.kept_entries(tokens))
+        total += shape.layers * _count_sets(config, shape) * min(mask_bytes(tokens), config.kept_entries(tokens))
     return total
 
 

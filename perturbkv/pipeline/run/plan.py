@@ -39,7 +39,7 @@ def is_single_pass(run: ResolvedRun) -> bool:
 
     Copying the kept entries in each pass then takes less memory than storing them.
     """
-    return run.steps == 1 and not run.generate and not any(maker_of(config).own for config in run.configs)
+    return run.steps == 1 and not run.generate and not any(maker_of(config).has_own_tensors for config in run.configs)
 
 
 def plan_prompt_batches(prompt: Prompt, run: ResolvedRun, shape: Shape, resources: Resources) -> Batches:
@@ -148,7 +148,7 @@ def plan(
         [config.policy for config in configs], settings.steps, generate, files.config, files.name
     )
     _check_prompts(prompts, settings.scenario, files.config, max(settings.steps, generate), files.name)
-    graded = _grading_metrics(prompts, settings.scored) if generate else {}
+    grading = _grading_metrics(prompts, settings.scored) if generate else {}
     fit = fitting_configs(resolved, prompts, settings.scenario, settings.leave_out_unfit)
     run = RunConfig(
         model=files.name,
@@ -156,7 +156,7 @@ def plan(
         configs=tuple(config for config in configs if config in fit),
         revision=files.revision,
         random_weights=files.random_weights,
-        dataset_options={**prompts.options, **graded},
+        dataset_options={**prompts.options, **grading},
         samples=len(prompts),
         seed=prompts.seed,
         steps=settings.steps,
@@ -182,7 +182,7 @@ def plan(
 
 
 def _answer_length(prompts: Prompts) -> int:
-    """Return the longest answer length, in tokens, of the prompts' data sets; log the data sets with a shorter one."""
+    """Return the longest answer length, in tokens, of the prompts' data sets; log data sets with shorter answers."""
     length, wording = prompts.generation_length, prompts.options.get("wording", {})
     lengths = {name: entry["generation_length"] for name, entry in wording.items() if "generation_length" in entry}
     shorter = [f"{name}'s {tokens}" for name, tokens in lengths.items() if tokens < length]
@@ -195,9 +195,10 @@ def _answer_length(prompts: Prompts) -> int:
 
 
 def _grading_metrics(prompts: Prompts, scored: bool) -> dict[str, list[str]]:
-    """Return {METRICS: names of the prompts' grading metrics}. Raises DatasetError for a metric that cannot grade.
+    """Return {METRICS: names of the prompts' grading metrics}, as options of the data set.
 
-    Where answers are `scored`, every prompt needs accepted answers.
+    Raises DatasetError for a metric that cannot grade, and, where answers are `scored`, for a prompt without accepted
+    answers.
     """
     if scored:
         check_answers(prompts)
@@ -209,8 +210,9 @@ def fitting_configs(
 ) -> tuple[ResolvedConfig, ...]:
     """Return the configurations whose budget exceeds the number of always-kept entries in every prompt.
 
-    Raises BudgetError where a configuration does not fit; with `leave_out_unfit`, where no configuration fits, and the
-    others are logged. Raises ConfigError where leaving out the chat template's queries leaves out a window's, or none.
+    Raises BudgetError where a configuration does not fit; with `leave_out_unfit` only where none fits, and logs those
+    that are left out. Raises ConfigError where the text's queries alone shall vote (`window_queries=text`), and a
+    prompt's window has none of them, or has no others.
     """
     fit: list[ResolvedConfig] = []
     refused: dict[str, BudgetError] = {}
@@ -231,14 +233,18 @@ def fitting_configs(
     return tuple(fit)
 
 
-def _check_prompts(prompts: Sequence[Prompt], scenario: str, model_config: Any, after: int, name: str) -> None:
-    """Raise DatasetError for a prompt that, with `after` decoded tokens, is longer than the model supports."""
+def _check_prompts(prompts: Sequence[Prompt], scenario: str, model_config: Any, decoded: int, name: str) -> None:
+    """Raise DatasetError or ModelError for a prompt that the model cannot read, with `decoded` tokens after it.
+
+    It has tokens that are not the model's, or more of them than the model, its sliding window or its rotations support.
+    `name` is the model's.
+    """
     for prompt in prompts:
-        read, total = len(prompt.parts(scenario)[0]), len(prompt.token_ids) + after
+        context, total = len(prompt.parts(scenario)[0]), len(prompt.token_ids) + decoded
         check_vocabulary(prompt, int(model_config.vocab_size), name)
-        check_length(prompt, int(model_config.max_position_embeddings), after)
-        check_sliding_window(model_config, total, prompt.sample_id, name, after)
-        check_long_rotations(model_config, read, total, prompt.sample_id, name, after)
+        check_length(prompt, int(model_config.max_position_embeddings), decoded)
+        check_sliding_window(model_config, total, prompt.sample_id, name, decoded)
+        check_long_rotations(model_config, context, total, prompt.sample_id, name, decoded)
 
 
 def _bound_memory(
@@ -258,7 +264,7 @@ def _bound_memory(
         return resources
     tokens = max(len(prompt.parts(run.scenario)[0]) for prompt in prompts)
     resident = shape.weights_bytes + shape.full_cache_bytes(tokens)
-    occupied = shape.full_cache_bytes(tokens) if loaded else resident
+    occupied = shape.full_cache_bytes(tokens) if loaded else resident  # a loaded model's weights are not free any more
     bound = min(2 * resident, (memory.free_bytes(placement.device) - occupied) // 2)
     decoded = max(len(prompt.token_ids) for prompt in prompts) - tokens + max(run.steps, run.generate)
     largest = max(shape.row_bytes(config, tokens, decoded, run.steps) for config in run.configs)

@@ -24,6 +24,7 @@ import perturbkv
 from perturbkv.configs import layer_types
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.datasets.prompts import Decode, Prompts, decode_answer, token_texts
 from perturbkv.errors import InterruptedRunError, OutputError
@@ -69,7 +70,7 @@ def provenance(planned: Plan) -> dict[str, str]:
 
 
 Arrays = Mapping[str, NDArray[Any]]
-_DECODED = ("prompt_start", "prompt_text")
+_DECODED_VARIABLES = ("prompt_start", "prompt_text")
 """Variables that are decoded from a prompt's tokens when they are read."""
 
 
@@ -87,7 +88,7 @@ def text_arrays(prompt: Prompt, decode: Callable[[list[int]], str]) -> Arrays:
             text.update(_decode_text(prompt, decode))
         return text[name]
 
-    return LazyArrays({name: _as_variable(name, value) for name, value in stored.items()}, _DECODED, read)
+    return LazyArrays({name: _as_variable(name, value) for name, value in stored.items()}, _DECODED_VARIABLES, read)
 
 
 def _decode_text(prompt: Prompt, decode: Callable[[list[int]], str]) -> dict[str, NDArray[Any]]:
@@ -95,7 +96,7 @@ def _decode_text(prompt: Prompt, decode: Callable[[list[int]], str]) -> dict[str
     texts = token_texts(prompt.token_ids, decode)
     ends = np.cumsum([len(text) for text in texts])
     values = ([0, *ends[:-1]], "".join(texts))
-    return {name: _as_variable(name, value) for name, value in zip(_DECODED, values, strict=True)}
+    return {name: _as_variable(name, value) for name, value in zip(_DECODED_VARIABLES, values, strict=True)}
 
 
 def _as_variable(name: str, value: Any) -> NDArray[Any]:
@@ -188,10 +189,13 @@ def run_to_file(
 
 
 def measure_missing(planned: Plan, engine: Engine, writer: Writer, path: Path, total: int, progress: Progress) -> Path:
-    """Measure a writer's missing samples, of `total`, and return the finished file's path. Raises as `run_to_file`."""
+    """Measure a writer's missing samples, of `total`, and return the finished file's path. Raises as `run_to_file`.
+
+    `path` is the trace's, for messages.
+    """
     missing = writer.missing()
     _log_peculiarities(planned)
-    left, done = {name: len(configs) for name, configs in missing.items()}, set[str]()
+    left, done = {name: len(configs) for name, configs in missing.items()}, set[str]()  # configurations per sample
 
     def finished(sample: SampleTrace | FailedSample, configs: Sequence[EvictionConfig]) -> None:
         writer.append(sample, configs)
@@ -257,17 +261,17 @@ def _log_earlier_samples(planned: Plan, missing: Missing) -> None:
     done = samples - len(missing)
     if done:
         _log.info("%d of %d samples are there already; going on", done, samples)
-    parts = [len(lacking) for lacking in missing.values() if len(lacking) < configs]
-    if parts:
-        counted = f"{len(parts):,} sample{'' if len(parts) == 1 else 's'}"
+    lacking = [len(own) for own in missing.values() if len(own) < configs]  # of samples that were measured in part
+    if lacking:
+        partial_samples = f"{len(lacking):,} sample{'' if len(lacking) == 1 else 's'}"
         _log.info(
             "%s with %d of %d configurations there already: measuring %d more",
-            counted, configs - max(parts), configs, max(parts),
+            partial_samples, configs - max(lacking), configs, max(lacking),
         )  # fmt: skip
 
 
 def _log_text_changes(planned: Plan, changing: int) -> None:
-    """Log the number `changing` of stored samples whose text is added or removed."""
+    """Log that the text of so many stored samples, `changing`, is added or removed."""
     if changing:
         samples = f"{changing:,} sample{'' if changing == 1 else 's'}"
         added = f"the text of {samples} that were measured without it is added; --no-text (text=False) leaves it out"
@@ -293,19 +297,23 @@ def _log_peculiarities(planned: Plan) -> None:
     if prompts.cut_count:
         most = "" if run.max_tokens is None else f" to {run.max_tokens} tokens"
         _log.info("%d of %d prompts were cut in the middle%s", prompts.cut_count, len(prompts), most)
-    lengths = [len(prompt.parts(run.scenario)[0]) for prompt in prompts]
-    whole: dict[Budget, list[int]] = {}
-    for config in run.configs:
-        covered = sum(config.kept_entries(tokens) >= tokens for tokens in lengths)
-        whole.setdefault(config.budget, []).append(covered)
-    sizes = " to ".join(f"{size:,}" for size in dict.fromkeys((min(lengths), max(lengths))))
-    for budget, counts in whole.items():
-        if min(counts):
-            _log.info(
-                "nothing is evicted in %d of %d samples: budget %s, prompts have %s tokens",
-                min(counts), len(prompts), budget, sizes,
-            )  # fmt: skip
+    _log_covering_budgets(run, [len(prompt.parts(run.scenario)[0]) for prompt in prompts])
     if measured := layer_types.format_measured(planned.files.config):
         _log.info("layers %s are measured: the others keep their own sliding window", measured)
     if run.random_weights:
         _log.info("random weights: these numbers say nothing of a trained model")
+
+
+def _log_covering_budgets(run: RunConfig, lengths: Sequence[int]) -> None:
+    """Log the budgets with which no configuration evicts anything in some samples; `lengths` are in tokens."""
+    covered: dict[Budget, list[int]] = {}  # per configuration the number of samples that its budget covers
+    for config in run.configs:
+        count = sum(config.kept_entries(tokens) >= tokens for tokens in lengths)
+        covered.setdefault(config.budget, []).append(count)
+    sizes = " to ".join(f"{size:,}" for size in dict.fromkeys((min(lengths), max(lengths))))  # one where they are equal
+    for budget, counts in covered.items():
+        if min(counts):
+            _log.info(
+                "nothing is evicted in %d of %d samples: budget %s, prompts have %s tokens",
+                min(counts), len(lengths), budget, sizes,
+            )  # fmt: skip

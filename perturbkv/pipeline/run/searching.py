@@ -18,7 +18,7 @@ from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import BudgetError, ConfigError
 from perturbkv.models.adapter import Adapter
 from perturbkv.optimum.exact import HeadEntries, Kept
-from perturbkv.optimum.search import PREFIX, PROMPT, HeadSearch, prove, search
+from perturbkv.optimum.search import PREFIX, PROMPT, HeadSearch, search_head, search_head_with_proof
 from perturbkv.pipeline.run.plan import Plan
 from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.sample_run import SampleRun
@@ -63,12 +63,12 @@ def _layer_views(sample: SampleRun, layer: FullLayer, heads: Sequence[int]) -> I
     step, configs = sample.full.steps[0], sample.run.configs
     weights, sinks = layer.weights(step)
     masks = layer.kept_masks(configs, lambda _: weights)
-    always = _always_kept(configs, layer.tokens, step.entries)
+    always_kept = _always_kept(configs, layer.tokens, step.entries)
     for head in heads:
         value = layer.values[head * len(layer.values) // sample.adapter.heads, : step.entries]
         projected = value.to(theory.WORK) @ layer.slices[head]
-        entries = HeadEntries(weights[head].cpu().numpy(), projected.cpu().numpy(), always, float(sinks[head]))
-        yield HeadView(layer.index, head, entries, tuple(_with_decoded(mask[head], step.entries) for mask in masks))
+        entries = HeadEntries(weights[head].cpu().numpy(), projected.cpu().numpy(), always_kept, float(sinks[head]))
+        yield HeadView(layer.index, head, entries, tuple(_append_decoded(mask[head], step.entries) for mask in masks))
 
 
 def _always_kept(configs: Sequence[ResolvedConfig], prompt_tokens: int, entries: int) -> Kept:
@@ -80,7 +80,7 @@ def _always_kept(configs: Sequence[ResolvedConfig], prompt_tokens: int, entries:
     return np.asarray((index < first) | (index >= begin))
 
 
-def _with_decoded(mask: Tensor, entries: int) -> Kept:
+def _append_decoded(mask: Tensor, entries: int) -> Kept:
     """Return the mask of a prompt's kept set extended to `entries` by decoded entries, all of them kept."""
     kept = np.ones(entries, dtype=np.bool_)
     kept[: len(mask)] = mask.cpu().numpy()
@@ -122,7 +122,7 @@ class SearchSettings:
             )
 
 
-def check(configs: Sequence[EvictionConfig], settings: SearchSettings) -> None:
+def check_search(configs: Sequence[EvictionConfig], settings: SearchSettings) -> None:
     """Raise ConfigError for configurations that rule out a per-head search of their kept sets.
 
     Raises BudgetError where always-kept entries leave nothing to choose in a short probe that is to be searched.
@@ -142,9 +142,9 @@ def probe_configs(configs: Sequence[_Config], settings: SearchSettings) -> list[
 
     Raises BudgetError where they leave too few entries to choose.
     """
-    first, *_ = group_by_budget(configs)
+    first_group = group_by_budget(configs)[0]
     try:
-        return [replace(config, budget=Budget(settings.budget), window=settings.window) for config in first]
+        return [replace(config, budget=Budget(settings.budget), window=settings.window) for config in first_group]
     except BudgetError as error:
         raise BudgetError(
             f"the prefix of {settings.prefix} tokens cannot be searched: {error}; --proven 0 (proven=0) leaves it out"
@@ -156,14 +156,17 @@ def search_samples(
 ) -> list[dict[str, Any]]:
     """Search the best kept sets on every prompt, and return a JSON object per prompt, in the plan's order.
 
-    Prompts with stored lines are not searched again; `finished` is called with the number of searched prompts.
+    Prompts with stored lines are not searched again, and the model is loaded only where one is left. `finished` is
+    called with the number of searched prompts and of all, at the beginning and after each prompt.
     """
     total = len(planned.prompts)
     todo = [prompt for prompt in planned.prompts if prompt.sample_id not in lines.finished]
     finished(total - len(todo), total)
-    for prompt, adapter in zip(todo, [planned.model()] * len(todo) if todo else [], strict=True):
-        lines.add({SAMPLE: prompt.sample_id, "heads": list(_search_prompt(planned, adapter, prompt, settings))})
-        finished(len(lines.rows), total)
+    if todo:
+        adapter = planned.model()
+        for prompt in todo:
+            lines.add({SAMPLE: prompt.sample_id, "heads": list(_search_prompt(planned, adapter, prompt, settings))})
+            finished(len(lines.rows), total)
     return lines.select(planned.prompts.ids)
 
 
@@ -176,14 +179,14 @@ def _search_prompt(
     heads, prefix_heads = (_draw_heads(draw, adapter, count) for count in (settings.heads, settings.proven))
     for configs in group_by_budget(planned.configs):
         for view in _prompt_views(planned, adapter, prompt, replace(planned.resolved, configs=tuple(configs)), heads):
-            yield _search_row(PROMPT, configs[0], view, search(view.entries, view.kept, settings.seconds))
+            yield _search_row(PROMPT, configs[0], view, search_head(view.entries, view.kept, settings.seconds))
     if not prefix_heads:
         return
     short = probe_configs(planned.configs, settings)
     run = replace(planned.resolved, configs=tuple(short), scenario="regular")
     probe = replace(prompt, token_ids=tuple(short_probe(context, settings.prefix)), question_tokens=0)
     for view in _prompt_views(planned, adapter, probe, run, prefix_heads):
-        search_result = prove(view.entries, view.kept, settings.seconds, settings.seed)
+        search_result = search_head_with_proof(view.entries, view.kept, settings.seconds, settings.seed)
         yield _search_row(PREFIX, short[0], view, search_result)
 
 

@@ -68,7 +68,7 @@ def run_shard(
     record = ShardRecord(shard, planned.run, ids, attrs, planned.text, command, planned.kept)
     journal = ShardJournal(path, shard).path
     check_writable(journal)
-    with _lock_shard(path, journal, wait, lambda: _all_done(path, record, overwrite)):
+    with _lock_shard(path, journal, wait, lambda: _are_all_measured(path, record, overwrite)):
         writer = ShardWriter(path, record, texts_of(planned), overwrite)
         samples, configs = record.share(shard)
         missing = writer.missing()
@@ -102,14 +102,14 @@ def _lock_shard(path: Path, journal: Path, wait: bool, all_done: Callable[[], bo
             return
 
 
-def _all_done(path: Path, record: ShardRecord, overwrite: bool) -> bool:
+def _are_all_measured(path: Path, record: ShardRecord, overwrite: bool) -> bool:
     """Return whether all shards are measured, in which case a process that holds the trace's lock is joining them."""
     return len(measured_shards(path, record, overwrite)) == record.shard.count
 
 
 def _join_if_complete(planned: Plan, path: Path, record: ShardRecord, overwrite: bool) -> bool:
     """Join the shards into the trace if all are measured; return whether they were joined."""
-    if not _all_done(path, record, overwrite):
+    if not _are_all_measured(path, record, overwrite):
         return False
     try:
         joined = merge_shards(path, overwrite=overwrite, texts=texts_of(planned))

@@ -57,7 +57,10 @@ class BatchResult:
 
 
 def sample_arrays(sample: SampleRun, batches: Sequence[BatchResult], lengths: Sequence[Lengths]) -> Arrays:
-    """Return a sample's variables without a step axis: token counts, decoded tokens and cache bytes."""
+    """Return a sample's token counts, decoded tokens, cache bytes, and whether each configuration evicted anything.
+
+    `lengths` are per layer the numbers of kept entries of all configurations.
+    """
     n, prompt, tokens = sample.tokens, sample.prompt, sample.full.tokens
     values: dict[str, object] = {
         "prompt_tokens": n,
@@ -80,24 +83,25 @@ def isolated_arrays(layers: Sequence[LayerResult], device: torch.device) -> Arra
         stacked = stack_on_device(
             device, [torch.stack([step[name] for step in layer.isolated]) for layer in layers], dim=1
         )
-        array = to_numpy(stacked, VARIABLES[name].dtype)
-        arrays[name] = array if array.ndim == 3 else array.transpose(2, 0, 1, 3)[run_order]
+        array = to_numpy(stacked, VARIABLES[name].dtype)  # (step, layer, config, head), or a floor without config
+        arrays[name] = array.transpose(2, 0, 1, 3)[run_order] if array.ndim == 4 else array
     return arrays
 
 
 def changed_isolated_arrays(batches: Sequence[BatchResult], arrays: Arrays) -> Arrays:
     """Return the isolated perturbations, with those of moved, quantised and corrected entries substituted.
 
-    Where any configuration has such, the perturbation by eviction alone and by the change alone come with them.
+    The perturbation by eviction alone and by the change alone come with them. Empty where no configuration has such
+    entries. `arrays` are those of `isolated_arrays`.
     """
     changed = {index: tensor for batch in batches for index, tensor in batch.isolated.items()}
     if not changed:
         return {}
-    apart = arrays["perturbation_isolated"]
-    result = {"perturbation_eviction": apart, "perturbation_change": np.zeros_like(apart)}
+    by_eviction = arrays["perturbation_isolated"]
+    result = {"perturbation_eviction": by_eviction, "perturbation_change": np.zeros_like(by_eviction)}
     result |= {name: arrays[name].copy() for name in CHANGED_VARIABLES if name in arrays}
-    together = torch.stack(list(changed.values())).unbind(dim=2)
-    for name, tensor in zip(CHANGED_VARIABLES, together, strict=True):
+    by_name = torch.stack(list(changed.values())).unbind(dim=2)  # each (config, step, layer, head)
+    for name, tensor in zip(CHANGED_VARIABLES, by_name, strict=True):
         for index, array in zip(changed, to_numpy(tensor, VARIABLES[name].dtype), strict=True):
             result[name][index] = np.where(np.isnan(array), result[name][index], array)
     return result
@@ -141,27 +145,40 @@ def kept_arrays(
     Heads with a common kept set refer to the same code.
     """
     shape = (len(lengths[0]), len(layers), heads)
-    offsets, sizes, counts, stage1 = (np.zeros(shape, dtype=np.int64) for _ in range(4))
-    rows, start = [], 0
+    offsets, sizes, counts = (np.zeros(shape, dtype=np.int64) for _ in range(3))
+    codes, start = [], 0
     for batch in batches:
-        padded, code_sizes = (torch.cat(move_to_first_device(parts)) for parts in zip(*batch.kept, strict=True))
-        codes, ends = to_numpy(padded, "uint8"), to_numpy(code_sizes, "int64").cumsum()
-        own_sizes = np.diff(ends, prepend=0)
-        by_layer = zip(np.split(start + ends - own_sizes, len(layers)), np.split(own_sizes, len(layers)), strict=True)
-        for layer, (begins, layer_sizes) in enumerate(by_layer):
+        batch_codes, batch_sizes = _batch_codes(batch)
+        begins = start + batch_sizes.cumsum() - batch_sizes
+        by_layer = zip(np.split(begins, len(layers)), np.split(batch_sizes, len(layers)), strict=True)
+        for layer, (layer_begins, layer_sizes) in enumerate(by_layer):
             batch_lengths = [lengths[layer][index] for index in batch.order]
-            for values, target in ((begins, offsets), (layer_sizes, sizes), (np.concatenate(batch_lengths), counts)):
+            layer_counts = np.concatenate(batch_lengths)
+            for values, target in ((layer_begins, offsets), (layer_sizes, sizes), (layer_counts, counts)):
                 _assign_to_heads(values, batch_lengths, batch.order, target[:, layer])
-        rows.append(codes[np.arange(codes.shape[1]) < own_sizes[:, np.newaxis]])
-        start += len(rows[-1])
-    for groups in zip(*(layer.groups for layer in layers), strict=True):  # one group of every layer
-        first = torch.stack(move_to_first_device(group.budgets.stage1_entries for group in groups), dim=1)
-        per_head = to_numpy(first, "int64").repeat(heads // groups[0].kept_heads, axis=-1)
-        stage1[list(groups[0].config_indices)] = per_head
+        codes.append(batch_codes)
+        start += len(batch_codes)
     return {
-        "kept_offset": offsets, "kept_length": sizes, "kept_code": np.concatenate(rows), "kept_count": counts,
-        "stage1_count": stage1,
+        "kept_offset": offsets, "kept_length": sizes, "kept_code": np.concatenate(codes), "kept_count": counts,
+        "stage1_count": _stage1_counts(layers, shape),
     }  # fmt: skip
+
+
+def _batch_codes(batch: BatchResult) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Return the codes of a batch's kept sets, layer by layer and one after the other, and the bytes of each."""
+    padded, sizes = (torch.cat(move_to_first_device(parts)) for parts in zip(*batch.kept, strict=True))
+    rows, code_sizes = to_numpy(padded, "uint8"), to_numpy(sizes, "int64")
+    return rows[np.arange(rows.shape[1]) < code_sizes[:, np.newaxis]], code_sizes
+
+
+def _stage1_counts(layers: Sequence[LayerResult], shape: tuple[int, int, int]) -> NDArray[np.int64]:
+    """Return the numbers of entries kept in stage 1, of the given `shape` (config, layer, head)."""
+    counts = np.zeros(shape, dtype=np.int64)
+    for groups in zip(*(layer.groups for layer in layers), strict=True):  # one group of every layer
+        per_set = torch.stack(move_to_first_device(group.budgets.stage1_entries for group in groups), dim=1)
+        per_head = to_numpy(per_set, "int64").repeat(shape[-1] // groups[0].kept_heads, axis=-1)
+        counts[list(groups[0].config_indices)] = per_head
+    return counts
 
 
 def _assign_to_heads(values: NDArray[Any], lengths: Lengths, order: Sequence[int], heads: NDArray[Any]) -> None:
@@ -175,7 +192,10 @@ def _assign_to_heads(values: NDArray[Any], lengths: Lengths, order: Sequence[int
 
 
 def cached_shares(lengths: Sequence[Lengths], kv_heads: int, prompt_tokens: int) -> NDArray[np.float64]:
-    """Return (config,) cached entries as a share of the full cache's (METHOD: a budget is not a share)."""
+    """Return (config,) cached entries as a share of the full cache's (METHOD: a budget is not a share).
+
+    `lengths` are per layer the numbers of kept entries.
+    """
     entries = [sum(sum(layer[index]) for layer in lengths) for index in range(len(lengths[0]))]
     return np.array(entries, dtype=np.float64) / (len(lengths) * kv_heads * prompt_tokens)
 
@@ -183,8 +203,8 @@ def cached_shares(lengths: Sequence[Lengths], kv_heads: int, prompt_tokens: int)
 def prefill_arrays(batches: Sequence[BatchResult], cached: NDArray[np.float64], seconds: float) -> Arrays:
     """Return the prefill durations and `held_share`, the share of entries that the own prefills attend to.
 
-    `cached` are the shares of the cache, and `seconds` is the full prefill's duration. Configurations without a prefill
-    of their own have the duration NaN.
+    `cached` are the shares of the cache, which stay for other configurations, and `seconds` is the full prefill's
+    duration. Configurations without a prefill of their own have the duration NaN.
     """
     shares, durations = cached.copy(), np.full(len(cached), np.nan)
     for batch in batches:
@@ -209,7 +229,7 @@ def answer_arrays(sample: SampleRun, batches: Sequence[BatchResult]) -> Arrays:
     """Return the variables of the answers' tokens and scores, with separate variables for the full cache's answer."""
     prompt, most = sample.prompt, sample.run.generate
     answers = {index: tokens for batch in batches for index, tokens in batch.generated.items()}
-    rows = [answers[None], *(answers[index] for index in range(len(answers) - 1))]
+    rows = [answers[None], *(answers[index] for index in range(len(answers) - 1))]  # None: the full cache's
     full, *evicted = [[*tokens, *[-1] * (most - len(tokens))] for tokens in rows]
     texts = [decode_answer(tokens, sample.adapter.tokenizer.decode) for tokens in rows]
     values: dict[str, object] = {"generated_full": full, "generated": evicted}

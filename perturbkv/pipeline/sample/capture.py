@@ -24,6 +24,8 @@ from perturbkv.errors import ActivationError, ModelError
 from perturbkv.models.adapter import Adapter
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
+"""A function of transformers' attention interface: attention module, query, key, value, mask and options -> output
+(batch, query, head, d_head), and the weights or None."""
 
 
 @dataclass(frozen=True)
@@ -112,9 +114,10 @@ def _attend_to_cache(
 ) -> tuple[Tensor, None]:
     """Return the attention output over the module's layer of a compact cache: an attention replacement.
 
-    `cache_layers` are keyed by the identity of the attention modules.
+    `cache_layers` are keyed by the identity of the attention modules; models with sinks pass their logits as `s_aux`.
     """
-    return cache_layers[id(module)].attend(args[0], kwargs["scaling"], kwargs.get("s_aux")), None
+    query = args[0]
+    return cache_layers[id(module)].attend(query, kwargs["scaling"], kwargs.get("s_aux")), None
 
 
 @contextmanager
@@ -141,7 +144,8 @@ def _observe_attention(
     kwargs: Any,
 ) -> Any:
     """Call `callback` with the attention's inputs, and return the stock attention: an attention replacement."""
-    callback(layer_of(module), args[0], args[1], args[2])
+    query, key, value, *_ = args
+    callback(layer_of(module), query, key, value)
     return stock(module, *args, **kwargs)
 
 
@@ -176,10 +180,14 @@ def _hidden_hook(index: int, callback: Callable[[int, Tensor], None]) -> Callabl
 
 
 FINAL_NORM, LOGITS = "the outputs of the final norm", "the logits"
+"""Names of activations in error messages."""
 
 
 def _are_finite(numbers: Tensor) -> Tensor:
-    """Return whether all numbers are finite, as a tensor, by the least and the largest: one pass, no copy."""
+    """Return whether all numbers are finite, as a tensor, by the least and the largest: one pass, no copy.
+
+    NaN is the least and the largest where there is one; no numbers at all are finite.
+    """
     return torch.isfinite(torch.stack(torch.aminmax(numbers))).all() if numbers.numel() else numbers.new_ones(()).bool()
 
 

@@ -49,27 +49,27 @@ class StepRecord:
 
 @dataclass
 class _StepRecorder:
-    """The callbacks that record a decode step at the last of its tokens."""
+    """The callbacks that fill `record` with a decode step at the last of its tokens; `finite` records activations."""
 
     adapter: Adapter
     rows: int
     finite: FiniteCheck
     record: StepRecord = field(default_factory=StepRecord)
 
-    def query(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def record_query(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Record the last token's queries in a layer: an `Observer.attention`."""
         self.record.query.append(query[:, :, -1])
 
-    def head_output(self, layer: int, mixed: Tensor) -> None:
+    def record_head_output(self, layer: int, mixed: Tensor) -> None:
         """Record the last token's head outputs in a layer: an `Observer.head_output`."""
         self.record.head_output.append(mixed[:, -1].view(self.rows, self.adapter.heads, self.adapter.d_head))
 
-    def hidden(self, layer: int, output: Tensor) -> None:
+    def record_hidden(self, layer: int, output: Tensor) -> None:
         """Record the last token's hidden state after a layer: an `Observer.hidden`."""
         self.finite(self.adapter.layer_indices[layer], output)
         self.record.hidden.append(output[:, -1])
 
-    def final(self, output: Tensor) -> None:
+    def record_final(self, output: Tensor) -> None:
         """Record the last token's hidden state after the final norm: an `Observer.final`."""
         self.finite.check(FINAL_NORM, output)
         self.record.final = output[:, -1]
@@ -86,22 +86,22 @@ def decode_full(
     `prefill.finite` checks the activations.
     """
     cache = SharedCache(prefill.cache)
-    first = prefill.logits
+    logits = prefill.logits
     if question:
         ids = to_device(question, adapter.device)
-        first = _decode_step(adapter, cache, decode_shared(adapter), ids, rows, prefill.finite).logits[0]
-    tokens, records = [first.argmax()], []
+        logits = _decode_step(adapter, cache, decode_shared(adapter), ids, rows, prefill.finite).logits[0]
+    tokens, records = [logits.argmax()], []
     for _ in range(steps):
         record = _decode_step(adapter, cache, decode_shared(adapter), tokens[-1].view(1), rows, prefill.finite)
         records.append(_first_row(record))
         tokens.append(record.logits[0].argmax())
-    return records, torch.stack(tokens[:steps])
+    return records, torch.stack(tokens[:steps])  # the one after the last step is not read
 
 
 def count_text_steps(tokens: Int[Tensor, " step"], ends: Collection[int]) -> int:
     """Return the number of decode steps before the first end token, at least 1 (METHOD, protocol 8).
 
-    With several steps, this waits for the device.
+    It is the number of all tokens where none is in `ends`. With several steps, this waits for the device.
     """
     if len(tokens) == 1:
         return 1
@@ -141,11 +141,16 @@ def _decode_step(
     rows: int,
     finite: FiniteCheck,
 ) -> StepRecord:
-    """Run one forward pass with the same tokens in all rows, and return the record at the last token."""
+    """Run one forward pass with the same tokens in all rows, and return the record at the last token.
+
+    `attention` is the context inside which the model attends to `cache`.
+    """
     recorder = _StepRecorder(adapter, rows, finite)
     record = recorder.record
     ids = copy_to_device(tokens, adapter.device).unsqueeze(0).expand(rows, -1)
-    observer = Observer(recorder.query, recorder.head_output, recorder.hidden, recorder.final)
+    observer = Observer(
+        recorder.record_query, recorder.record_head_output, recorder.record_hidden, recorder.record_final
+    )
     with attention, capture(adapter, observer):
         record.logits = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[
             :, -1

@@ -31,7 +31,7 @@ class FullLayer:
         statistics: the prefill's statistics of all layers.
         index: index among the measured layers.
         keys, values: the prompt's entries, then the decoded ones.
-        known: results of `once`.
+        results: what `compute_once` has computed, by key.
     """
 
     adapter: Adapter
@@ -39,7 +39,7 @@ class FullLayer:
     index: int
     keys: Float[Tensor, "kv_head key d_head"]
     values: Float[Tensor, "kv_head key d_head"]
-    known: dict[Hashable, Any] = field(default_factory=dict)
+    results: dict[Hashable, Any] = field(default_factory=dict)
 
     @classmethod
     def from_prefill(cls, adapter: Adapter, prefilled: Prefill, index: int) -> FullLayer:
@@ -83,13 +83,13 @@ class FullLayer:
         return self.adapter.sinks(self.index)
 
     def weights(self, step: StepRecord) -> tuple[Float[Tensor, "head key"], Float[Tensor, " head"]]:
-        """Return a decode step's attention weights A on the layer's entries, and the weight of each head's sink."""
+        """Return a decode step's attention weights A on entries up to its own, and the weight of each head's sink."""
         return theory.decode_weights(step.query[self.index][0], self.keys[:, : step.entries], self.scale, self.sinks)
 
-    def step(self, step: StepRecord) -> FullStep:
-        """Return a decode step of the full run in this layer."""
+    def full_step(self, step: StepRecord) -> FullStep:
+        """Return what this layer does at a decode step of the full run."""
         keys, values = (kind[:, : step.entries] for kind in (self.keys, self.values))
-        query, weights = step.query[self.index][0], self.weights(step)
+        query, weights = step.query[self.index][0], self.weights(step)  # row 0 is the full run's only one
         return FullStep(query, keys, values, self.tokens, *weights, self.scale, self.sinks)
 
     def mean_query(self, window: int) -> Float[Tensor, "head d_head"]:
@@ -98,17 +98,20 @@ class FullLayer:
 
     def statistics_of(self, config: ResolvedConfig) -> LayerStatistics:
         """Return the scores and norms of the entries before the window that a configuration ranks by."""
-        return self.statistics.scores(self.index)(config).statistics
+        return self.statistics.scorer(self.index)(config).statistics
 
-    def once(self, key: Hashable, make: Callable[[], _Result]) -> _Result:
+    def compute_once(self, key: Hashable, make: Callable[[], _Result]) -> _Result:
         """Return make(), computed once per key and shared by all configurations of the layer."""
-        if key not in self.known:
-            self.known[key] = make()
-        result: _Result = self.known[key]
+        if key not in self.results:
+            self.results[key] = make()
+        result: _Result = self.results[key]
         return result
 
     def groups(self, configs: Sequence[ResolvedConfig], realised: Realised | None = None) -> list[Group]:
-        """Return the groups of configurations with their kept sets; `realised` gives A of the first decode step."""
+        """Return the groups of the configurations that evict, with their kept sets.
+
+        `realised` gives A of the first decode step, for selections with hindsight.
+        """
         return self.statistics.groups(configs, self.index, self.prompt_keys, self.prompt_values, realised)
 
     def kept_masks(self, configs: Sequence[ResolvedConfig], realised: Realised) -> list[Bool[Tensor, "kept_head n"]]:

@@ -20,7 +20,7 @@ from perturbkv.pipeline.progress import phase
 from perturbkv.pipeline.sample import measure
 from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.measure import LayerMasks
-from perturbkv.pipeline.sample.prefill import layer_norms
+from perturbkv.pipeline.sample.prefill import layer_value_norms
 from perturbkv.pipeline.sample.sample_run import SampleRun
 from perturbkv.pipeline.variants import readers
 from perturbkv.selection.kept_sets import KeptSets
@@ -50,8 +50,8 @@ def rank_outputs(
     attention: Float[Tensor, "head seen"], norms: Float[Tensor, "head seen"], prompt_tokens: int
 ) -> RankedOutputs:
     """Return the prompt's entries by descending A ν, from attention weights A and norms ν of all entries."""
-    added = (attention * norms.to(WORK))[:, :prompt_tokens]
-    output, position = added.sort(dim=-1, descending=True, stable=True)
+    outputs = (attention * norms.to(WORK))[:, :prompt_tokens]
+    output, position = outputs.sort(dim=-1, descending=True, stable=True)
     return RankedOutputs(position, output)
 
 
@@ -62,8 +62,10 @@ def largest_evicted_outputs(ranked: RankedOutputs, kept: Bool[Tensor, "config he
     """
     evicted = ~kept.gather(-1, ranked.position.expand_as(kept))
     ranks = torch.arange(1, LOST_ENTRIES + 1, dtype=torch.int32, device=kept.device)
-    counted = evicted.cumsum(dim=-1, dtype=torch.int32)
-    index = torch.searchsorted(counted, ranks.expand(*kept.shape[:2], -1).contiguous())
+    evicted_so_far = evicted.cumsum(dim=-1, dtype=torch.int32)
+    index = torch.searchsorted(
+        evicted_so_far, ranks.expand(*kept.shape[:2], -1).contiguous()
+    )  # of the r-th evicted entry
     exists, index = index < kept.shape[-1], index.clamp(max=kept.shape[-1] - 1)
     position, output = (
         row.expand(*kept.shape[:2], -1).gather(-1, index) for row in (ranked.position, ranked.output)
@@ -99,51 +101,62 @@ def config_order(groups: Sequence[AnyGroup]) -> list[int]:
 
 def measure_layer(sample: SampleRun, index: int) -> LayerResult:
     """Select the kept sets of all configurations in one layer, and return the isolated quantities at all steps."""
-    layer, full, configs, n = sample.layer(index), sample.full.steps, sample.run.configs, sample.tokens
-    heads, keys = sample.adapter.heads, layer.keys
-    weights = [layer.weights(step) for step in full]
+    layer, configs, n, heads = sample.layer(index), sample.run.configs, sample.tokens, sample.adapter.heads
+    weights = [layer.weights(step) for step in sample.full.steps]
     attention = [entries for entries, _ in weights]
-    with phase("select"):
-        groups: list[AnyGroup] = [
-            *layer.groups(configs, lambda other: attention[0] if other == index else sample.realised(other))
-        ]
-        for reader in sample.readers:
-            groups += reader.groups(layer, configs, [step.query[index][0] for step in full])
-    decoded_norms = layer_norms(layer.values[:, n:], layer.projection, sample.resources)
+    groups = _select_groups(sample, layer, attention[0])
+    decoded_norms = layer_value_norms(layer.values[:, n:], layer.projection, sample.resources)
     norms = torch.cat([layer.statistics.norms[index], decoded_norms], dim=-1)
     summands = theory.stack_summands(layer.values, norms)
-    steps = [
-        measure.layer_reference(step, summands.first_entries(step.shape[-1]), layer.slices, sink)
-        for step, sink in weights
+    references = [
+        measure.layer_reference(entries, summands.first_entries(entries.shape[-1]), layer.slices, sink)
+        for entries, sink in weights
     ]
     ranked = rank_outputs(attention[0], norms[:, : attention[0].shape[-1]], n)
     quantities, evicted = [], []
-    working = working_bytes(keys.device, sample.resources.chunk_bytes)
+    working = working_bytes(layer.keys.device, sample.resources.chunk_bytes)
     at_steps = [group for group in groups if not isinstance(group, SparsePrefillGroup)]
     in_prompt = [group for group in groups if isinstance(group, SparsePrefillGroup)]
-    for group, rows in _split_groups(at_steps, heads * keys.shape[1], working):
-        masks = [_per_query_head(sets, heads) for sets in group.kept_sets_per_step(rows, len(steps))]
+    for group, rows in _split_groups(at_steps, heads * layer.keys.shape[1], working):
+        masks = [_repeat_per_query_head(sets, heads) for sets in group.kept_sets_per_step(rows, len(references))]
         alphas = _alpha_per_head(layer, configs, group, rows)
         quantities.append(
-            [measure.isolated_quantities(step, mask, alphas) for step, mask in zip(steps, masks, strict=True)]
+            [measure.isolated_quantities(step, mask, alphas) for step, mask in zip(references, masks, strict=True)]
         )
         evicted.append(largest_evicted_outputs(ranked, masks[0].kept))
-    for lines in in_prompt:
+    for lines in in_prompt:  # measured once, at queries of the prompt
         alphas = _alpha_per_head(layer, configs, lines, slice(None))
         quantities.append([readers.isolated_along_lines(layer, lines, summands, alphas)])
         evicted.append(largest_evicted_outputs(ranked, lines.decoding_mask(heads)))
     isolated = [_join_configs(step) for step in zip(*quantities, strict=True)]
     if in_prompt:
         isolated[0] |= _largest_floors([steps_of_group[0] for steps_of_group in quantities])
-    lost = _join_configs(evicted) | {"weighted_norm": steps[0].total}
+    lost = _join_configs(evicted) | {"weighted_norm": references[0].total}
     return LayerResult(groups, isolated, lost, attention if "outputs" in sample.run.save else [])
+
+
+def _select_groups(sample: SampleRun, layer: FullLayer, attention: Float[Tensor, "head key"]) -> list[AnyGroup]:
+    """Return the groups of all configurations with their kept sets in one layer: evicting ones, then readers.
+
+    `attention` are the layer's weights at the first decode step, by which selections with hindsight choose.
+    """
+    configs = sample.run.configs
+
+    def realised(other: int) -> Tensor:
+        return attention if other == layer.index else sample.first_step_attention(other)
+
+    with phase("select"):
+        groups: list[AnyGroup] = [*layer.groups(configs, realised)]
+        for reader in sample.readers:
+            groups += reader.groups(layer, configs, [step.query[layer.index][0] for step in sample.full.steps])
+    return groups
 
 
 _Group = TypeVar("_Group", bound=AnyGroup)
 
 
 def _split_groups(groups: Sequence[_Group], entries: int, working: int) -> Iterator[tuple[_Group, slice]]:
-    """Yield (group, slice of its configurations) pairs, each slice small enough for the working memory.
+    """Yield (group, slice of its configurations) pairs, each slice small enough for `working` bytes of memory.
 
     `entries` is the number of entries times heads.
     """
@@ -153,7 +166,7 @@ def _split_groups(groups: Sequence[_Group], entries: int, working: int) -> Itera
     )
 
 
-def _per_query_head(sets: KeptSets, heads: int) -> LayerMasks:
+def _repeat_per_query_head(sets: KeptSets, heads: int) -> LayerMasks:
     """Return the masks of kept sets as masks per query head, repeated for the heads that share a set."""
     sharing = heads // sets.kept.shape[1]
     if sharing == 1:

@@ -36,7 +36,10 @@ Arrays = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class LayerMasks:
-    """Masks over the n prompt entries of one layer, per configuration and query head."""
+    """Masks over the n prompt entries of one layer, per configuration and query head: True for kept ones.
+
+    `stage1` are the entries that are kept by attention alone, before values count.
+    """
 
     kept: Bool[Tensor, "config head key"]
     stage1: Bool[Tensor, "config head key"]
@@ -95,21 +98,22 @@ def isolated_quantities(
     """Return name -> perturbation, bound or Assumption 1 of a layer and step (config, head), and noise floors (head,).
 
     Full and evicted outputs are sums over the same query, keys and values, so that a configuration that keeps
-    everything differs by the rounding of `WORK` alone.
+    everything differs by the rounding of `WORK` alone: one more row, the first, is that control. `alphas` are the
+    stage-1 shares α.
     """
     decoded = reference.attention.shape[-1] - masks.kept.shape[-1]
-    everything = torch.ones_like(masks.kept[:1])
-    full_and_kept = _with_decoded(torch.cat([everything, masks.kept]), decoded)
-    kept = theory.kept_sums(reference.attention, reference.summands, full_and_kept, reference.sink)
+    keep_all = torch.ones_like(masks.kept[:1])
+    rows = _append_decoded(torch.cat([keep_all, masks.kept]), decoded)
+    kept = theory.kept_sums(reference.attention, reference.summands, rows, reference.sink)
     no_values = reference.summands.without_values()  # the bounds of stage 1 need no mixture
-    stage1 = theory.kept_sums(reference.attention, no_values, _with_decoded(masks.stage1, decoded), reference.sink)
-    moved = theory.isolated_perturbation(reference.whole, kept.mixed, kept.mass, reference.slices, reference.output)
-    evicted = theory.KeptSums(kept.mass[1:], kept.weighted[1:], kept.mixed[1:])
+    stage1 = theory.kept_sums(reference.attention, no_values, _append_decoded(masks.stage1, decoded), reference.sink)
+    distances = theory.isolated_perturbation(reference.whole, kept.mixed, kept.mass, reference.slices, reference.output)
+    evicted = theory.KeptSums(kept.mass[1:], kept.weighted[1:], kept.mixed[1:])  # without the control
     limits = theory.bounds(reference.total, reference.smallest, evicted, stage1)
     counts = round_down_entries(alphas * masks.kept.sum(dim=-1)).to(torch.int64)
     return {
-        **_floor_variables("noise_floor_isolated", moved, reference.output, WORK),
-        **_distance_variables("perturbation_isolated", moved),
+        **_floor_variables("noise_floor_isolated", distances, reference.output, WORK),
+        **_distance_variables("perturbation_isolated", distances),
         "theta": limits.theta,
         "theta_hat": limits.theta_hat,
         "theta_hat_relax": limits.theta_hat_relax,
@@ -120,19 +124,23 @@ def isolated_quantities(
 
 
 def _distance_variables(name: str, distances: Distances, suffix: str = "") -> dict[str, Tensor]:
-    """Return the distances of all rows but row 0 as variables: `name` + `suffix` (L1), `name`_l2, `name`_cosine."""
+    """Return the configurations' distances as variables: `name` + `suffix` (L1), `name`_l2, `name`_cosine.
+
+    Row 0 of `distances` is the control that keeps everything, and left out.
+    """
     evicted = (one[1:] for one in distances.tensors())
     return dict(zip(Distances.names(name, suffix), evicted, strict=True))
 
 
 def _floor_variables(
-    name: str, distances: Distances, full: Float[Tensor, "*batch d_model"], inputs: torch.dtype
+    name: str, distances: Distances, full: Float[Tensor, "*batch d_model"], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Return the noise floors, as variables named after `name`: row 0's distances, at least one rounding of `full`.
+    """Return the noise floors, as variables named after `name`: the control's distances, at least one rounding.
 
-    `inputs` is the dtype in which the rounding is counted.
+    Row 0 of `distances` is the control that keeps everything. The rounding is that of the full run's vectors `full` in
+    `dtype`, the one that was computed in.
     """
-    floors = theory.noise_floors(Distances(*(one[0] for one in distances.tensors())), full, inputs)
+    floors = theory.noise_floors(Distances(*(one[0] for one in distances.tensors())), full, dtype)
     return dict(zip(Distances.names(name), floors.tensors(), strict=True))
 
 
@@ -141,7 +149,7 @@ def _norm_variables(name: str, full: Float[Tensor, "*batch d_model"]) -> dict[st
     return {name: full.abs().sum(dim=-1), f"{name}_l2": torch.linalg.vector_norm(full, dim=-1)}
 
 
-def _with_decoded(mask: Bool[Tensor, "config head prompt"], decoded: int) -> Bool[Tensor, "config head key"]:
+def _append_decoded(mask: Bool[Tensor, "config head prompt"], decoded: int) -> Bool[Tensor, "config head key"]:
     """Return the masks of the prompt's entries extended by `decoded` decoded tokens, which all configurations keep."""
     return torch.cat([mask, mask.new_ones(*mask.shape[:2], decoded)], dim=-1)
 
@@ -149,22 +157,25 @@ def _with_decoded(mask: Bool[Tensor, "config head prompt"], decoded: int) -> Boo
 def propagated_quantities(adapter: Adapter, full: StepRecord, evicted: StepRecord) -> dict[str, Tensor]:
     """Return name -> propagated perturbation of heads, drift of hidden states or divergence of logits at one step.
 
-    Results are (config, layer, …) on the device of the logits; nothing waits for it.
+    Results are (config, layer, …), or (layer, …) for noise floors and norms, on the device of the logits; nothing waits
+    for it. Row 0 of `evicted` keeps everything.
     """
-    device, inputs = evicted.logits.device, adapter.dtype
+    device, dtype = evicted.logits.device, adapter.dtype
     layers = [
         _head_variables(adapter, layer, *outputs)
         for layer, outputs in enumerate(zip(full.head_output, evicted.head_output, strict=True))
     ]
     heads = {
-        name: stack_on_device(device, [layer[name] for layer in layers], dim=int("config" in VARIABLES[name].dims))
+        name: stack_on_device(
+            device, [layer[name] for layer in layers], dim=1 if "config" in VARIABLES[name].dims else 0
+        )
         for name in layers[0]
     }
     states = stack_on_device(device, [layer[0] for layer in full.hidden])
-    hidden = _drift_variables("hidden", states, stack_on_device(device, evicted.hidden, dim=1), inputs)
-    final = _drift_variables("final", full.final[0], evicted.final, inputs)
+    hidden = _drift_variables("hidden", states, stack_on_device(device, evicted.hidden, dim=1), dtype)
+    final = _drift_variables("final", full.final[0], evicted.final, dtype)
     norms = _norm_variables("hidden_norm", states.to(WORK)) | {"final_norm": full.final[0].to(WORK).abs().sum()}
-    return heads | hidden | final | norms | _logit_variables(full, evicted, inputs)
+    return heads | hidden | final | norms | _logit_variables(full, evicted, dtype)
 
 
 def _head_variables(
@@ -175,10 +186,10 @@ def _head_variables(
 ) -> dict[str, Tensor]:
     """Return name -> propagated perturbation, noise floor or norm of the full run's head outputs, in one layer."""
     slices = theory.head_slices(adapter.output_projection(layer), adapter.heads)
-    output, moved = theory.propagated_perturbation(full[0], evicted, slices)
+    output, distances = theory.propagated_perturbation(full[0], evicted, slices)
     return (
-        _floor_variables("noise_floor", moved, output, adapter.dtype)
-        | _distance_variables("perturbation_propagated", moved)
+        _floor_variables("noise_floor", distances, output, adapter.dtype)
+        | _distance_variables("perturbation_propagated", distances)
         | _norm_variables("output_norm", output)
     )
 
@@ -187,21 +198,24 @@ def _drift_variables(
     name: str,
     full: Float[Tensor, "*layer d_model"],
     evicted: Float[Tensor, "row *layer d_model"],
-    inputs: torch.dtype,
+    dtype: torch.dtype,
 ) -> dict[str, Tensor]:
-    """Return the drift of hidden states and its noise floor, as variables whose names begin with `name`."""
+    """Return the drift of hidden states and its noise floor, as variables whose names begin with `name`.
+
+    `dtype` is the one that the model computed in.
+    """
     distances = theory.drift(full, evicted)
-    floors = _floor_variables(f"{name}_noise_floor", distances, full.to(WORK), inputs)
+    floors = _floor_variables(f"{name}_noise_floor", distances, full.to(WORK), dtype)
     return floors | _distance_variables(f"{name}_drift", distances, suffix="_l1")
 
 
-def _logit_variables(full: StepRecord, evicted: StepRecord, inputs: torch.dtype) -> dict[str, Tensor]:
+def _logit_variables(full: StepRecord, evicted: StepRecord, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the KL divergence and top-1 agreement of the logits and the noise floor of KL, by name.
 
-    The floor is at least one rounding of a log-probability of 1 nat.
+    The floor is row 0's divergence, at least one rounding of a log-probability of 1 nat in `dtype`.
     """
     divergence, agreement = theory.logit_divergence(full.logits[0], evicted.logits)
-    rounding = torch.full_like(divergence[0], torch.finfo(inputs).eps)
+    rounding = torch.full_like(divergence[0], torch.finfo(dtype).eps)
     return {
         "logit_kl_noise_floor": theory.floor_at_rounding(divergence[0], rounding),
         "logit_kl": divergence[1:],
@@ -210,7 +224,10 @@ def _logit_variables(full: StepRecord, evicted: StepRecord, inputs: torch.dtype)
 
 
 def raw_outputs(full: StepRecord, evicted: StepRecord) -> dict[str, Tensor]:
-    """Return name -> head outputs or hidden states of the full or evicted runs in float32, for `--save outputs`."""
+    """Return name -> head outputs or hidden states of the full or evicted runs in float32, for `--save outputs`.
+
+    Row 0 of `evicted`, which keeps everything, is left out.
+    """
     device = evicted.logits.device
     return {
         "head_output_full": stack_on_device(device, [layer[0].float() for layer in full.head_output]),
@@ -229,8 +246,11 @@ CHANGED_VARIABLES = (*theory.Distances.names("perturbation_isolated"), "perturba
 """Variables measured of own entries: the distance from the full output, and, in L1, from the kept set's alone."""
 
 
-def check_own_entries(finite: FiniteCheck, layer: int, entries: KeptEntries) -> None:
-    """Record whether a layer's quantised entries are finite, as 16-bit scales overflow for large numbers."""
+def check_quantised_entries(finite: FiniteCheck, layer: int, entries: KeptEntries) -> None:
+    """Record whether a layer's quantised entries are finite, as 16-bit scales overflow for large numbers.
+
+    `layer` is the layer's number in an error message.
+    """
     for kind, numbers in (("keys", entries.keys), ("values", entries.values)):
         finite.check(f"the quantised {kind} of layer {layer}", numbers)
 
@@ -250,12 +270,12 @@ def isolated_perturbations(
 
 def _step_perturbations(layer: FullLayer, record: StepRecord, rows: Mapping[int, OwnEntries]) -> dict[int, Tensor]:
     """Return index -> isolated perturbations (name, head) of rows with entries of their own, at one step."""
-    step, slices, result = layer.step(record), layer.slices, {}
+    step, slices, result = layer.full_step(record), layer.slices, {}
     output = theory.project_outputs(step.mixed, slices)
     for index, entries in rows.items():
         evicted, own, changed = entries.outputs(step)
-        moved = theory.distances(output, theory.project_outputs(own - step.mixed, slices))
-        apart = theory.project_outputs(own - evicted, slices).abs().sum(dim=-1)
-        numbers = torch.stack([*moved.tensors(), apart])
+        from_full = theory.distances(output, theory.project_outputs(own - step.mixed, slices))
+        from_kept_set = theory.project_outputs(own - evicted, slices).abs().sum(dim=-1)
+        numbers = torch.stack([*from_full.tensors(), from_kept_set])
         result[index] = numbers if changed is None else numbers.where(changed, torch.nan)
     return result

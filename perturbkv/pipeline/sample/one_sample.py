@@ -17,9 +17,15 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from perturbkv import memory
-from perturbkv.cache import entries as positions
 from perturbkv.cache.compact import CompactCache, CompactLayer, join_layers
-from perturbkv.cache.entries import Lengths, borrow, encode_kept_sets, gather_kept, lengths
+from perturbkv.cache.entries import (
+    Lengths,
+    borrow,
+    check_positions,
+    encode_kept_sets,
+    gather_kept,
+    kept_lengths,
+)
 from perturbkv.cache.makers import Maker, PromptReading
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
@@ -52,14 +58,15 @@ from perturbkv.pipeline.sample.decoding import StepRecord, decode_evicted
 from perturbkv.pipeline.sample.layer import LayerResult, measure_layer
 from perturbkv.pipeline.sample.sample_run import SampleRun
 from perturbkv.pipeline.variants.presses import KeptMasks
-from perturbkv.pipeline.variants.readers import full_prefill_seconds
+from perturbkv.pipeline.variants.readers import time_full_prefill
 from perturbkv.schema import VARIABLES
 from perturbkv.selection.resolved_config import ResolvedRun
 from perturbkv.trace import FailedSample, SampleTrace
 
 _MOST_WAITING = 2
+"""Largest number of samples that a `Finisher` has begun or holds."""
 _DEFAULT = Resources()
-_NOTHING: KeptMasks = MappingProxyType({})
+_NO_MASKS: KeptMasks = MappingProxyType({})
 
 
 class Finisher:
@@ -130,7 +137,7 @@ def trace_sample(
     prompt: Prompt,
     run: ResolvedRun,
     resources: Resources = _DEFAULT,
-    kept_masks: KeptMasks = _NOTHING,
+    kept_masks: KeptMasks = _NO_MASKS,
 ) -> SampleTrace:
     """Return the measurements of all configurations of `run` on one prompt (METHOD: the protocol).
 
@@ -142,19 +149,19 @@ def trace_sample(
 
     Raises ActivationError for NaN or Inf, BudgetError where a budget leaves nothing besides the window, DatasetError
     for a prompt that the scenario cannot split, ConfigError where a configuration exceeds `resources.max_bytes`, and
-    what `entries.check_positions` raises.
+    what `check_positions` raises.
     """
-    positions.check_positions(run.configs, adapter.config, adapter.name)
+    check_positions(run.configs, adapter.config, adapter.name)
     planned = plan_prompt_batches(prompt, run, adapter.shape, resources)
     sample = SampleRun.read(adapter, prompt, run, resources, planned.rows, kept_masks)
-    layers, kept = _measure_layers(sample)
+    layers, lengths = _measure_layers(sample)
     sample.prefill.finite.raise_if_not(prompt.sample_id)
-    decode = _BatchDecoder(sample, layers, kept)
-    batches = [decode.batch(indices) for indices in planned.indices]
-    arrays = _assemble_arrays(sample, batches, layers, kept)
+    decoder = _BatchDecoder(sample, layers, lengths)
+    batches = [decoder.decode_batch(indices) for indices in planned.indices]
+    arrays = _assemble_arrays(sample, batches, layers, lengths)
     if any(batch.prefills for batch in batches):
-        arrays |= prefill_arrays(batches, arrays["held_share"], full_prefill_seconds(adapter, sample.context))
-    decode.finite.raise_if_not(prompt.sample_id)
+        arrays |= prefill_arrays(batches, arrays["held_share"], time_full_prefill(adapter, sample.context))
+    decoder.finite.raise_if_not(prompt.sample_id)
     return SampleTrace(prompt.sample_id, pad_steps(arrays, run.steps))
 
 
@@ -162,20 +169,20 @@ def _measure_layers(sample: SampleRun) -> tuple[list[LayerResult], list[Lengths]
     """Return the measurements of every layer, and per layer the numbers of kept entries of all configurations."""
     with phase("layers"):
         layers = [measure_layer(sample, index) for index in range(len(sample.adapter.layers))]
-        return layers, lengths([layer.groups for layer in layers], len(sample.run.configs), sample.adapter.device)
+        return layers, kept_lengths([layer.groups for layer in layers], len(sample.run.configs), sample.adapter.device)
 
 
 def _assemble_arrays(
-    sample: SampleRun, batches: Sequence[BatchResult], layers: Sequence[LayerResult], kept: Sequence[Lengths]
+    sample: SampleRun, batches: Sequence[BatchResult], layers: Sequence[LayerResult], lengths: Sequence[Lengths]
 ) -> measure.Arrays:
-    """Return all trace variables of the sample, without steps that were not measured."""
+    """Return the trace variables of the sample but for those of prefills, without steps that were not measured."""
     adapter, run, n = sample.adapter, sample.run, sample.tokens
     with phase("assembly"):
-        arrays = sample_arrays(sample, batches, kept) | isolated_arrays(layers, adapter.device)
+        arrays = sample_arrays(sample, batches, lengths) | isolated_arrays(layers, adapter.device)
         arrays |= changed_isolated_arrays(batches, arrays)
-        arrays |= {"held_share": cached_shares(kept, adapter.kv_heads, n)}
+        arrays |= {"held_share": cached_shares(lengths, adapter.kv_heads, n)}
         arrays |= cached_bytes(batches, adapter.shape, n)
-        arrays |= step_arrays(batches) | kept_arrays(batches, kept, layers, adapter.heads)
+        arrays |= step_arrays(batches) | kept_arrays(batches, lengths, layers, adapter.heads)
         arrays |= lost_arrays(layers, adapter.device)
         if run.generate:
             arrays |= answer_arrays(sample, batches)
@@ -204,55 +211,67 @@ class _EvictedLayer:
 
 
 class _BatchDecoder:
-    """The decoder of one sample from evicted caches, batch by batch of configurations."""
+    """The decoder of one sample from evicted caches, batch by batch of configurations.
 
-    def __init__(self, sample: SampleRun, layers: Sequence[LayerResult], kept: Sequence[Lengths]) -> None:
+    Args:
+        sample: the prompt after its prefill and the full run's steps.
+        layers: the measurements of every layer.
+        lengths: per layer the numbers of kept entries of all configurations.
+    """
+
+    def __init__(self, sample: SampleRun, layers: Sequence[LayerResult], lengths: Sequence[Lengths]) -> None:
         self.sample, self.adapter, self.run = sample, sample.adapter, sample.run
-        self.layers, self.kept, self.rows = layers, kept, sample.full.rows
+        self.layers, self.lengths, self.rows = layers, lengths, sample.full.rows
         self.finite, self.passing = FiniteCheck(), is_single_pass(sample.run)
 
-    def batch(self, indices: tuple[int, ...]) -> BatchResult:
+    def decode_batch(self, indices: tuple[int, ...]) -> BatchResult:
         """Evict the cache for the configurations with these indices, decode from it, and return the measurements."""
+        sample = self.sample
         with phase("evict"):
-            sample = self.sample
             prompt = PromptReading(self.adapter, sample.context, sample.prompt.sample_id, sample.resources, self.finite)
             makers = {index: sample.makers[index].begin(prompt) for index in indices}
             evicted_layers = [self._evict(layer, makers) for layer in range(len(self.layers))]
             caches = [layer.cache for layer in evicted_layers]
-            layers = join_layers(self.adapter, caches, self.sample.prefill.windows)
-            cache = CompactCache(layers)
+            cache = CompactCache(join_layers(self.adapter, caches, sample.prefill.windows))
         with phase("decode"):
-            question, tokens = self.sample.question, self.sample.full.tokens
-            question_logits, evicted = decode_evicted(self.adapter, cache, question, tokens, self.rows, self.finite)
+            question_logits, records = decode_evicted(
+                self.adapter, cache, sample.question, sample.full.tokens, self.rows, self.finite
+            )
         with phase("measure"):
-            steps = [self._measure(step, len(indices)) for step in zip(self.sample.full.steps, evicted, strict=True)]
-        cache_bytes = cache.nbytes - sum(layer.borrowed_nbytes for layer in cache.evicted)
-        padding = cache.padding_nbytes
-        answers = self._answers(cache, question_logits, indices) if self.run.generate else {}
+            steps = [self._measure(step, len(indices)) for step in zip(sample.full.steps, records, strict=True)]
+        cache_bytes = cache.nbytes - sum(layer.borrowed_nbytes for layer in cache.evicted_layers)
+        padding_bytes = cache.padding_nbytes
+        answers = self._answers(cache, question_logits, indices) if self.run.generate else {}  # drops rows
         first = evicted_layers[0]
-        isolated = {
-            index: stack_on_device(self.adapter.device, (layer.isolated[index] for layer in evicted_layers), dim=-2)
-            for index in first.isolated
-        }
-        kept = [layer.codes for layer in evicted_layers]
-        bits = {index: sum(layer.bits[index] for layer in evicted_layers) for index in indices}
-        prefills = {index: maker.prefill for index, maker in makers.items() if maker.prefill is not None}
-        sizes = (cache_bytes, padding, bits)
-        return BatchResult(indices, steps, first.order, kept, *sizes, answers, isolated, prefills)
+        return BatchResult(
+            configs=indices,
+            steps=steps,
+            order=first.order,
+            kept=[layer.codes for layer in evicted_layers],
+            cache_bytes=cache_bytes,
+            padding_bytes=padding_bytes,
+            bits={index: sum(layer.bits[index] for layer in evicted_layers) for index in indices},
+            generated=answers,
+            isolated={
+                index: stack_on_device(self.adapter.device, (layer.isolated[index] for layer in evicted_layers), dim=-2)
+                for index in first.isolated
+            },
+            prefills={index: maker.prefill for index, maker in makers.items() if maker.prefill is not None},
+        )
 
     def _evict(self, index: int, makers: Mapping[int, Maker]) -> _EvictedLayer:
         """Return the evicted cache's layer `index` for the configurations with the given makers.
 
         Its rows are one that keeps everything, one per configuration, and padding rows that keep everything.
         """
-        layer, counts = self.sample.layer(index), self.kept[index]
-        kept = gather_kept(self.layers[index].groups, makers, counts, layer.keys, layer.values)
-        codes = encode_kept_sets(kept.position, [n for config in kept.order for n in counts[config]], kept.masks)
+        layer, lengths = self.sample.layer(index), self.lengths[index]
+        kept = gather_kept(self.layers[index].groups, makers, lengths, layer.keys, layer.values)
+        codes = encode_kept_sets(kept.position, [n for config in kept.order for n in lengths[config]], kept.masks)
         sets = kept.sets()
         made = {config: maker.make(layer, sets[config]) for config, maker in makers.items()}
         for entries in made.values():
             if entries.has_rounded_numbers:
-                measure.check_own_entries(self.finite, self.adapter.layer_indices[index], entries.row)
+                measure.check_quantised_entries(self.finite, self.adapter.layer_indices[index], entries.row)
         isolated = measure.isolated_perturbations(layer, self.sample.full.steps, made)
         everything = borrow(layer.prompt_keys, layer.prompt_values)
         rows = [everything, *(entries.row for entries in made.values())]

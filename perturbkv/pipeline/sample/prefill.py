@@ -23,7 +23,7 @@ from perturbkv.devices import copy_to_device, to_device
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.progress import phase
 from perturbkv.pipeline.sample.capture import FINAL_NORM, LOGITS, FiniteCheck, Observer, capture
-from perturbkv.pipeline.sample.replay import replay_scores
+from perturbkv.pipeline.sample.replay import append_replay_scores
 from perturbkv.scoring.compute import layer_scores
 from perturbkv.scoring.layer_view import LayerView, Rotation
 from perturbkv.scoring.value_norms import euclidean_value_norms, projected_value_norms
@@ -65,7 +65,7 @@ class Rotations:
 
 
 Realised = Callable[[int], Float[Tensor, "head key"]]
-"""Function from a layer's index to the attention weights A of the first decoding query."""
+"""Function from a layer's index to its attention weights A under the first decoding query, for hindsight selections."""
 Source = Callable[
     [int, Float[Tensor, "kv_head key d_head"], Float[Tensor, "kv_head key d_head"]], Bool[Tensor, "kv_head key"]
 ]
@@ -79,13 +79,13 @@ class Statistics:
     Attributes:
         sample: the sample's id.
         tokens: n.
-        kv_heads, layers: numbers of the model.
+        kv_heads, layers: numbers of the model's key/value heads and measured layers.
         scored: score and window -> per layer the unpooled scores (rows, n − w).
         norms: per layer ν (head, n).
         euclidean: per layer ‖V_i W_O^h‖₂ (head, n); empty where no configuration uses it.
         head_scores: the user's scores of all query heads; empty where there are none.
         external: configuration with external kept sets -> their source.
-        model_results: cached results of `model_wide`, and of rankings that layers share.
+        model_results: cached results of `compute_over_layers`, and of rankings that layers share.
         mean_queries: window -> per layer the mean of its queries after rotation (head, d_head), for corrections.
         queries: positions -> per layer their queries after rotation (head, query, d_head), for sparse prefills.
     """
@@ -114,14 +114,14 @@ class Statistics:
         """Return the groups of all configurations with their kept sets in one layer, from its n entries."""
         external = {config: self.external[config](layer, key, value) for config in configs if config in self.external}
         shared = move_rankings(self._shared_rankings(configs, realised), key.device)
-        return kept_groups(configs, self.scores(layer, realised), self.tokens, external, shared)
+        return kept_groups(configs, self.scorer(layer, realised), self.tokens, external, shared)
 
-    def scores(self, layer: int, realised: Realised | None = None) -> Callable[[ResolvedConfig], Scores]:
-        """Return a function from a configuration to the scores of one layer, computed once per set of requested scores.
+    def scorer(self, layer: int, realised: Realised | None = None) -> Callable[[ResolvedConfig], Scores]:
+        """Return a function from a configuration to its scores in one layer, computed once per tuple of requests.
 
         `realised` gives A of the first decoding query, where it is known.
         """
-        return _once_per_request(lambda requests: self._layer_statistics(requests, layer, realised))
+        return _cache_by_requests(lambda requests: self._layer_statistics(requests, layer, realised))
 
     def _shared_rankings(
         self, configs: Sequence[ResolvedConfig], realised: Realised | None
@@ -130,7 +130,7 @@ class Statistics:
         sharing = tuple(config for config in configs if config.shares_layers)
         key = ("shared", sharing, realised is None)
         if key not in self.model_results:
-            scores_of = _once_per_request(
+            scores_of = _cache_by_requests(
                 lambda requests: join_layers(
                     self._layer_statistics(requests, layer, realised) for layer in range(self.layers)
                 )
@@ -139,15 +139,16 @@ class Statistics:
         found: Mapping[ResolvedConfig, Rankings] = self.model_results[key]
         return found
 
-    def model_wide(
+    def compute_over_layers(
         self, config: ResolvedConfig, counts: PrefixCounts, key: Hashable, make: Callable[[Iterable[Tensor]], Any]
     ) -> Any:
-        """Return `make` applied to all layers' competing scores, cached by key and kind of score.
+        """Return `make` of a configuration's competing scores, given layer by layer; computed once per sample.
 
-        Entries at both ends, which always stay, are left out.
+        Entries at both ends, which always stay, are left out of the scores. Configurations with the same scores share
+        what is computed, by `key`.
         """
-        staged = config.first_stage is not None
-        counts_key = counts if staged else (counts.first, counts.recent)
+        has_stage1 = config.first_stage is not None  # whose entries, at most `counts.free`, get the largest score
+        counts_key = counts if has_stage1 else (counts.first, counts.recent)
         full_key = (key, config.policy, config.window, config.granularity, counts_key)
         if full_key not in self.model_results:
             self.model_results[full_key] = make(
@@ -157,7 +158,7 @@ class Statistics:
 
     def _competing_scores(self, config: ResolvedConfig, counts: PrefixCounts, layer: int) -> Tensor:
         """Return a configuration's competing scores in one layer, without the always-kept entries at both ends."""
-        scores = self.scores(layer)(config).competing_scores(config, counts)
+        scores = self.scorer(layer)(config).competing_scores(config, counts)
         return scores[:, counts.competing_slice(scores.shape[-1])]
 
     def _layer_statistics(
@@ -176,15 +177,15 @@ class Statistics:
             realised=None if realised is None else realised(layer)[:, : norms.shape[1]],
             head_scores=self.head_scores,
             first_stage=first[0] if first else None,
-            model_wide=self.model_wide,
+            model_wide=self.compute_over_layers,
             euclidean=self.euclidean[layer][:, : norms.shape[1]] if self.euclidean else None,
         )
 
 
-def _once_per_request(
+def _cache_by_requests(
     make: Callable[[Sequence[ScoreRequest]], LayerStatistics],
 ) -> Callable[[ResolvedConfig], Scores]:
-    """Return a function from a configuration to the scores made of its requests, made once per tuple of them."""
+    """Return a function from a configuration to the scores that `make` gives its requests, made once per tuple."""
     cached: dict[tuple[ScoreRequest, ...], Scores] = {}
 
     def scores_of(config: ResolvedConfig) -> Scores:
@@ -213,9 +214,9 @@ class Prefill:
 
 @runtime_checkable
 class Visitor(Protocol):
-    """A callback for every layer of a prefill; `whole` is whether the full cache stays until the last layer."""
+    """A callback for every layer of a prefill; `needs_full_cache` is whether all of it stays until the last layer."""
 
-    whole: bool
+    needs_full_cache: bool
 
     def visit(self, statistics: Statistics, view: LayerView) -> None:
         """Process a layer just read; `statistics` covers this layer and all earlier layers."""
@@ -232,8 +233,10 @@ def prefill(
 ) -> Prefill:
     """Read a prompt's context, and return its full cache with the statistics that the run's configurations need.
 
-    `external` are the sources of external kept sets. With a `visitor` whose `whole` is false, a layer's keys and values
-    are freed when the layer is done. Scores that need a replay are computed last.
+    `external` are the sources of external kept sets. With a `visitor` that does not need the full cache, a layer's keys
+    and values are freed when the layer is done. Scores that need a replay are computed last.
+
+    NaN and Inf are recorded in `Prefill.finite`, and raise nothing here.
     """
     (token_ids, _), configs, sample = prompt.parts(run.scenario), run.configs, prompt.sample_id
     scored: dict[ScoreRequest, list[Tensor]] = {request: [] for config in configs for request in config.requests}
@@ -247,13 +250,22 @@ def prefill(
     with phase("prefill"), capture(adapter, reader.observer()):
         logits = adapter.model(input_ids=ids, past_key_values=reader.cache, use_cache=True, logits_to_keep=1).logits
     reader.finite.check(LOGITS, logits)
-    replay_scores(adapter, token_ids, reader.cache, statistics.scored, sample, reader.finite)
+    append_replay_scores(adapter, token_ids, reader.cache, statistics.scored, sample, reader.finite)
     windows = sliding_windows(adapter, reader.cache)
     return Prefill(reader.cache, logits[0, -1], statistics, reader.finite, windows)
 
 
 class _PromptReader:
-    """The callbacks that fill the statistics while a prompt runs through the model, layer by layer."""
+    """The callbacks that fill the statistics while a prompt runs through the model, layer by layer.
+
+    Args:
+        adapter: the model.
+        statistics: the statistics, still empty.
+        resources: memory and kernel for norms and scores.
+        visitor: called for every layer, if any.
+        euclidean: whether ‖V_i W_O^h‖₂ is recorded too.
+        template: positions of the chat template's tokens behind the last message.
+    """
 
     def __init__(
         self,
@@ -277,15 +289,18 @@ class _PromptReader:
         """Return the observer that records the statistics during the prefill."""
         attention_input = self._keep_input if "hidden" in self.needs else None
         return Observer(
-            attention=self._attention, hidden=self._hidden, final=self._final, attention_input=attention_input
+            attention=self._record_layer,
+            hidden=self._check_hidden,
+            final=self._check_final,
+            attention_input=attention_input,
         )
 
     def _keep_input(self, layer: int, hidden: Tensor) -> None:
         """Store a layer's attention input until the layer's scores are computed: an `Observer.attention_input`."""
         self.input = hidden[0]
 
-    def _attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Record the norms, queries and scores of a layer in the statistics: an `Observer.attention`."""
+    def _record_layer(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Record a layer's norms, queries and scores, then call the visitor: an `Observer.attention`."""
         view = self._view(layer, query[0], key[0], value[0])
         self.statistics.norms.append(view.norms)
         if self.needs_euclidean:
@@ -305,7 +320,7 @@ class _PromptReader:
         """Return a layer's view for scores, with value norms and an empty window."""
         projection = self.adapter.output_projection(layer)
         with phase("norms"):
-            norms = layer_norms(value, projection, self.resources)
+            norms = layer_value_norms(value, projection, self.resources)
         return LayerView(
             queries=query,
             keys=key,
@@ -332,18 +347,21 @@ class _PromptReader:
                 self.finite.check_derived(f"the scores '{score.display_name}' of layer {index}", rows)
                 self.statistics.scored[ScoreRequest(score, window)].append(rows)
 
-    def _hidden(self, layer: int, hidden: Tensor) -> None:
+    def _check_hidden(self, layer: int, hidden: Tensor) -> None:
         """Check a layer's output for NaN and Inf, and free its keys and values if unneeded: an `Observer.hidden`."""
         self.finite(self.adapter.layer_indices[layer], hidden)
-        if self.visitor is not None and not self.visitor.whole:
+        if self.visitor is not None and not self.visitor.needs_full_cache:
             cached = self.adapter.cache_layer(self.cache, layer)
             cached.keys, cached.values = cached.keys.new_empty(0), cached.values.new_empty(0)
 
-    def _final(self, output: Tensor) -> None:
+    def _check_final(self, output: Tensor) -> None:
         """Check the output of the final norm for NaN and Inf: an `Observer.final`."""
         self.finite.check(FINAL_NORM, output)
 
 
-def layer_norms(value: Tensor, w_o: Tensor, resources: Resources) -> Tensor:
-    """Return the projected value norms ν of a layer's entries (head, key), computed with the run's kernel."""
+def layer_value_norms(value: Tensor, w_o: Tensor, resources: Resources) -> Tensor:
+    """Return the projected value norms ν of a layer's entries (head, key), computed with the run's kernel.
+
+    `value` is (kv_head, key, d_head), and `w_o` the output projection's weight of the heads that share these.
+    """
     return projected_value_norms(value, w_o, resources.chunk_bytes, resources.norm_kernel)

@@ -39,7 +39,7 @@ _OVERLAP = 8
 """Number of last tokens of a part that follow the request for the next one."""
 
 
-def replay_scores(
+def append_replay_scores(
     adapter: Adapter,
     context: Sequence[int],
     cache: Cache,
@@ -49,7 +49,8 @@ def replay_scores(
 ) -> None:
     """Append the scores that need a replay to `scored`, layer by layer; scores with equal replays share the passes.
 
-    Raises DatasetError or ModelError where the replay does not fit the model.
+    `cache` is the full cache of the `context`, and `finite` records whether the scores are finite. Raises DatasetError
+    or ModelError where the replay does not fit the model.
     """
     replays = {request.score: request.score.replay for request in scored if request.score.replay is not None}
     for replay in dict.fromkeys(replays.values()):
@@ -70,7 +71,7 @@ def _replay_parts(
 ) -> dict[Score, list[Tensor]]:
     """Return score -> its values (rows, n) per layer, joined from all passes of one replay."""
     parts: dict[Score, list[list[Tensor]]] = {score: [[] for _ in adapter.layers] for score in scores}
-    for part, tokens in replay_passes(adapter.tokenizer, context, replay):
+    for part, tokens in replay_passes(adapter.tokenizer, context, replay):  # part: a slice of the context
         check_positions_left(adapter, len(context), len(tokens), sample)
         _Pass(adapter, cache, replay, part, parts, sample).run(tokens)
     return {score: [torch.cat(layer, dim=-1) for layer in layers] for score, layers in parts.items()}
@@ -103,7 +104,10 @@ def check_positions_left(adapter: Adapter, context: int, pass_tokens: int, sampl
 
 
 class _Pass:
-    """One pass of a replay over the full cache; appends each score's values to `results`, per layer."""
+    """One pass of a replay over the full cache, which repeats the slice `part` of the context.
+
+    It appends each score's values to `results`, per layer.
+    """
 
     def __init__(
         self, adapter: Adapter, cache: Cache, replay: Replay, part: slice, results: dict[Score, list[list[Tensor]]],
@@ -120,7 +124,7 @@ class _Pass:
         """Read the tokens over the cache, then restore the cache to its state before."""
         needs_input = any("hidden" in score.needs for score in self.results)
         observer = Observer(
-            attention=self._attention,
+            attention=self._score_layer,
             hidden=self._restore_layer,
             attention_input=self._keep_input if needs_input else None,
         )
@@ -133,7 +137,7 @@ class _Pass:
         """Store a layer's attention input until the layer's scores are computed: an `Observer.attention_input`."""
         self.input = hidden[0]
 
-    def _attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def _score_layer(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Compute all of the pass's scores in one layer: an `Observer.attention`."""
         count = query.shape[2]
         view = ReplayView(
@@ -153,7 +157,10 @@ class _Pass:
             layers[layer].append(compute_replay(score, view))
 
     def _visible_entries(self, entries: Tensor, count: int) -> Tensor:
-        """Return the entries visible to the scores: the context's first ones, the repeated part and the pass's own."""
+        """Return the entries visible to the scores: the context's first ones, the repeated part and the pass's `count`.
+
+        `entries` are keys or values (kv_head, key, d_head).
+        """
         return torch.cat([entries[:, : self.sinks], entries[:, self.part], entries[:, -count:]], dim=1)
 
     def _restore_layer(self, layer: int, hidden: Tensor) -> None:

@@ -119,7 +119,7 @@ class SampleRun:
         """Return the full layer with measured-layer index `index`."""
         return FullLayer.from_prefill(self.adapter, self.prefill, index)
 
-    def realised(self, index: int) -> Float[Tensor, "head key"]:
-        """Return the attention weights A of the first decode step in a measured layer."""
+    def first_step_attention(self, index: int) -> Float[Tensor, "head key"]:
+        """Return the attention weights A of the first decode step in the measured layer with index `index`."""
         weights, _ = self.layer(index).weights(self.full.steps[0])
         return weights

@@ -109,7 +109,7 @@ class MixtureSample:
         return int(self.layers[0].kept.shape[1])
 
     @property
-    def same(self) -> Bool[Tensor, "layer kept_head"]:
+    def equal_sets(self) -> Bool[Tensor, "layer kept_head"]:
         """Mask of the kept sets on which baseline and treatment agree."""
         return torch.stack([(layer.kept[0] == layer.kept[1]).all(dim=-1).cpu() for layer in self.layers])
 
@@ -126,12 +126,13 @@ class MixtureSample:
 
         Raises ActivationError for NaN or Inf, NoMemoryError.
         """
-        ends = {Mixture.of_layers(len(self.layers), self.kept_heads, range(side * len(self.layers))) for side in (0, 1)}
-        rows = 2 if len(mixtures) == 2 and set(mixtures) == ends else self.rows
+        layers = len(self.layers)  # no treated layer: the baseline alone; all of them: the treatment alone
+        both = {Mixture.of_layers(layers, self.kept_heads, range(treated)) for treated in (0, layers)}
+        rows = 2 if len(mixtures) == 2 and set(mixtures) == both else self.rows
         padded = [*mixtures, *[mixtures[-1]] * (rows - len(mixtures))]
-        evicted_layers = [self._evict(index, padded) for index in range(len(self.layers))]
-        layers = join_layers(self.adapter, [layer for layer, _ in evicted_layers], self.sample.prefill.windows)
-        cache, full = CompactCache(layers), self.full[rows]
+        evicted_layers = [self._evict(index, padded) for index in range(layers)]
+        caches = [cache_layer for cache_layer, _ in evicted_layers]
+        cache, full = CompactCache(join_layers(self.adapter, caches, self.sample.prefill.windows)), self.full[rows]
         question_logits, evicted = decode_evicted(
             self.adapter, cache, self.sample.question, full.tokens, full.rows, self.finite
         )
@@ -142,14 +143,14 @@ class MixtureSample:
             else [math.nan] * (1 + len(mixtures))
         )
         self.finite.raise_if_not(self.sample.prompt.sample_id)
-        full_entries = len(self.layers) * self.adapter.kv_heads * self.sample.tokens
+        full_entries = layers * self.adapter.kv_heads * self.sample.tokens
         shares = torch.tensor([lengths for _, lengths in evicted_layers]).sum(dim=0) / full_entries
         return _make_batch(self.sample.prompt.sample_id, mixtures, set(by_head), steps, shares.tolist(), scores)
 
     def _layer(self, layer: FullLayer) -> _Layer:
         """Return copies of a layer's entries, with the kept sets of baseline and treatment."""
         prompt = replace(layer, keys=layer.prompt_keys.clone(), values=layer.prompt_values.clone())
-        return _Layer(prompt, torch.stack(prompt.kept_masks(self.run.configs, self.sample.realised)))
+        return _Layer(prompt, torch.stack(prompt.kept_masks(self.run.configs, self.sample.first_step_attention)))
 
     def _evict(self, index: int, mixtures: Sequence[Mixture]) -> tuple[CompactLayer, list[int]]:
         """Return one layer of the evicted cache, and the number of kept entries in that layer per mixture.
@@ -190,7 +191,8 @@ def _make_batch(
 ) -> PatchingBatch:
     """Return a batch's measurements as plain numbers, without padding rows.
 
-    `steps` are the propagated quantities; `scores` begin with that of the full cache.
+    `by_head` are the mixtures whose perturbation is recorded per head; `steps` the propagated quantities of each step;
+    `cache_shares` those of the mixtures; `scores` begin with that of the full cache.
     """
     totals = [_step_totals(step) for step in steps]
     heads = torch.stack([step["perturbation_propagated"] for step in steps], dim=1).cpu().tolist()
@@ -213,10 +215,12 @@ def _step_totals(step: dict[str, Tensor]) -> dict[str, tuple[list[float], float]
     """Return name -> (value per row, noise floor) at one step: drift at the last layer, or a sum over heads."""
     totals = {}
     for name, (variable, floor) in _TOTAL_VARIABLES.items():
-        values, noise = step[variable].double(), torch.zeros(()) if floor is None else step[floor].double()
+        values = step[variable].double()  # (row, layer, head), (row, layer) or (row,)
+        noise = torch.zeros(()) if floor is None else step[floor].double()
         if name == "drift":
             values, noise = values[:, -1], noise[-1]
-        totals[name] = (values.flatten(1).sum(dim=-1) if values.ndim > 1 else values).tolist(), float(noise.sum())
+        per_row = values.flatten(1).sum(dim=-1) if values.ndim > 1 else values
+        totals[name] = per_row.tolist(), float(noise.sum())
     return totals
 
 
@@ -230,7 +234,14 @@ Progress = Callable[[int, int], None]
 
 
 class MixtureMeasurer:
-    """The measurer of the mixtures that a store lacks, prompt by prompt; prefills stay as long as memory suffices."""
+    """The measurer of the mixtures that a store lacks, prompt by prompt; prefills stay as long as memory suffices.
+
+    Args:
+        planned: the plan of a run of baseline and treatment.
+        game: the players, and the mixtures that have names.
+        store: where measurements are stored, and looked up.
+        progress: called with the numbers of measured and of expected mixtures after each batch.
+    """
 
     def __init__(self, planned: Plan, game: Game, store: PatchingStore, progress: Progress) -> None:
         self.planned = planned
@@ -241,7 +252,7 @@ class MixtureMeasurer:
         self.prompts: dict[str, Prompt] = {prompt.sample_id: prompt for prompt in planned.prompts}
         self.model: Adapter | None = None
         self.samples: dict[str, MixtureSample] = {}
-        self.most: int = 1
+        self.most_samples: int = 1
         self.expected: int = 0
         self.repeated: bool = False
 
@@ -272,18 +283,21 @@ class MixtureMeasurer:
         lacking = self.store.missing(sample, mixtures, by_head)
         rows = rows_per_batch(self.prompts[sample], self.planned.resolved, self.planned.shape, self.planned.resources)
         for start in range(0, len(lacking), rows):
-            prefilled = self._sample(sample, rows)
-            self.store.add(prefilled.measure(lacking[start : start + rows], by_head), prefilled.same.numpy())
+            prefilled = self._prefilled_sample(sample, rows)
+            self.store.add(prefilled.measure(lacking[start : start + rows], by_head), prefilled.equal_sets.numpy())
             done = sum(map(len, self.store.rows.values()))
             self.progress(min(done, self.expected), self.expected)
 
-    def _sample(self, sample: str, rows: int) -> MixtureSample:
-        """Return a prompt after its prefill, which stays in memory; the oldest one is dropped when memory is full."""
+    def _prefilled_sample(self, sample: str, rows: int) -> MixtureSample:
+        """Return a prompt after its prefill, which stays in memory; the oldest one is dropped when memory is full.
+
+        The first call loads the model.
+        """
         if self.model is None:
             self.model = self.planned.model()
-            self.most = _prompts_in_memory(self.planned) if self.repeated else 1
+            self.most_samples = _prompts_in_memory(self.planned) if self.repeated else 1
         if sample not in self.samples:
-            while len(self.samples) >= self.most:
+            while len(self.samples) >= self.most_samples:
                 del self.samples[next(iter(self.samples))]
             prompt, run = self.prompts[sample], self.planned.resolved
             self.samples[sample] = MixtureSample(self.model, prompt, run, self.planned.resources, rows)

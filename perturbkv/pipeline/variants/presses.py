@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from transformers import DynamicCache
 
-from perturbkv.cache.external_cache import NOWHERE, LayerKept, recover
+from perturbkv.cache.external_cache import NOWHERE, RecoveredLayer, recover_positions
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.plugins import external_code
 from perturbkv.errors import ConfigError, UnreadableCacheError
@@ -57,7 +57,7 @@ def press_source(adapter: Adapter, token_ids: Sequence[int], config: ResolvedCon
     def kept_set(
         layer: int, key: Float[Tensor, "kv_head key d_head"], value: Float[Tensor, "kv_head key d_head"]
     ) -> Bool[Tensor, "kv_head key"]:
-        press_entries, cached[layer] = cached[layer], (key[:0], value[:0])
+        press_entries, cached[layer] = cached[layer], (key[:0], value[:0])  # frees the press's layer, read once
         recovered = _recover_layer(press_entries, key, value, layer, name)
         _check_intact(recovered, name, layer, key.dtype)
         return _remove_masked(recovered, masked[layer]).mask(key.shape[1])
@@ -67,10 +67,10 @@ def press_source(adapter: Adapter, token_ids: Sequence[int], config: ResolvedCon
 
 def _recover_layer(
     press_entries: tuple[Tensor, Tensor], key: Tensor, value: Tensor, layer: int, name: str
-) -> LayerKept:
+) -> RecoveredLayer:
     """Return the kept positions of one layer after a press. Raises UnreadableCacheError with the press's name."""
     try:
-        (recovered,) = recover([press_entries], [(key.unsqueeze(0), value.unsqueeze(0))], first=layer)
+        (recovered,) = recover_positions([press_entries], [(key.unsqueeze(0), value.unsqueeze(0))], first=layer)
     except UnreadableCacheError as error:
         raise UnreadableCacheError(f"press '{name}': {error.reason}") from None
     return recovered
@@ -89,7 +89,7 @@ def set_ratio(press: Any, tokens: int, kept: int) -> bool:
     """
     ratio = max(0.0, 1 - kept / tokens)
     while int(tokens * (1 - ratio)) < kept:
-        ratio = math.nextafter(ratio, 0)
+        ratio = math.nextafter(ratio, 0)  # the next smaller float
     owner = press if hasattr(type(press), RATIO) else getattr(press, _INNER_PRESS, None)
     try:
         setattr(owner, RATIO, ratio)
@@ -112,7 +112,7 @@ def _run_press(adapter: Adapter, press: Any, token_ids: Sequence[int], name: str
 
 @contextmanager
 def _isolate_random_numbers(token_ids: Sequence[int], device: torch.device) -> Iterator[None]:
-    """Seed the random numbers by the prompt inside the block, then restore them; silence the press's log."""
+    """Seed the random numbers by the prompt inside the block, then restore them; silence kvpress inside it too."""
     devices = [device] if device.type == "cuda" else []
     with kvpress.quiet(), torch.random.fork_rng(devices=devices):
         torch.manual_seed(zlib.crc32(str(list(token_ids)).encode()))
@@ -136,24 +136,25 @@ def restore_model(adapter: Adapter) -> Iterator[None]:
 
 
 def _restore_items(items: Any, before: dict[Any, Any], names: Any) -> None:
-    """Restore the items `names` of a dict to their values in `before`, and delete those absent there."""
+    """Restore the items of a dict with keys `names` to their values in `before`, and delete those absent there."""
     for name in names:
         items.pop(name, None)
         if name in before:
             items[name] = before[name]
 
 
-def _check_intact(recovered: LayerKept, name: str, layer: int, dtype: torch.dtype) -> None:
+def _check_intact(recovered: RecoveredLayer, name: str, layer: int, dtype: torch.dtype) -> None:
     """Raise UnreadableCacheError for a press that changed keys or values, or added or duplicated entries.
 
     A press that reads the prompt through another attention kernel rounds differently, which is allowed.
     """
+    strangers, duplicates = sum(recovered.stranger_counts), sum(recovered.duplicate_counts)
     findings = [
-        f"{sum(recovered.strangers)} entries are like none of the prompt's" if any(recovered.strangers) else "",
-        f"{sum(recovered.duplicates)} entries are there twice" if any(recovered.duplicates) else "",
-        *(_describe_change(what, distance, dtype) for what, distance in
-          (("keys", recovered.key_distance), ("values", recovered.value_distance))),
-    ]  # fmt: skip
+        f"{strangers} entries are like none of the prompt's" if strangers else "",
+        f"{duplicates} entries are there twice" if duplicates else "",
+        _describe_change("keys", recovered.key_distance, dtype),
+        _describe_change("values", recovered.value_distance, dtype),
+    ]
     if reasons := [finding for finding in findings if finding]:
         raise UnreadableCacheError(f"press '{name}' does not only evict: in layer {layer} {', '.join(reasons)}")
 
@@ -165,15 +166,15 @@ def _describe_change(what: str, distances: Sequence[Tensor], dtype: torch.dtype)
     return f"{what} differ by up to {largest:.2g} of their norm" if beyond_rounding else ""
 
 
-def _remove_masked(recovered: LayerKept, masked: Any) -> LayerKept:
-    """Return the kept entries of a layer without those at the indices `masked` (batch, head, position)."""
+def _remove_masked(recovered: RecoveredLayer, masked: Any) -> RecoveredLayer:
+    """Return the kept entries of a layer without those at the indices `masked` (batch, head, entry), None for none."""
     if masked is None:
         return recovered
     positions = [position.clone() for position in recovered.positions]
     _, heads, entries = (torch.as_tensor(kind).cpu() for kind in masked)
     for head, position in enumerate(positions):
         position[entries[heads == head].to(position.device)] = NOWHERE
-    return LayerKept(tuple(positions), recovered.key_distance, recovered.value_distance)
+    return RecoveredLayer(tuple(positions), recovered.key_distance, recovered.value_distance)
 
 
 KeptMasks = Mapping[EvictionConfig, Sequence[Tensor]]
@@ -190,8 +191,9 @@ def sources(
     UnreadableCacheError where the press does more than evict.
     """
     check_sources(configs, adapter.config, adapter.name)
-    kinds = {config: _SOURCES.get(config.policy.name[: config.policy.name.find(":") + 1]) for config in configs}
-    return {config: source(adapter, token_ids, config, masks) for config, source in kinds.items() if source}
+    names = {config: config.policy.name for config in configs}
+    makers = {config: _SOURCES.get(name[: name.find(":") + 1]) for config, name in names.items()}  # up to the colon
+    return {config: make(adapter, token_ids, config, masks) for config, make in makers.items() if make}
 
 
 def check_sources(configs: Iterable[ResolvedConfig], model_config: Any, name: str) -> None:

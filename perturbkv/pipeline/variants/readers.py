@@ -29,7 +29,7 @@ from perturbkv.cache.makers import (
     PrefilledLayer,
     PromptReading,
     entry_bits,
-    maker_of_kept_sets,
+    eviction_maker,
 )
 from perturbkv.configs.cache_contents import EVICTED, PAGES_READ, SPARSE_PREFILL, CacheContents
 from perturbkv.configs.precision import FULL_BITS
@@ -40,7 +40,7 @@ from perturbkv.pipeline.sample import measure
 from perturbkv.pipeline.sample.capture import LOGITS, AttentionFunction, intercept_attention
 from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.measure import LayerMasks
-from perturbkv.pipeline.sample.prefill import layer_norms
+from perturbkv.pipeline.sample.prefill import layer_value_norms
 from perturbkv.scoring.value_norms import euclidean_value_norms
 from perturbkv.scoring.window_attention import causal_logits
 from perturbkv.selection.page_selection import AnyGroup, PagedLayer, PageGroup, PageReader, page_groups
@@ -69,9 +69,9 @@ class Reader(Maker):
     def groups(
         cls, layer: FullLayer, configs: Sequence[ResolvedConfig], queries: Sequence[Float[Tensor, "head d_head"]]
     ) -> Sequence[AnyGroup]:
-        """Return the entries of one layer that the reader's configurations among `configs` read.
+        """Return groups with the entries of one layer that this kind of reader's configurations among `configs` read.
 
-        `queries` are those of the full run's decode steps.
+        `queries` are those of the full run's decode steps, one per step.
         """
 
 
@@ -89,19 +89,23 @@ class PagedCacheReader(Reader):
         return page_groups(configs, lambda config: _paged_layer(layer, config), queries, layer.tokens)
 
     def make(self, layer: PrefilledLayer, kept: GatheredSet) -> Entries:
-        """Return all entries, with a reader that selects pages; none where the budget covers the prompt."""
-        n, config, row, bounds = layer.tokens, self.config, borrow(layer.prompt_keys, layer.prompt_values), 0
-        read, (kv_heads, _, d_head) = config.kept_entries(n), layer.prompt_keys.shape
-        if read < n:
+        """Return all entries, with a function that selects pages unless the budget covers the prompt.
+
+        The pages' bounds, two keys each, are stored beside the entries.
+        """
+        n, config, (kv_heads, _, d_head) = layer.tokens, self.config, layer.prompt_keys.shape
+        row, pages = borrow(layer.prompt_keys, layer.prompt_values), 0
+        read_per_set = config.kept_entries(n)
+        if read_per_set < n:
             row = replace(row, reader=PageReader(config, _paged_layer(layer, config), n))
-            bounds = config.blocks(n).full
-        heads = layer.adapter.heads if config.granularity.name == "query" else kv_heads
-        return Entries(row, 2 * FULL_BITS * d_head * kv_heads * (n + bounds), heads * read)
+            pages = config.blocks(n).full
+        sets = layer.adapter.heads if config.granularity.name == "query" else kv_heads
+        return Entries(row, 2 * FULL_BITS * d_head * kv_heads * (n + pages), sets * read_per_set)
 
 
 def _paged_layer(layer: PrefilledLayer, config: ResolvedConfig) -> PagedLayer:
     """Return a layer split into a configuration's pages, once per page size and window."""
-    return layer.once(
+    return layer.compute_once(
         ("pages", config.block, config.window),
         lambda: PagedLayer.from_keys(layer.statistics_of(config), layer.prompt_keys, layer.scale, config.block),
     )
@@ -121,7 +125,7 @@ class SparsePrefillReader(Reader):
     def groups(
         cls, layer: FullLayer, configs: Sequence[ResolvedConfig], queries: Sequence[Float[Tensor, "head d_head"]]
     ) -> list[SparsePrefillGroup]:
-        """Return the groups of the sparse-prefill configurations in one layer; `queries` decide nothing."""
+        """Return the groups of the sparse-prefill configurations in one layer; `queries` decide nothing here."""
         return line_groups(layer, configs)
 
     def begin(self, prompt: PromptReading) -> SparsePrefillReader:
@@ -168,7 +172,16 @@ def last_query_weights(
     norms: Float[Tensor, "head key"],
     sample: str,
 ) -> LastQueries:
-    """Return the attention weights and norms that decide a layer's lines; `queries` are the prompt's last ones."""
+    """Return the attention weights and norms that decide a layer's lines.
+
+    Args:
+        adapter: the model.
+        layer: index of the layer.
+        queries: the prompt's last ones.
+        keys: of the prompt.
+        norms: value norms of the prompt's entries, with which a selection weights them.
+        sample: the sample's id, for seeds.
+    """
     logits = causal_logits(queries.to(WORK), keys.to(WORK), adapter.scale(layer))
     weights, _ = softmax_with_sinks(logits, adapter.sinks(layer))
     return LastQueries(weights, norms, len(keys), layer, sample)
@@ -179,7 +192,7 @@ def isolated_along_lines(
 ) -> dict[str, Tensor]:
     """Return `measure.isolated_quantities` averaged over the prompt's measured queries, each over its past entries.
 
-    `summands` begin with those of the prompt's entries.
+    `summands` begin with those of the prompt's entries; `alphas` are the stage-1 shares α.
     """
     queries, keys = layer.statistics.queries[group.measured_positions][layer.index], layer.prompt_keys
     sets = group.attention_masks(to_device(group.measured_positions, keys.device))
@@ -231,8 +244,8 @@ def run_sparse_prefill(
 
 
 @torch.inference_mode()
-def full_prefill_seconds(adapter: Adapter, token_ids: Sequence[int]) -> float:
-    """Return the seconds that a repeated full prefill takes, without hooks."""
+def time_full_prefill(adapter: Adapter, token_ids: Sequence[int]) -> float:
+    """Run a full prefill once more, without hooks, and return the seconds that it takes."""
     return _time_prefill(adapter, token_ids, full_cache(adapter))[0]
 
 
@@ -275,7 +288,7 @@ class _LineAttention:
         most = block_bytes(key.device)
         if self.resources.chunk_bytes < CHUNK_BYTES:  # less than by default was asked for
             most = min(most, self.resources.chunk_bytes)
-        size = max(1, most // (16 * len(query) * n))
+        size = max(1, most // (16 * len(query) * n))  # bytes per query, head and entry: logits, weights and masks
         for first in range(0, n, size):
             end = min(first + size, n)
             mask = lines.attention_mask(torch.arange(first, end, device=key.device))[..., :end]
@@ -288,7 +301,7 @@ class _LineAttention:
         if self.config.euclidean:
             norms = euclidean_value_norms(value, projection, self.resources.chunk_bytes)
         else:
-            norms = layer_norms(value, projection, self.resources)
+            norms = layer_value_norms(value, projection, self.resources)
         queries = query[:, to_device(last_positions(self.config, n), query.device)]
         last_queries = last_query_weights(self.adapter, layer, queries, key, norms, self.sample)
         return lines_for_budget(self.config, last_queries, n).lines
@@ -312,10 +325,11 @@ class _LineAttention:
 
 
 _MAKERS: Mapping[CacheContents, Callable[[ResolvedConfig], Maker]] = {
-    EVICTED: maker_of_kept_sets,
+    EVICTED: eviction_maker,
     PAGES_READ: PagedCacheReader,
     SPARSE_PREFILL: SparsePrefillReader,
 }
+"""What a configuration's cache holds -> the maker of it."""
 
 
 def maker_of(config: ResolvedConfig) -> Maker:
