@@ -159,7 +159,7 @@ def search_samples(
     Prompts with stored lines are not searched again; `finished` is called with the number of searched prompts.
     """
     total = len(planned.prompts)
-    todo = [prompt for prompt in planned.prompts if prompt.sample_id not in lines.finished]
+    todo = [prompt for prompt in planned.prompts if prompt.sample_id not in lines.sample_ids]
     finished(total - len(todo), total)
     for prompt, adapter in zip(todo, [planned.model()] * len(todo) if todo else [], strict=True):
         lines.add({SAMPLE: prompt.sample_id, "heads": list(_search_prompt(planned, adapter, prompt, settings))})
