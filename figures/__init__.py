@@ -78,11 +78,11 @@ def draw(name: str, result: Result, width_mm: float | None = None, style: str = 
     check_backend()
     place, headline = FIGURES[name]
     module, _, function = place.partition(":")
-    looks = importlib.import_module(f"{__name__}.style")
-    look, width_mm = looks.check_style(style, width_mm)
-    with looks.use(look, width_mm):
-        drawing = getattr(importlib.import_module(f"{__name__}.{module}"), function or "draw")
-        figure: CaptionedFigure = drawing(result, looks.WIDE_MM if look.magnified else width_mm)
+    styles = importlib.import_module(f"{__name__}.style")
+    chosen, width_mm = styles.check_style(style, width_mm)
+    with styles.use(chosen, width_mm):
+        draw_result = getattr(importlib.import_module(f"{__name__}.{module}"), function or "draw")
+        figure: CaptionedFigure = draw_result(result, styles.WIDE_MM if chosen.magnified else width_mm)
         figure.headline = headline
         if "." not in name:
             figure.conclusion = result.conclusion()

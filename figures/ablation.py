@@ -43,7 +43,7 @@ def draw_ablation(result: Ablation, width_mm: float = style.WIDE_MM) -> Figure:
     """Draw a panel per setting; left of 1 an ingredient perturbs less than the baseline."""
     with style.use():
         ordered = sort_by_cache_share(result.settings, lambda one: one.cache_share)
-        names = _setting_names(ordered)
+        names = iter(_setting_names(ordered))
         columns = 1 if width_mm < style.WIDE_MM else min(_WIDE, len(ordered))
         chunks = [ordered[start : start + columns] for start in range(0, len(ordered), columns)]
         titles = [_row_titles(chunk) for chunk in chunks]
@@ -53,11 +53,11 @@ def draw_ablation(result: Ablation, width_mm: float = style.WIDE_MM) -> Figure:
         for row, chunk, rows in zip(axes, chunks, titles, strict=True):
             for index, panel in enumerate(row):
                 if index < len(chunk):
-                    _draw_setting(panel, chunk[index], names.pop(0), rows, label_rows=index == 0)
+                    _draw_setting(panel, chunk[index], next(names), rows, label_rows=index == 0)
                 else:
                     panel.set_axis_off()
         figure.legend(handles=ratio_entries(), loc="outside upper left", ncols=2 if columns < _WIDE else 3)
-        style.draw_foot(figure, result.identity, style.interval_legend(result.identity.samples))
+        style.describe_run(figure, result.identity, style.interval_note(result.identity.samples))
     return figure
 
 
@@ -124,7 +124,7 @@ def draw_methods(result: MethodRanking, width_mm: float = style.WIDE_MM) -> Figu
         handles = marker_entries((marker, name) for name, (marker, _) in _MARKS.items())
         band = Patch(color="0.9", label=f"within {margin_text(result.margin)}")
         figure.legend(handles=[*handles, band], loc="outside upper left", ncols=1 if columns < _METHODS_WIDE else 3)
-        style.draw_foot(figure, result.identity, style.interval_legend(result.identity.samples))
+        style.describe_run(figure, result.identity, style.interval_note(result.identity.samples))
     return figure
 
 
@@ -150,9 +150,7 @@ def draw_methods_over_budgets(result: MethodRanking, width_mm: float = style.WID
     With more than eight curves rows are twice as high, and only SnapKV's has a band.
     """
     with style.use():
-        groups: dict[str, list[MethodSetting]] = {}
-        for one in sort_by_cache_share(result.settings, lambda one: one.cache_share):
-            groups.setdefault(common_text((one.baseline,), *_NOT_OF_SETTING), []).append(one)
+        groups = _group_over_budgets(result)
         names = list(dict.fromkeys(row.name for one in result.settings for row in one.rows))
         colours = dict(zip([_SNAPKV, *sorted(names)], style.category_colours(1 + len(names)), strict=True))
         columns = 1 if width_mm < style.WIDE_MM else min(_METHODS_WIDE, len(groups))
@@ -167,7 +165,7 @@ def draw_methods_over_budgets(result: MethodRanking, width_mm: float = style.WID
             panel.set_axis_off()
         handles = [
             Line2D([], [], color=colour, marker=_marker(index), markersize=3.5, markerfacecolor="none",
-                   linewidth=_line(name), label=name)
+                   linewidth=_line_width(name), label=name)
             for index, (name, colour) in enumerate(colours.items())
         ]  # fmt: skip
         figure.legend(
@@ -175,9 +173,17 @@ def draw_methods_over_budgets(result: MethodRanking, width_mm: float = style.WID
             loc="outside upper left",
             ncols=legend_columns(colours, width_mm, 2 if width_mm < style.WIDE_MM else 4),
         )
-        bands = style.interval_legend(result.identity.samples)
-        style.draw_foot(figure, result.identity, bands if few else f"only snapkv's band is drawn; {bands}")
+        bands = style.interval_note(result.identity.samples)
+        style.describe_run(figure, result.identity, bands if few else f"only snapkv's band is drawn; {bands}")
     return figure
+
+
+def _group_over_budgets(result: MethodRanking) -> dict[str, list[MethodSetting]]:
+    """Return name of a setting without its budget -> its settings, which differ in budget alone, by cache share."""
+    groups: dict[str, list[MethodSetting]] = {}
+    for one in sort_by_cache_share(result.settings, lambda one: one.cache_share):
+        groups.setdefault(common_text((one.baseline,), *_NOT_OF_SETTING), []).append(one)
+    return groups
 
 
 _MOST_BANDS = 8
@@ -190,7 +196,7 @@ def _marker(index: int) -> str:
     return "os^DvPX"[index % 7]
 
 
-def _line(name: str) -> float:
+def _line_width(name: str) -> float:
     """Return the width of a method's line: SnapKV's is wider."""
     return 1.8 if name == _SNAPKV else 1.0
 
@@ -203,17 +209,17 @@ def _draw_method_curves(
         rows = (row for one in settings for row in one.rows if row.name == name)
         points: list[MethodSetting | Row] = list(settings if name == _SNAPKV else rows)
         percent = [100 * point.cache_share for point in points]
-        moved = style.positive(np.array([100 * point.relative for point in points]))
+        moved = style.mask_nonpositive(np.array([100 * point.relative for point in points]))
         axes.plot(percent, moved, color=colour, marker=_marker(index), markersize=3.5, markerfacecolor="none",
-                  linewidth=_line(name), gid=name)  # fmt: skip
+                  linewidth=_line_width(name), gid=name)  # fmt: skip
         ends = [point.relative_interval for point in points]
         if name in banded and len(points) > 1 and all(ends):
             low, high = (
-                style.positive(np.array([100 * getattr(end, side) for end in ends])) for side in ("low", "high")
+                style.mask_nonpositive(np.array([100 * getattr(end, side) for end in ends])) for side in ("low", "high")
             )
             axes.fill_between(percent, low, high, color=colour, alpha=0.13, linewidth=0)
     axes.set(xlabel="cache share (%), and budget", ylabel="outputs move, % of their norm\n(propagated, all heads)")
-    style.log_axes(axes, x=True, y=True)
+    style.set_log_axes(axes, x=True, y=True)
     shares = [100 * one.cache_share for one in settings]
     names = [f"{share:.0f}\nb={one.baseline.budget}" for share, one in zip(shares, settings, strict=True)]
     axes.xaxis.set_major_locator(FixedLocator(shares))
@@ -241,7 +247,7 @@ def draw_restriction(result: Restriction, width_mm: float = style.WIDE_MM) -> Fi
             panel.set_axis_off()
         entries = [*ratio_entries(), drift_entry()]
         figure.legend(handles=entries, loc="outside upper left", ncols=2 if columns < _RESTRICTION_WIDE else 4)
-        style.draw_foot(figure, result.identity, style.interval_legend(result.identity.samples))
+        style.describe_run(figure, result.identity, style.interval_note(result.identity.samples))
     return figure
 
 

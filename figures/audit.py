@@ -30,7 +30,7 @@ def draw(result: Audit, width_mm: float = style.WIDE_MM) -> Figure:
         _draw_kept_share(figure, kept, result)
         _draw_distance(far, result)
         style.set_title(figure, f"{escape_line(result.eviction)}: {result.verdict}")
-        style.draw_foot(
+        style.describe_run(
             figure, result.identity, "floors: of runs of the plain model that keep the same entries, the worst head"
         )
     return figure
@@ -68,7 +68,7 @@ def _draw_distance(axes: Axes, result: Audit) -> None:
         f"{FLOORS} floors: a difference", (1, FLOORS), xytext=(-2, 2), textcoords="offset points",
         fontsize=style.points(6), xycoords=("axes fraction", "data"), ha="right",
     )  # fmt: skip
-    style.log_axes(axes, y=True)
+    style.set_log_axes(axes, y=True)
     axes.set_ylim(bottom=_LEAST, top=max(10 * FLOORS, axes.get_ylim()[1]))
     axes.set(title="distance from the masked reference", xlabel="layer", ylabel="noise floors")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
@@ -95,7 +95,7 @@ def draw_dump(result: DumpAudit, width_mm: float = style.WIDE_MM) -> Figure:
         legend = style.draw_legend_below if narrow else style.draw_legend_right
         legend(panels[-1], list(shown.values()), 2)
         style.set_title(figure, f"{escape_line(result.engine or result.dump)}: {result.verdict}")
-        style.draw_foot(figure, result.identity, "floor: between two ways of reading the same tokens")
+        style.describe_run(figure, result.identity, "floor: between two ways of reading the same tokens")
     return figure
 
 
@@ -119,5 +119,5 @@ def _draw_entries(axes: Axes, result: DumpAudit, kind: int) -> None:
             shown, (line, marker, size) = np.clip(values, _LEAST_DISTANCE, _MOST_DISTANCE), how
             axes.plot(np.arange(len(shown)), shown, color=colour, label=name, gid=name, linestyle=line, marker=marker,
                       markersize=size)  # fmt: skip
-    style.log_axes(axes, y=True)
+    style.set_log_axes(axes, y=True)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))

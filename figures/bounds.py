@@ -18,7 +18,7 @@ from perturbkv.analyses import text
 from perturbkv.analyses.bounds.assumption import READINGS, Assumption, ConfigAssumption
 from perturbkv.analyses.bounds.bound_tightness import BoundTightness
 from perturbkv.analyses.bounds.rank_agreement import BOUNDS, Concordance, RankAgreement
-from perturbkv.analyses.bounds.ratios import MASS_EDGES, OVER_SAMPLES, RATIOS, Tightness
+from perturbkv.analyses.bounds.ratios import LEVELS, MASS_EDGES, OVER_SAMPLES, RATIOS, Tightness
 from perturbkv.analyses.names import budget_names, fold
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.configs.eviction import EvictionConfig
@@ -27,7 +27,9 @@ from perturbkv.figures.labels import sort_by_cache_share
 from perturbkv.figures.style import symbols_to_tex
 
 _ROW_MM, _NARROW_MM = 72, 120
-_MEDIAN = OVER_SAMPLES.index(0.5)
+_MEDIAN_OF_HEAD = OVER_SAMPLES.index(0.5)
+_LOW, _MEDIAN, _HIGH = (LEVELS.index(level) for level in (0.25, 0.5, 0.75))
+"""Indices of the quartiles along the `level` axis of quantiles."""
 _LEAST_IN_BIN = 10
 """A bin with fewer values is not drawn."""
 _BANDS = 2
@@ -44,7 +46,7 @@ def draw_bound_tightness(result: BoundTightness, width_mm: float = style.WIDE_MM
         ranked = _sort_agreements([one for one in result.agreements if one.shown], configs)
         named, settings = _axis_names(configs, ranked)
         note = f"{_cache_shares_text(configs)} · {_bars_text(len(configs), result.identity.samples)}"
-        extra_mm = labels.key_height_mm(named.key, width_mm) + style.long_foot_mm(result.identity, note, width_mm)
+        extra_mm = labels.key_height_mm(named.key, width_mm) + style.extra_foot_mm(result.identity, note, width_mm)
         figure = style.figure(width_mm, (_NARROW_MM if narrow else _ROW_MM) + (extra_mm if named.key else 0))
         axes = figure.subplots(3, 1) if narrow else figure.subplots(1, 3)
         for panel in axes if narrow else ():
@@ -56,7 +58,7 @@ def draw_bound_tightness(result: BoundTightness, width_mm: float = style.WIDE_MM
         legend(axes[2], _draw_agreement(axes[2], ranked, settings), 2)
         for panel in (axes[0], axes[2]) if named.key else ():
             panel.set_xlabel("configuration, named below", size="medium")
-        style.draw_foot(figure, result.identity, note)
+        style.describe_run(figure, result.identity, note)
         below = style.foot_mm(result.identity, note, width_mm)
         labels.draw_key(figure, named.key, style.ordered_colours(len(configs)), width_mm, below)
     return figure
@@ -65,18 +67,20 @@ def draw_bound_tightness(result: BoundTightness, width_mm: float = style.WIDE_MM
 def _axis_names(configs: Sequence[Tightness], ranked: Sequence[RankAgreement]) -> tuple[labels.KeyNames, list[str]]:
     """Return the first panel's tick names with their key, and the last panel's tick names.
 
-    A setting under the last panel has its configuration's name.
+    Where names do not fit, both are numbers of one key: a setting under the last panel has the number of the first of
+    its configurations that the first panel shows, or else a number of its own.
     """
     shown = [config.config for config in configs]
-    firsts = budget_names([agreement.most_specific_config for agreement in ranked], "selection")
+    settings = budget_names([agreement.most_specific_config for agreement in ranked], "selection")
     own = budget_names(shown)
-    if labels.names_fit(own) and labels.names_fit(firsts):
-        return labels.key_names(own, False), labels.key_names(firsts, False).ticks
+    if labels.names_fit(own) and labels.names_fit(settings):
+        return labels.key_names(own, numbered=False), labels.key_names(settings, numbered=False).ticks
     indices = [next((shown.index(one) for one in agreement.configs if one in shown), None) for agreement in ranked]
-    others = [name for name, index in zip(firsts, indices, strict=True) if index is None]
-    named, further = labels.key_names([*own, *others], True), iter(range(len(own), len(own) + len(others)))
-    settings = [named.ticks[next(further) if index is None else index] for index in indices]
-    return labels.KeyNames(named.ticks[: len(own)], named.key), settings
+    others = [name for name, index in zip(settings, indices, strict=True) if index is None]
+    named = labels.key_names([*own, *others], numbered=True)
+    own_ticks, other_ticks = named.ticks[: len(own)], iter(named.ticks[len(own) :])
+    setting_ticks = [next(other_ticks) if index is None else own_ticks[index] for index in indices]
+    return labels.KeyNames(own_ticks, named.key), setting_ticks
 
 
 def _sort_agreements(agreements: Sequence[RankAgreement], configs: Sequence[Tightness]) -> list[RankAgreement]:
@@ -91,7 +95,7 @@ def _bars_text(configs: int, samples: int) -> str:
     """Return the foot's text on bars: spreads in the first two panels, intervals over samples in the last."""
     band = ", quartiles" if configs <= _BANDS else ""
     spreads = f"first panel: median, quartiles (bars) over samples and heads · second: median{band}"
-    return f"{spreads} · third: {style.interval_legend(samples)}; below: heads that count, in how many samples"
+    return f"{spreads} · third: {style.interval_note(samples)}; below: heads that count, in how many samples"
 
 
 def draw_heads(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figure:
@@ -108,7 +112,7 @@ def draw_heads(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figur
             "Tightness of Theorem 2 by head",
             result.identity.layer,
         )
-        style.draw_foot(
+        style.describe_run(
             figure, result.identity, f"{_cache_shares_text(configs)} · n = {result.identity.samples} samples"
         )
     return figure
@@ -122,9 +126,9 @@ def _cache_shares_text(configs: Sequence[Tightness]) -> str:
 
 def _tightness_map(name: str, config: Tightness) -> panels.Map:
     """Return the map of L/θ by head of one configuration, titled by its budget and the median."""
-    spread = config.spreads[RATIOS[0]]
-    median = f"median {text.decimal(float(spread.evidence[2]))}"
-    return panels.Map(f"b={name}\n{median}", spread.by_head[_MEDIAN], config.flagged_heads > 0.5)
+    spread = config.spreads["L/θ"]
+    median = f"median {text.decimal(float(spread.evidence[_MEDIAN]))}"
+    return panels.Map(f"b={name}\n{median}", spread.by_head[_MEDIAN_OF_HEAD], config.flagged_heads > 0.5)
 
 
 def _map_names(configs: Sequence[Tightness]) -> list[str]:
@@ -151,10 +155,10 @@ def _draw_ratios(axes: Axes, configs: Sequence[Tightness], names: Sequence[str])
     colours = style.category_colours(len(RATIOS))
     for index, config in enumerate(configs):
         for number, (name, colour) in enumerate(zip(RATIOS, colours, strict=True)):
-            x = index + (number - (len(RATIOS) - 1) / 2) * 0.2
+            x = index + (number - (len(RATIOS) - 1) / 2) * 0.2  # side by side around the configuration's tick
             spread = config.spreads[name]
             _draw_quartiles(axes, x, spread.evidence, colour, name)
-            flagged = style.positive(spread.flagged)[2]
+            flagged = style.mask_nonpositive(spread.flagged)[_MEDIAN]
             if np.isfinite(flagged):
                 axes.plot([x + 0.08], [flagged], color="0.6", marker="o", markersize=2.4, markerfacecolor="white",
                           markeredgewidth=0.7, gid=f"flagged {name}")  # fmt: skip
@@ -162,7 +166,7 @@ def _draw_ratios(axes: Axes, configs: Sequence[Tightness], names: Sequence[str])
     axes.set_xticks(range(len(configs)), names)
     _set_budget_label(axes, [shown.config for shown in configs])
     axes.set_ylabel("ratio (1 = tight)")
-    style.log_axes(axes, y=True)
+    style.set_log_axes(axes, y=True)
     axes.set_title("Ratios over samples and heads", loc="left")
     if len(axes.get_lines()) == 1:
         style.draw_note(axes, "no ratio: nothing went, or the bounds are 0")
@@ -174,11 +178,15 @@ def _draw_ratios(axes: Axes, configs: Sequence[Tightness], names: Sequence[str])
 
 
 def _draw_quartiles(axes: Axes, x: float, quantiles: np.ndarray, colour: object, gid: str) -> None:
-    """Draw the quartiles as a bar and the median as a dot; nothing where the median is not positive."""
-    shown = style.positive(quantiles)
-    if np.isnan(shown[2]):
+    """Draw the quartiles as a bar and the median as a dot; nothing where the median is NaN or not positive.
+
+    `quantiles` (level,); the bar ends at the median where a quartile is not positive.
+    """
+    shown = style.mask_nonpositive(quantiles)
+    median = shown[_MEDIAN]
+    if np.isnan(median):
         return
-    low, median, high = np.where(np.isnan(shown), shown[2], shown)[1:4]
+    low, high = (median if np.isnan(shown[level]) else shown[level] for level in (_LOW, _HIGH))
     axes.plot([x, x], [low, high], color=colour, linewidth=1.6, solid_capstyle="butt")
     axes.plot([x], [median], color=colour, marker="o", markersize=3.2, gid=gid)
 
@@ -189,7 +197,7 @@ def _draw_by_mass(axes: Axes, configs: Sequence[Tightness], names: Sequence[str]
     colours, top = style.ordered_colours(len(configs)), 0.0
     for name, config, colour in zip(names, configs, colours, strict=True):
         filled = config.mass.count >= _LEAST_IN_BIN
-        low, median, high = (np.where(filled, config.mass.quantiles[level], np.nan) for level in (1, 2, 3))
+        low, median, high = (np.where(filled, config.mass.quantiles[level], np.nan) for level in (_LOW, _MEDIAN, _HIGH))
         if len(configs) <= _BANDS:
             axes.fill_between(centres, low, high, color=colour, alpha=0.15, linewidth=0)
         top = max(top, float(np.nanmax(high, initial=0)))
@@ -216,10 +224,8 @@ def _draw_agreement(axes: Axes, compared: Sequence[RankAgreement], names: Sequen
     axes.set_xticks(range(len(compared)), names)
     _set_budget_label(axes, [agreement.most_specific_config for agreement in compared])
     axes.set_ylabel("share of heads (%)")
-    bottom = max(0.0, min(axes.get_ylim()[0], 0.48)) if axes.containers else 0.48
-    axes.set(ylim=(bottom - 0.34 * (1.02 - bottom), 1.03), xlim=(-0.6, max(len(compared), 1) - 0.4))  # room for n
-    ticks = [tick for tick in (0, 0.25, 0.5, 0.75, 1) if tick >= bottom]
-    axes.set_yticks(ticks, [f"{100 * tick:.0f}" for tick in ticks])
+    axes.set_xlim(-0.6, max(len(compared), 1) - 0.4)
+    _set_agreement_limits(axes)
     axes.set_title("Lower bound, lower L?", loc="left")
     if not compared:
         style.draw_note(axes, "needs two-stage beside attention\nor two-stage-uniform", at="middle")
@@ -230,6 +236,14 @@ def _draw_agreement(axes: Axes, compared: Sequence[RankAgreement], names: Sequen
                   fontsize=style.points(5), color="0.35", linespacing=0.95)  # fmt: skip
     handles = [_dot_entry(colour, colour, symbols_to_tex(name)) for name, colour in _bound_colours().items()]
     return [*handles, _dot_entry("0.3", "0.3", "against ν ≡ 1"), _dot_entry("0.3", "white", "against attention")]
+
+
+def _set_agreement_limits(axes: Axes) -> None:
+    """Let the y axis of shares begin below its points, or below 50 %, with room for counts; ticks are in per cent."""
+    bottom = max(0.0, min(axes.get_ylim()[0], 0.48)) if axes.containers else 0.48
+    axes.set_ylim(bottom - 0.34 * (1.02 - bottom), 1.03)
+    ticks = [tick for tick in (0, 0.25, 0.5, 0.75, 1) if tick >= bottom]
+    axes.set_yticks(ticks, [f"{100 * tick:.0f}" for tick in ticks])
 
 
 def _counts_text(agreement: RankAgreement) -> str:
@@ -265,6 +279,7 @@ def _dot_entry(edge: Any, face: Any, label: str) -> Line2D:
 
 
 _ASSUMPTION_WIDE, _NAME = 5, 18
+"""Maps per row, and letters per line of a configuration's name."""
 _Named = tuple[str, ConfigAssumption]
 
 
@@ -279,7 +294,7 @@ def draw_assumption(result: Assumption, width_mm: float = style.WIDE_MM) -> Figu
             "Assumption 1: share of heads with σ (or S) > 0.5, mean of samples",
             result.identity.layer,
         )
-        style.draw_foot(figure, result.identity, style.interval_legend(result.identity.samples))
+        style.describe_run(figure, result.identity, style.interval_note(result.identity.samples))
     return figure
 
 

@@ -38,7 +38,7 @@ def draw_cliff(result: Cliffs, width_mm: float = style.WIDE_MM) -> Figure:
             _draw_median(axes, one, colour, marker, band=len(result) <= _BANDS)
             for one, colour, marker in zip(result, style.category_colours(len(result)), cycle("os^Dv"), strict=False)
         ]
-        style.log_axes(axes, x=True, y=True)
+        style.set_log_axes(axes, x=True, y=True)
         _draw_thresholds(axes, result)
         unit = result[0].configs[0].budget.unit
         axes.set(xlabel=f"budget, {unit}", ylabel="KL of the next token, nat")
@@ -46,17 +46,19 @@ def draw_cliff(result: Cliffs, width_mm: float = style.WIDE_MM) -> Figure:
         axes.xaxis.set_major_locator(FixedLocator(ticks))
         legend_columns = labels.legend_columns([one.name for one in result], width_mm, 2 if narrow else 4)
         figure.legend(handles=handles, loc="outside upper left", ncols=legend_columns)
-        note = style.interval_legend(result.identity.samples, medians=True)
-        style.draw_foot(figure, result.identity, f"medians over samples; on dashed lines: where each passes · {note}")
+        note = style.interval_note(result.identity.samples, medians=True)
+        style.describe_run(
+            figure, result.identity, f"medians over samples; on dashed lines: where each passes · {note}"
+        )
     return figure
 
 
 def _draw_median(axes: Axes, cliff: Cliff, colour: Any, marker: str, *, band: bool) -> Line2D:
     """Draw one method's median KL over budgets, with its band where `band`; return the line."""
-    (line,) = axes.plot(cliff.budgets, style.positive(cliff.median), color=colour, marker=marker, markersize=3,
+    (line,) = axes.plot(cliff.budgets, style.mask_nonpositive(cliff.median), color=colour, marker=marker, markersize=3,
                         markerfacecolor="none", label=cliff.name, gid=f"median {cliff.name}")  # fmt: skip
     if band and cliff.median_interval is not None:
-        low, high = (style.positive(end) for end in (cliff.median_interval.low, cliff.median_interval.high))
+        low, high = (style.mask_nonpositive(end) for end in (cliff.median_interval.low, cliff.median_interval.high))
         axes.fill_between(cliff.budgets, low, high, color=colour, alpha=0.13, linewidth=0, gid=f"band {cliff.name}")
     return line
 
@@ -71,13 +73,18 @@ def _draw_thresholds(axes: Axes, result: Cliffs) -> None:
         axes.axhline(threshold, color="0.55", linewidth=0.7, linestyle="--", zorder=1, gid="threshold")
         for shift, (one, colour) in enumerate(zip(result, colours, strict=True)):
             height = threshold * step ** ((len(result) - 1) / 2 - shift)
-            _draw_crossing(axes, one, index, (height, colour), limits)
+            _draw_crossing(axes, one, index, height, colour, limits)
     axes.set(xlim=limits, ylim=(min(low, min(result.thresholds) / 2), max(high, max(result.thresholds) * 2)))
 
 
-def _draw_crossing(axes: Axes, cliff: Cliff, index: int, look: tuple[float, Any], limits: tuple[float, float]) -> None:
-    """Draw a crossing's interval and mark; beyond the panel's edge the interval is cut off and the mark left out."""
-    crossing, (height, colour) = cliff.crossings[index], look
+def _draw_crossing(
+    axes: Axes, cliff: Cliff, index: int, height: float, colour: Any, limits: tuple[float, float]
+) -> None:
+    """Draw the interval and the mark of crossing number `index` at a height.
+
+    The interval, if any, is cut off at `limits`, the ends of the x axis; an unknown crossing has no mark.
+    """
+    crossing = cliff.crossings[index]
     if crossing.interval is not None:
         ends = np.clip([crossing.interval.low, crossing.interval.high], *limits)
         axes.plot(ends, [height] * 2, color=colour, linewidth=1.8, alpha=0.6, solid_capstyle="butt",
@@ -108,7 +115,7 @@ def draw_safe_budget(result: SafeBudgets, width_mm: float = style.WIDE_MM) -> Fi
             _draw_criterion(axes, result, index)
         figure.legend(handles=handles, loc="outside upper left", ncols=columns)
         bounds_text = f"whiskers: one-sided 95 % bounds over n = {result.identity.samples} samples"
-        style.draw_foot(
+        style.describe_run(
             figure,
             result.identity,
             f"full marks: safe, ringed the smallest; side by side at one budget · {bounds_text}",
@@ -128,7 +135,7 @@ def _draw_criterion(axes: Axes, result: SafeBudgets, index: int) -> None:
     axes.set_title(_SAFE_BUDGET_TITLES[criterion.name], loc="left")
     unit = result[0].verdicts[index].budgets[0].config.budget.unit
     axes.set(xlabel=f"budget, {unit}", ylabel=_LABELS[criterion.name])
-    style.log_axes(axes, x=True, y=criterion.name == "kl")
+    style.set_log_axes(axes, x=True, y=criterion.name == "kl")
     budgets = sorted({tested.config.budget.value for one in result for tested in one.verdicts[index].budgets})
     axes.xaxis.set_major_locator(FixedLocator(budgets))
     axes.xaxis.set_minor_locator(NullLocator())

@@ -28,6 +28,7 @@ _SPREAD = 0.56
 _GAP = 0.9
 """Height, in rows, of the words above the circular measures."""
 _HEIGHTS = {name: row + (_GAP if name in CIRCULAR_MEASURES else 0) for row, name in enumerate(NAMES)}
+"""Height of each measure's row, by its name."""
 _NULL_COLOUR = "0.82"
 _FRAMES = {
     "rho": (0, (-1.05, 1.05), "Spearman’s ρ with the score"),
@@ -58,7 +59,7 @@ def draw(result: Correlation, width_mm: float = style.WIDE_MM) -> Figure:
         figure.legend(handles=_legend(settings, colours), loc="outside upper left", ncols=1 if narrow else 2)
         for panel in axes[:2]:
             typeset(panel.get_yticklabels())
-        style.draw_foot(figure, result.identity, _foot_text(result))
+        style.describe_run(figure, result.identity, _foot_text(result))
     return figure
 
 
@@ -130,7 +131,7 @@ def _draw_lost_shares(axes: Axes, settings: Sequence[Setting], colours: Sequence
                           color=colour, linewidth=0.7, alpha=0.6)  # fmt: skip
     unit = "" if measure == REFERENCE else ", relative"
     axes.set(xlabel=f"{NAMES[measure]}{unit} (log axis)", ylabel="share of answers lost", ylim=(-0.03, 1.03))
-    style.log_axes(axes, x=True)
+    style.set_log_axes(axes, x=True)
     axes.set_title(f"Lost by {NAMES[measure]}, all prompts", loc="left")
 
 

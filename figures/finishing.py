@@ -53,7 +53,7 @@ def finish(figure: CaptionedFigure, width_mm: float) -> None:
     Raises:
         NarrowFigureError: a panel has no room at this width; the message says which width has.
     """
-    if not style.in_use().notes:
+    if not style.current_style().notes:
         _fit(figure, width_mm)
     for step in figure.last_steps:
         step()
@@ -65,8 +65,18 @@ def _fit(figure: CaptionedFigure, width_mm: float) -> None:
         [axes for axes in figure.axes if axes.axison and _is_bar(axes) is of_bar] for of_bar in (False, True)
     )
     _magnify(figure)
+    _fold_words(figure, panels, bars)
+    _set_height(figure, panels)
+    if not _lay_out(figure):
+        _refuse(width_mm, width_mm + _LEAST_PANEL_MM * style.scale() * max(map(len, _rows(panels))))
+    _clear_overlaps(figure, panels, bars)
+    _refuse_narrow(panels, width_mm)
+
+
+def _fold_words(figure: CaptionedFigure, panels: Sequence[Axes], bars: Sequence[Axes]) -> None:
+    """Fold the names of axes and rows, legends and titles to their room, titles after a first layout."""
     for axes in panels:
-        _fold_labels(figure, axes, panels)
+        _fold_axis_texts(figure, axes, panels)
     for bar in bars:
         _fold_label(bar.yaxis.label, bar.get_window_extent().height)
         _fold_label(bar.xaxis.label, bar.get_window_extent().width)
@@ -79,9 +89,10 @@ def _fit(figure: CaptionedFigure, width_mm: float) -> None:
         _fold_label(axes.xaxis.label, _label_room(figure, axes, panels))
         _fold_title(figure, axes, [*panels, *bars])
     _letter_titles(figure, panels)
-    _set_height(figure, panels)
-    if not _lay_out(figure):
-        _refuse(width_mm, width_mm + _LEAST_PANEL_MM * style.scale() * max(map(len, _rows(panels))))
+
+
+def _clear_overlaps(figure: CaptionedFigure, panels: Sequence[Axes], bars: Sequence[Axes]) -> None:
+    """Cut, leave out or move what lies on something else, now that the panels have their places."""
     thinned: set[int] = set()
     for axes in panels:
         _trim_title(figure, axes)
@@ -90,7 +101,6 @@ def _fit(figure: CaptionedFigure, width_mm: float) -> None:
     for bar in bars:
         _thin_ticks(bar, thinned)
     _lower_legends(figure, panels)
-    _refuse_narrow(panels, width_mm)
 
 
 def _lay_out(figure: CaptionedFigure) -> bool:
@@ -111,8 +121,8 @@ def _is_bar(axes: Axes) -> bool:
     return hasattr(axes, "_colorbar")
 
 
-def _pixels(figure: CaptionedFigure) -> float:
-    """Return the pixels of a millimetre of the figure before it is magnified."""
+def _pixels_per_mm(figure: CaptionedFigure) -> float:
+    """Return how many pixels of the figure a millimetre has, as lengths are before they are magnified."""
     return figure.dpi / _INCH_MM * style.scale()
 
 
@@ -151,7 +161,7 @@ def _magnify_artist(artist: Any, factor: float) -> None:
 def _write_title(figure: CaptionedFigure) -> None:
     """Write a slide's headline: at its top, or above the legend that is there; a warning that stands there stays."""
     look: dict[str, Any] = {"fontsize": style.points(9), "fontweight": "bold"}
-    if not style.in_use().magnified or figure.get_suptitle():
+    if not style.current_style().magnified or figure.get_suptitle():
         return
     above = [legend for legend in figure.legends if legend.get_gid() != style.BELOW]
     if not above:
@@ -165,27 +175,41 @@ def _write_title(figure: CaptionedFigure) -> None:
 def _fold_title(figure: CaptionedFigure, axes: Axes, others: Sequence[Axes]) -> None:
     """Fold a panel's title to its room, at most two lines; the caption has it whole where it has more."""
     for title in (axes.title, axes._left_title):  # type: ignore[attr-defined]
-        if not title.get_text():
+        whole = title.get_text()
+        if not whole:
             continue
-        whole, left = title.get_text(), axes.get_window_extent().x0
         figure.titles[axes] = whole
-        ends = [other.get_window_extent().x0 for other in others if _same_row(axes, other)]
-        end = min((x for x in ends if x > left + 1), default=figure.bbox.width)
-        centred = title is axes.title
-        room = axes.get_window_extent().width if centred else end - left - (_GAP_MM + _LETTER_MM) * _pixels(figure)
-        folded = [_fold(title, line, _SAFE * room).split("\n") for line in whole.split("\n")]
+        is_centred = title is axes.title
+        room = _SAFE * (axes.get_window_extent().width if is_centred else _left_title_room(figure, axes, others))
+        folded = [_fold(title, line, room).split("\n") for line in whole.split("\n")]
         if sum(map(len, folded)) <= _TITLE_LINES:
             title.set_text("\n".join(line for lines in folded for line in lines))
-            continue
-        shown = folded[0]
-        for lines in folded[1:]:
-            if len(shown) + len(lines) > _TITLE_LINES:
-                break
-            shown = [*shown, *lines]
-        if len(shown) > _TITLE_LINES:
-            shown = [*shown[: _TITLE_LINES - 1], f"{shown[_TITLE_LINES - 1]} …"]
-        title.set_text("\n".join([_cut(title, line, _SAFE * room) for line in shown]))
-        figure.remarks.append((axes, ""))
+        else:
+            title.set_text("\n".join(_cut(title, line, room) for line in _first_lines(folded)))
+            figure.remarks.append((axes, ""))  # so that the caption has the whole title
+
+
+def _left_title_room(figure: CaptionedFigure, axes: Axes, others: Sequence[Axes]) -> float:
+    """Return the room of a panel's title in pixels: to the next panel or bar at its right, or to the figure's edge."""
+    left = axes.get_window_extent().x0
+    ends = [other.get_window_extent().x0 for other in others if _same_row(axes, other)]
+    end = min((x for x in ends if x > left + 1), default=figure.bbox.width)
+    return float(end - left - (_GAP_MM + _LETTER_MM) * _pixels_per_mm(figure))
+
+
+def _first_lines(folded: Sequence[list[str]]) -> list[str]:
+    """Return the lines of a title that is too long: whole lines of it while they fit, or the first with an ellipsis.
+
+    `folded`: the lines into which each line of the title is folded.
+    """
+    shown = folded[0]
+    for lines in folded[1:]:
+        if len(shown) + len(lines) > _TITLE_LINES:
+            break
+        shown = [*shown, *lines]
+    if len(shown) > _TITLE_LINES:
+        return [*shown[: _TITLE_LINES - 1], f"{shown[_TITLE_LINES - 1]} …"]
+    return shown
 
 
 def _cut(text: Text, line: str, room: float) -> str:
@@ -200,7 +224,7 @@ def _trim_title(figure: CaptionedFigure, axes: Axes) -> None:
     box, whole = title.get_window_extent(), title.get_text()
     if whole and box.x1 > figure.bbox.width:
         title.set_text("\n".join([_cut(title, line, figure.bbox.width - box.x0) for line in whole.split("\n")]))
-        figure.remarks.append((axes, ""))
+        figure.remarks.append((axes, ""))  # so that the caption has the whole title
 
 
 def _letter_titles(figure: CaptionedFigure, panels: Sequence[Axes]) -> None:
@@ -221,7 +245,10 @@ def _same_row(one: Axes, other: Axes) -> bool:
 
 
 def _fold(text: Text, words: str, room: float) -> str:
-    """Return words folded to a room in pixels, by the width of the text's own letters."""
+    """Return words folded to a room in pixels, by the width of the text's own letters.
+
+    Unchanged where they fit, or hold typeset symbols; a long word may be wider than the room.
+    """
     if (text.get_parse_math() and "$" in words) or not words.strip() or _width(text, words) <= room:
         return words
     words = keep_together(words)
@@ -234,7 +261,7 @@ def _fold(text: Text, words: str, room: float) -> str:
 
 
 def _width(text: Text, words: str) -> float:
-    """Return the width of words in pixels, as a text would be with them, along its line."""
+    """Return the width in pixels, along its line, that a text would have with these words; the text stays as it is."""
     old = text.get_text()
     text.set_text(words)
     box = text.get_window_extent()
@@ -248,21 +275,26 @@ def _fold_label(name: Text, room: float) -> None:
         name.set_text("\n".join(_fold(name, line, room) for line in name.get_text().split("\n")))
 
 
-def _fold_labels(figure: CaptionedFigure, axes: Axes, panels: Sequence[Axes]) -> None:
+def _fold_axis_texts(figure: CaptionedFigure, axes: Axes, panels: Sequence[Axes]) -> None:
     """Fold the names of a panel's axes to its size, and the names of its rows to a part of its column."""
     _fold_label(axes.xaxis.label, _label_room(figure, axes, panels))
-    _fold_label(axes.yaxis.label, max(axes.get_window_extent().height, _PANEL_MM * _pixels(figure)) * _SAFE)
-    if _names(axes):
-        ticks = axes.yaxis.get_major_ticks()
+    _fold_label(axes.yaxis.label, max(axes.get_window_extent().height, _PANEL_MM * _pixels_per_mm(figure)) * _SAFE)
+    if _row_names(axes):
         row = [other.yaxis.get_tick_params() for other in panels if _same_row(axes, other)]
         named = [one for one in row if one.get("labelleft", True)]
-        room = _NAMES_SHARE * figure.bbox.width / max(1, len(named))
-        labels = [_fold(tick.label1, tick.label1.get_text(), room) for tick in ticks]
-        if any(new != tick.label1.get_text() for new, tick in zip(labels, ticks, strict=True)):
-            math = [tick.label1.get_parse_math() for tick in ticks]
-            axes.set_yticks(axes.get_yticks(), labels)
-            for tick, parse in zip(axes.yaxis.get_major_ticks(), math, strict=True):
-                tick.label1.set_parse_math(parse)
+        _fold_row_names(axes, _NAMES_SHARE * figure.bbox.width / max(1, len(named)))
+
+
+def _fold_row_names(axes: Axes, room: float) -> None:
+    """Fold the names of a panel's rows to a room in pixels; typeset ones stay typeset."""
+    labels = [tick.label1 for tick in axes.yaxis.get_major_ticks()]
+    folded = [_fold(label, label.get_text(), room) for label in labels]
+    if folded == [label.get_text() for label in labels]:
+        return
+    math = [label.get_parse_math() for label in labels]
+    axes.set_yticks(axes.get_yticks(), folded)
+    for tick, parse in zip(axes.yaxis.get_major_ticks(), math, strict=True):
+        tick.label1.set_parse_math(parse)
 
 
 def _label_room(figure: CaptionedFigure, axes: Axes, panels: Sequence[Axes]) -> float:
@@ -271,10 +303,10 @@ def _label_room(figure: CaptionedFigure, axes: Axes, panels: Sequence[Axes]) -> 
     middle = (axes.get_window_extent().x0 + axes.get_window_extent().x1) / 2
     pitch = min((abs((box.x0 + box.x1) / 2 - middle) for box in boxes), default=figure.bbox.width)
     edge = 2 * min(middle, figure.bbox.width - middle)
-    return float(min(pitch, edge) - 2 * _GAP_MM * _pixels(figure))
+    return float(min(pitch, edge) - 2 * _GAP_MM * _pixels_per_mm(figure))
 
 
-def _names(axes: Axes) -> list[str]:
+def _row_names(axes: Axes) -> list[str]:
     """Return the names of a panel's rows; none where its ticks are numbers or invisible."""
     labels = [label.get_text() for label in axes.get_yticklabels()]
     return labels if any(any(map(str.isalpha, label)) for label in labels) else []
@@ -284,10 +316,8 @@ def _lift_legends(figure: CaptionedFigure, panels: Sequence[Axes]) -> None:
     """Move a legend that stands on a small panel's numbers above the figure."""
     for axes in panels:
         legend, box = axes.get_legend(), axes.get_window_extent()
-        large = axes.get_aspect() == "auto" and box.width > _LEGEND_MM * _pixels(figure)
-        if legend is None or legend.get_gid() or large:
-            continue
-        if legend.get_window_extent().x0 > box.x1:
+        large = axes.get_aspect() == "auto" and box.width > _LEGEND_MM * _pixels_per_mm(figure)
+        if legend is None or legend.get_gid() or large or legend.get_window_extent().x0 > box.x1:
             continue
         handles, words = legend.legend_handles, [text.get_text() for text in legend.get_texts()]
         legend.remove()
@@ -295,12 +325,14 @@ def _lift_legends(figure: CaptionedFigure, panels: Sequence[Axes]) -> None:
 
 
 def _fit_legend(figure: CaptionedFigure, legend: Legend) -> None:
-    """Draw a figure's legend again with fewer columns, or with folded names, where it is wider than the figure."""
+    """Draw a figure's legend again with fewer columns, and with folded names, where it is wider than the figure.
+
+    Names are folded where even the widest of them does not fit its column.
+    """
     room, width = figure.bbox.width, legend.get_window_extent().width
-    columns = legend._ncols  # type: ignore[attr-defined]
     if width <= room:
         return
-    columns = max(1, int(columns * room / width))
+    columns = max(1, int(legend._ncols * room / width))  # type: ignore[attr-defined]
     texts = legend.get_texts()
     widest = max(text.get_window_extent().width for text in texts)
     handle = _HANDLE * float(texts[0].get_fontsize()) / 72 * figure.dpi
@@ -311,13 +343,13 @@ def _fit_legend(figure: CaptionedFigure, legend: Legend) -> None:
     if legend.get_gid() == style.BELOW:
         options["loc"] = "outside lower left"
     legend.remove()
-    again = figure.legend(handles=legend.legend_handles, labels=words, **options)
-    for text, parse in zip(again.get_texts(), math, strict=True):
+    redrawn = figure.legend(handles=legend.legend_handles, labels=words, **options)
+    for text, parse in zip(redrawn.get_texts(), math, strict=True):
         text.set_parse_math(parse)
     if title.get_text():
-        again.set_title(title.get_text())
-        again.get_title().set(color=title.get_color(), fontweight=title.get_fontweight())
-        again.set_alignment("left")
+        redrawn.set_title(title.get_text())
+        redrawn.get_title().set(color=title.get_color(), fontweight=title.get_fontweight())
+        redrawn.set_alignment("left")
 
 
 def _rows(panels: Sequence[Axes]) -> list[list[Axes]]:
@@ -333,10 +365,10 @@ def _rows(panels: Sequence[Axes]) -> list[list[Axes]]:
     return rows
 
 
-def _wanted_mm(axes: Axes, figure: CaptionedFigure) -> float:
-    """Return the height that a panel should have: for its names, for a square, for a map, or for curves."""
-    width = axes.get_window_extent().width / _pixels(figure)
-    if names := _names(axes):
+def _wanted_height_mm(axes: Axes, figure: CaptionedFigure) -> float:
+    """Return the height that a panel should have, in mm: for its names, for a square, for a map, or for curves."""
+    width = axes.get_window_extent().width / _pixels_per_mm(figure)
+    if names := _row_names(axes):
         lines = [name.count("\n") + 1 for name in names]
         apart = max(((first + second) / 2 for first, second in pairwise(lines)), default=lines[0])
         marks = _MARK_MM * ceil(len(axes.containers) / len(names))
@@ -345,7 +377,7 @@ def _wanted_mm(axes: Axes, figure: CaptionedFigure) -> float:
         high = (
             abs(np.subtract(*axes.get_ylim()) / np.subtract(*axes.get_xlim())) if axes.get_xscale() == "linear" else 1
         )
-        cell = axes.get_position(original=True).width * figure.bbox.width / _pixels(figure)
+        cell = axes.get_position(original=True).width * figure.bbox.width / _pixels_per_mm(figure)
         return float(min(_SQUARE_MM, cell * high))
     meshes = [mesh for mesh in axes.collections if isinstance(mesh, QuadMesh) and mesh.get_gid() == "map"]
     if meshes:
@@ -358,13 +390,12 @@ def _set_height(figure: CaptionedFigure, panels: Sequence[Axes]) -> None:
 
     A slide is 16:9, or higher where its rows need it.
     """
-    rows, pixels = _rows(panels), _pixels(figure)
+    rows, pixels = _rows(panels), _pixels_per_mm(figure)
     if not rows:  # one panel that says why there is nothing
-        share = _SLIDE if style.in_use().magnified else _PANEL_MM * pixels / figure.bbox.width
+        share = _SLIDE if style.current_style().magnified else _PANEL_MM * pixels / figure.bbox.width
         figure.set_figheight(share * figure.get_figwidth())
         return
-    wanted = [max(_wanted_mm(axes, figure) for axes in row) for row in rows]
-    wanted = _lower_rows(wanted, rows, figure)
+    wanted = _lower_rows([max(_wanted_height_mm(axes, figure) for axes in row) for row in rows], rows, figure)
     got = [float(np.mean([axes.get_position(original=True).height for axes in row])) * figure.bbox.height / pixels
            for row in rows]  # fmt: skip
     grids = {id(axes.get_gridspec()): axes.get_gridspec() for axes in panels if axes.get_subplotspec() is not None}
@@ -372,37 +403,44 @@ def _set_height(figure: CaptionedFigure, panels: Sequence[Axes]) -> None:
     if len(grids) == 1 and isinstance(grid, GridSpec) and grid.nrows == len(rows):
         grid.set_height_ratios(wanted)
         needed = sum(wanted)
-    else:
+    else:  # all rows grow by the factor that the one needs that wants most
         needed = max(want / have for want, have in zip(wanted, got, strict=True)) * sum(got)
     height = figure.bbox.height / pixels + needed - sum(got)
-    if style.in_use().magnified:
+    if style.current_style().magnified:
         height = max(height, _SLIDE * figure.bbox.width / pixels)
-    elif not any(_names(axes) for axes in panels):
+    elif not any(_row_names(axes) for axes in panels):
         height = min(height, MOST_ROW_MM * len(rows))
     figure.set_figheight(height * style.scale() / _INCH_MM)
 
 
 def _lower_rows(heights: Sequence[float], rows: Sequence[Sequence[Axes]], figure: CaptionedFigure) -> list[float]:
-    """Return the rows' heights so that the figure leaves room for its caption; rows with names keep theirs."""
+    """Return the rows' heights in mm, lowered so that the figure leaves room for its caption.
+
+    Rows with names keep their height, and all rows of a slide do.
+    """
     taken = sum(float(np.mean([axes.get_position(original=True).height for axes in row])) for row in rows)
-    around = (1 - taken) * figure.bbox.height / _pixels(figure)
-    free = [not any(_names(axes) for axes in row) for row in rows]
+    around = (1 - taken) * figure.bbox.height / _pixels_per_mm(figure)
+    free = [not any(_row_names(axes) for axes in row) for row in rows]
     room = MOST_FIGURE_MM - around - sum(height for height, is_free in zip(heights, free, strict=True) if not is_free)
     total = sum(height for height, is_free in zip(heights, free, strict=True) if is_free)
-    if style.in_use().magnified or total <= room or not total:
+    if style.current_style().magnified or total <= room or not total:
         return list(heights)
     return [max(_LEAST_ROW_MM, height * room / total) if is_free else height
             for height, is_free in zip(heights, free, strict=True)]  # fmt: skip
 
 
 def _thin_ticks(axes: Axes, thinned: set[int]) -> None:
-    """Leave out tick labels that lie on their neighbours: every second one, or more; `thinned` are done already."""
+    """Leave out tick labels that lie on their neighbours: every second one, or more.
+
+    `thinned`: ids of the ticks that are thinned already, as panels may share them; it grows by this panel's. Names of
+    rows all stay.
+    """
     for axis, (low, high) in ((axes.xaxis, sorted(axes.get_xlim())), (axes.yaxis, sorted(axes.get_ylim()))):
         if id(axis.major) in thinned:
             continue
         ticks = [tick for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
         ticks = [tick for tick in ticks if tick.label1.get_visible() and tick.label1.get_text()]
-        if axis is axes.yaxis and _names(axes):
+        if axis is axes.yaxis and _row_names(axes):
             continue
         boxes = [tick.label1.get_window_extent().padded(2.0) for tick in ticks]
         step = 1
@@ -433,7 +471,9 @@ def _lower_legends(figure: CaptionedFigure, panels: Sequence[Axes]) -> None:
         box = axes.get_window_extent()
         lowest = axes.xaxis.get_tightbbox()
         bottom = box.y0 if lowest is None else lowest.y0
-        legend.set_bbox_to_anchor((0.5, (bottom - _GAP_MM * _pixels(figure) - box.y0) / box.height), axes.transAxes)
+        legend.set_bbox_to_anchor(
+            (0.5, (bottom - _GAP_MM * _pixels_per_mm(figure) - box.y0) / box.height), axes.transAxes
+        )
 
 
 def _refuse_narrow(panels: Sequence[Axes], width_mm: float) -> None:

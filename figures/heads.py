@@ -25,11 +25,13 @@ from perturbkv.figures import style
 from perturbkv.figures.labels import cache_shares_text, sort_by_cache_share
 
 FLAG_COLOUR = "#c1272d"
-_DECADES_BELOW = 1000.0
+_FAR_BELOW = 1000.0
+"""A head whose smaller mean is more than this factor below the median one does not set the lower end of the axes."""
 _FEW, _EMPTY = 0.01, 0.15
 """Heads at one end are left outside the axes where at most this share of all heads, or one, would take this share of
 the axes."""
 _MARGIN = 0.04
+"""Margin of the axes beyond the outermost heads, as a share of their span."""
 
 
 def draw_scatter(
@@ -47,9 +49,9 @@ def draw_scatter(
     }
     low, high = ends
     x, y = (np.clip(mean, low, high) for mean in (kind.baseline_mean, kind.treatment_mean))
-    beyond, tied, size = outside_axes(kind, ends), kind.verdict == 0, scale * (14.0 if x.size <= 400 else 7.0)
+    outside, tied, size = outside_axes(kind, ends), kind.verdict == 0, scale * (14.0 if x.size <= 400 else 7.0)
     axes.plot([low, high], [low, high], color="0.55", linewidth=0.8, zorder=1, gid="diagonal")
-    crossed, shown = tied & ~beyond, ~tied & ~beyond
+    crossed, shown = tied & ~outside, ~tied & ~outside
     axes.scatter(x[crossed], y[crossed], s=9 * scale, marker="x", color="0.5", linewidths=0.6, zorder=2, gid="ties")
     axes.scatter(x[shown], y[shown], s=size, c=layers[shown], linewidths=0, zorder=3, gid="heads", **colours)
     axes.scatter(x[flagged], y[flagged], s=size + 14 * scale, facecolors="none", edgecolors=FLAG_COLOUR, linewidths=0.6,
@@ -58,7 +60,7 @@ def draw_scatter(
         axes.scatter(x[there], y[there], s=size + 10 * scale, c=layers[there], marker=marker, linewidths=0, zorder=5,
                      clip_on=False, gid="outside", **colours)  # fmt: skip
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal" if square else "auto")
-    style.log_axes(axes, x=True, y=True)
+    style.set_log_axes(axes, x=True, y=True)
     axes.grid(visible=True, which="major")
 
 
@@ -88,13 +90,14 @@ def axis_limits(kinds: Sequence[HeadKind]) -> tuple[float, float]:
 
 def _log_ends(kind: HeadKind) -> tuple[float, float] | None:
     """Return log₁₀ of the axis ends that hold a kind's means, without far outliers; None where all means are 0."""
-    both = np.stack([kind.baseline_mean, kind.treatment_mean]).reshape(2, -1)
+    both = np.stack([kind.baseline_mean, kind.treatment_mean]).reshape(2, -1)  # (side, head)
     positive = both[both > 0]
     if not positive.size:
         return None
-    inside = both.min(axis=0) >= np.median(positive) / _DECADES_BELOW
-    lows = np.sort(np.log10(both.min(axis=0)[inside])) if inside.any() else np.log10(positive[:1])
-    highs = np.sort(np.log10(both.max(axis=0)[both.max(axis=0) > 0]))
+    smaller, larger = both.min(axis=0), both.max(axis=0)
+    inside = smaller >= np.median(positive) / _FAR_BELOW
+    lows = np.sort(np.log10(smaller[inside])) if inside.any() else np.log10(positive[:1])
+    highs = np.sort(np.log10(larger[larger > 0]))
     most = max(1, int(_FEW * both.shape[1]))
     low = lows[_outlier_count(lows - lows[0], highs[-1] - lows[0], most)]
     high = highs[-1 - _outlier_count(highs[-1] - highs[::-1], highs[-1] - low, most)]
@@ -102,7 +105,10 @@ def _log_ends(kind: HeadKind) -> tuple[float, float] | None:
 
 
 def _outlier_count(inwards: NDArray[np.float64], span: float, most: int) -> int:
-    """Return the number of heads before the last wide gap; `inwards`: sorted distances from an end of the axis."""
+    """Return the number of heads before the last wide gap at one end of the axis, at most `most`.
+
+    `inwards`: sorted distances of the heads from that end, of which the first is 0; `span`: length of the axis.
+    """
     gaps = np.diff(inwards[: most + 1])
     wide = np.flatnonzero(gaps > _EMPTY * span)
     return int(wide[-1]) + 1 if wide.size else 0
@@ -119,7 +125,7 @@ def draw_pair(result: HeadComparison, width_mm: float = style.WIDE_MM) -> Figure
     Without notes in the picture, panels are low and as wide as there is room.
     """
     with style.use():
-        notes = style.in_use().notes
+        notes = style.current_style().notes
         narrow, extra_mm = width_mm < style.WIDE_MM, _LINE_MM * _extra_lines(result)
         figure = style.figure(width_mm, (_NARROW_MM + extra_mm) * 2 if narrow else _HEIGHT_MM + extra_mm)
         axes = figure.subplots(2, 1) if narrow else figure.subplots(1, 2)
@@ -129,13 +135,13 @@ def draw_pair(result: HeadComparison, width_mm: float = style.WIDE_MM) -> Figure
                         result.identity.layer)  # fmt: skip
         axes[1].legend(handles=pair_legend(result), loc="upper left", handletextpad=0.3, borderaxespad=0.2)
         shares = f"cache share {cache_shares_text(result.cache_shares)}"
-        beyond = [int(outside_axes(kind, axis_limits([kind])).sum()) for kind in (result.isolated, result.propagated)]
-        style.draw_foot(figure, result.identity, f"{shares} · {foot_text(result)}", [_key([result], beyond), shares],
-                        sides=False)  # fmt: skip
+        outside = [int(outside_axes(kind, axis_limits([kind])).sum()) for kind in (result.isolated, result.propagated)]
+        note, caption = f"{shares} · {foot_text(result)}", [_caption_key([result], outside), shares]
+        style.describe_run(figure, result.identity, note, caption, sides=False)
     return figure
 
 
-def _key(results: Sequence[HeadComparison], outside: Sequence[int]) -> str:
+def _caption_key(results: Sequence[HeadComparison], outside: Sequence[int]) -> str:
     """Return the caption's sentence on points, and on rings, crosses, triangles and intervals where there are any.
 
     `outside`: number of heads outside the axes of each panel.
@@ -150,7 +156,7 @@ def _key(results: Sequence[HeadComparison], outside: Sequence[int]) -> str:
         "rings: σ ≤ 0.5, where Theorem 3 is silent" if flagged else "",
         "crosses: tied, within 2 noise floors or the same entries kept" if tied else "",
         f"triangles: {heads}" if any(outside) else "",
-        style.interval_legend(results[0].identity.samples),
+        style.interval_note(results[0].identity.samples),
     ]
     return "; ".join(filter(None, parts))
 
@@ -161,7 +167,7 @@ def foot_text(result: HeadComparison) -> str:
     return (
         "share: mean of samples; counts: by heads' means; Σ: over heads and samples · tied: within 2 noise floors, or "
         f"the same entries kept · beyond chance: {flips:,} flips of samples' signs, Benjamini–Hochberg at 5 % · "
-        f"{style.interval_legend(result.identity.samples)}"
+        f"{style.interval_note(result.identity.samples)}"
     )
 
 
@@ -171,13 +177,13 @@ def _draw_kind(axes: Axes, result: HeadComparison, name: str) -> None:
     unit = DISTANCES[result.distance].unit
     baseline, treatment = result.sides
     ends = axis_limits([kind])
-    draw_scatter(axes, kind, result.flagged, ends, square=style.in_use().notes)
+    draw_scatter(axes, kind, result.flagged, ends, square=style.current_style().notes)
     axes.set_xlabel(_axis_label(baseline, name, unit))
     axes.set_ylabel(_axis_label(treatment, name, unit))
     axes.set_title(_kind_title(kind, name, f"Σ {unit} over {baseline}'s"), loc="left", fontsize=style.points(7.5))
-    beyond = int(outside_axes(kind, ends).sum())
-    if beyond and style.in_use().notes:
-        style.draw_note(axes, f"{plural(beyond, 'head')} outside (triangle)")
+    outside = int(outside_axes(kind, ends).sum())
+    if outside and style.current_style().notes:
+        style.draw_note(axes, f"{plural(outside, 'head')} outside (triangle)")
 
 
 def _kind_title(kind: HeadKind, name: str, ratio_name: str) -> str:
@@ -187,13 +193,13 @@ def _kind_title(kind: HeadKind, name: str, ratio_name: str) -> str:
     beyond = f"beyond chance: {kind.sign_flips.above} better, {kind.sign_flips.below} worse"
     ratio = text.decimal(kind.sum_ratio, kind.sum_ratio_interval)
     lines = [f"{name}: {share} of heads better", f"{ratio_name}: {ratio}", counts, beyond]
-    if not style.in_use().notes:
+    if not style.current_style().notes:
         return "\n".join(lines[:2])
     return "\n".join(fold(line, _LETTERS) for line in lines)
 
 
 def _axis_label(side: str, name: str, unit: str) -> str:
-    """Return '<side>, <kind> perturbation (<unit>)', folded."""
+    """Return '<side>, <kind> perturbation (<unit>)', folded; `name` is the kind's."""
     return fold(f"{side}, {name} perturbation ({unit})", _LETTERS)
 
 
@@ -273,24 +279,35 @@ def draw_panels(result: HeadComparisons, width_mm: float = style.WIDE_MM) -> Fig
         outside = [int(outside_axes(one.propagated, ends).sum()) for one in ordered]
         triangles = " · triangles: heads outside the axes" if any(outside) else ""
         title_text, note = _figure_title(ordered), f"{_NOTE}{triangles} · {foot_text(ordered[0])}"
-        extra_mm = style.long_foot_mm(result.identity, note, width_mm) + style.long_title_mm(title_text, width_mm)
+        extra_mm = style.extra_foot_mm(result.identity, note, width_mm) + style.extra_title_mm(title_text, width_mm)
         extra_mm += _AXIS_MM if rows > 1 and len(ordered) % grid.columns else 0
         figure = style.figure(width_mm, rows * height + _AROUND_MM + extra_mm + (_BAR_MM if narrow else 0))
         axes = figure.subplots(rows, grid.columns, squeeze=False, sharex=True, sharey=True)
-        for panel, one, title in zip(axes.flat, ordered, titles, strict=False):
-            _draw_small_panel(panel, one, ends, grid.scale)
-            panel.set_title(title, loc="left", fontsize=style.points(grid.font))
-        for panel in axes.flat[len(ordered) :]:
-            panel.set_axis_off()
-        _name_axes(axes.ravel().tolist(), ordered, grid.columns)
+        _draw_pairs(axes.ravel().tolist(), ordered, titles, grid, ends)
         axes[0, 0].legend(handles=_panels_legend(ordered), loc="upper left", fontsize=style.points(0.95 * grid.font),
                           handletextpad=0.3, handlelength=1.2, borderaxespad=0.1, labelspacing=0.2)  # fmt: skip
         style.draw_layer_bar(figure, list(axes.flat), ordered[0].flagged.shape[0], "bottom" if narrow else "right",
                         result.identity.layer)  # fmt: skip
         style.set_title(figure, title_text, title_text.partition(":")[0])
         key = f"{_NOTE}; Σ ×: sum over heads and samples over the first named's"
-        style.draw_foot(figure, result.identity, note, [key, _key(ordered, outside)])
+        style.describe_run(figure, result.identity, note, [key, _caption_key(ordered, outside)])
     return figure
+
+
+def _draw_pairs(
+    axes: Sequence[Axes],
+    results: Sequence[HeadComparison],
+    titles: Sequence[str],
+    grid: _Grid,
+    ends: tuple[float, float],
+) -> None:
+    """Draw a panel per pair, with its title, on axes from and to `ends`; panels without a pair are blank."""
+    for panel, one, title in zip(axes, results, titles, strict=False):
+        _draw_small_panel(panel, one, ends, grid.scale)
+        panel.set_title(title, loc="left", fontsize=style.points(grid.font))
+    for panel in axes[len(results) :]:
+        panel.set_axis_off()
+    _name_axes(axes, results, grid.columns)
 
 
 def _sort_pairs(results: Sequence[HeadComparison]) -> list[HeadComparison]:
@@ -303,9 +320,9 @@ def _sort_pairs(results: Sequence[HeadComparison]) -> list[HeadComparison]:
 def _draw_small_panel(axes: Axes, result: HeadComparison, ends: tuple[float, float], scale: float) -> None:
     """Draw the propagated perturbation of one pair's heads, noting how many are outside the axes."""
     draw_scatter(axes, result.propagated, result.flagged, ends, scale)
-    beyond = int(outside_axes(result.propagated, ends).sum())
-    if beyond and style.in_use().notes:
-        style.draw_note(axes, f"{beyond} outside")
+    outside = int(outside_axes(result.propagated, ends).sum())
+    if outside and style.current_style().notes:
+        style.draw_note(axes, f"{outside} outside")
 
 
 def _name_axes(axes: Sequence[Axes], results: Sequence[HeadComparison], columns: int) -> None:
@@ -334,9 +351,10 @@ def _figure_title(results: Sequence[HeadComparison]) -> str:
 
 
 def _panels_legend(results: Sequence[HeadComparison]) -> list[object]:
-    """Return the longest of the panels' legends, without its number of flagged heads."""
+    """Return the entries of the panels' longest legend, without its number of flagged heads."""
     handles = max((pair_legend(result) for result in results), key=len)
-    handles[1].set_label("σ ≤ 0.5")
+    _, rings, *_ = handles
+    rings.set_label("σ ≤ 0.5")
     return list(handles)
 
 

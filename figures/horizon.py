@@ -24,6 +24,7 @@ _DASHES: tuple[Any, ...] = ("-", "--", ":")
 """Dashes of budgets; where there are more budgets, each has a row of panels."""
 _TITLES = {"propagated": "Propagated", "isolated": "Isolated", "kl": "Next token's distribution"}
 _MOST = 2.0
+"""Largest growth or shrinkage on the colour scale, in powers of two."""
 
 
 def draw(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
@@ -33,7 +34,7 @@ def draw(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
     """
     with style.use():
         configs = sort_by_cache_share(result.configs, lambda config: config.cache_share)
-        groups = _by_setting(configs)
+        groups = _group_by_setting(configs)
         narrow = width_mm < style.WIDE_MM
         rows = [configs] if len(groups) <= len(_DASHES) else list(groups.values())
         stacked = narrow and len(rows) == 1
@@ -49,12 +50,12 @@ def draw(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
         _finish_panels(axes, result, rows, stacked=stacked)
         handles = _legend(configs, colours, dashes if len(rows) == 1 else {})
         figure.legend(handles=handles, loc="outside upper left", ncols=2 if narrow else 4)
-        style.draw_foot(figure, result.identity, f"{_samples_text(result)}{_cache_shares_text(configs)}")
+        style.describe_run(figure, result.identity, f"{_samples_text(result)}{_cache_shares_text(configs)}")
     return figure
 
 
-def _by_setting(configs: Sequence[ConfigHorizon]) -> dict[str, list[ConfigHorizon]]:
-    """Return setting's name -> configurations, which differ in selection."""
+def _group_by_setting(configs: Sequence[ConfigHorizon]) -> dict[str, list[ConfigHorizon]]:
+    """Return setting's name -> its configurations, which differ in policy and selection alone."""
     groups: dict[str, list[ConfigHorizon]] = {}
     for config in configs:
         groups.setdefault(setting_name(config.config), []).append(config)
@@ -85,7 +86,10 @@ def _draw_config(panels: Any, config: ConfigHorizon, colour: Any, line: str) -> 
 
 
 def _finish_panels(axes: Any, result: Horizon, rows: Sequence[Sequence[ConfigHorizon]], stacked: bool) -> None:
-    """Set titles, units and integer steps, and a common y range per quantity, from 0."""
+    """Set titles, units and integer steps, and a common y range per quantity, from 0.
+
+    `axes` is (row, quantity); `stacked` panels are one below the other, so that the last alone names the x axis.
+    """
     names = [" ".join(parts) for parts in budget_names([row[0].config for row in rows], *SIDE)]
     for row, panels in enumerate(axes):
         for panel, (kind, title) in zip(panels, _TITLES.items(), strict=True):
@@ -106,7 +110,7 @@ def _legend(configs: Sequence[ConfigHorizon], colours: dict[str, Any], dashes: d
     handles = [Line2D([], [], color=colour, label=name) for name, colour in colours.items()]
     if len(dashes) < 2:
         return handles
-    firsts = [group[0].config for group in _by_setting(configs).values()]
+    firsts = [group[0].config for group in _group_by_setting(configs).values()]
     names = [" ".join(parts) for parts in budget_names(firsts, *SIDE)]
     return [*handles, *(Line2D([], [], color="0.3", linestyle=dash, label=f"b={name}")
                       for name, dash in zip(names, dashes.values(), strict=True))]  # fmt: skip
@@ -135,7 +139,7 @@ def draw_heads(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
         )
         flips = result.configs[0].curves["propagated"].sign_flips.flips
         note = f"decided by {flips:,} flips of samples' signs, Benjamini–Hochberg at 5 %"
-        style.draw_foot(figure, result.identity, f"{_samples_text(result)} · {note}")
+        style.describe_run(figure, result.identity, f"{_samples_text(result)} · {note}")
     return figure
 
 
@@ -157,11 +161,11 @@ def _samples_text(result: Horizon) -> str:
         if result.samples_too_short_for_growth
         else ""
     )
-    return f"{style.interval_legend(first)}{ending}{short}"
+    return f"{style.interval_note(first)}{ending}{short}"
 
 
 def _growth_map(name: str, config: ConfigHorizon) -> heatmaps.Map:
-    """Return a configuration's map of log₂ growth by head, titled with the numbers that grow and shrink."""
+    """Return a configuration's map of log₂ growth by head, titled with the numbers of heads that grow and shrink."""
     curve = config.curves["propagated"]
     grows, shrinks = int((curve.head_verdict == 1).sum()), int((curve.head_verdict == -1).sum())
     with np.errstate(divide="ignore"):

@@ -43,10 +43,8 @@ def legend_columns(names: Iterable[str], width_mm: float, most: int) -> int:
     """Return the largest number of legend columns, up to `most`, in which the longest name fits; at least 1."""
     size = FontProperties(size=rcParams["legend.fontsize"]).get_size_in_points()
     widest = max(float(TextPath((0, 0), name, size=size).get_extents().width) for name in names)
-    handle, between = (
-        (rcParams["legend.handlelength"] + rcParams["legend.handletextpad"]),
-        rcParams["legend.columnspacing"],
-    )
+    handle = rcParams["legend.handlelength"] + rcParams["legend.handletextpad"]
+    between = rcParams["legend.columnspacing"]
     available = width_mm * _POINTS_MM - 2 * size * (rcParams["legend.borderpad"] + rcParams["legend.borderaxespad"])
     return max(1, min(most, int((available + size * between) // (widest + size * (handle + between)))))
 
@@ -56,7 +54,9 @@ _LINE_MM, _ABOVE_MM = 3.0, 4.0
 _ROOM, _LINES = 34, 2
 """Letters per line and lines that fit under a panel of a third of a page; longer names are replaced by numbers."""
 _GAP = 1.5
+"""Letters of the gap between two names."""
 _LETTER_MM, _HANDLE_LETTERS = 1.15, 8
+"""Width of a letter of the key, and letters that a column's handle and gap take."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,10 @@ def key_height_mm(key: Sequence[str], width_mm: float) -> float:
 
 
 def draw_key(figure: Figure, key: Sequence[str], colours: Sequence[Any], width_mm: float, foot_mm: float) -> None:
-    """Draw the key above the figure's foot: number, name and, if given, a line in the name's colour."""
+    """Draw the key above the figure's foot, which is `foot_mm` high: number, name and a line in the name's colour.
+
+    `colours` may be fewer than the names: the rest have no line. An empty key draws nothing.
+    """
     if not key:
         return
     entries, line_colours = _key_entries(key, width_mm), [*colours, *["none"] * (len(key) - len(colours))]
@@ -105,7 +108,7 @@ def draw_key(figure: Figure, key: Sequence[str], colours: Sequence[Any], width_m
     ]
     look: dict[str, Any] = {"fontsize": style.points(6), "ncols": _key_columns(entries, width_mm), "handlelength": 1.4,
                             "columnspacing": 1.2, "labelspacing": 0.25, "borderaxespad": 0.2}  # fmt: skip
-    if not style.in_use().notes:  # no foot below it
+    if not style.current_style().notes:  # no foot below it
         figure.legend(handles=handles, loc="outside lower left", **look).set_gid(style.BELOW)
         return
     style.lay_out_above(figure, foot_mm + key_height_mm(key, width_mm))
@@ -120,6 +123,6 @@ def _key_entries(key: Sequence[str], width_mm: float) -> list[str]:
 
 
 def _key_columns(entries: Sequence[str], width_mm: float) -> int:
-    """Return the number of columns in which the key's entries fit the width; at least 1."""
+    """Return the largest number of columns in which the key's entries fit the width; at least 1."""
     longest = max(len(line) for entry in entries for line in entry.splitlines()) + _HANDLE_LETTERS
     return max(1, int(width_mm / _LETTER_MM) // longest)

@@ -29,6 +29,7 @@ _ROW_MM, _SMALL_MM, _AROUND_MM = 74, 38, 22
 _MOST_IN_A_PANEL = 2
 """Most budgets in one panel; of more, which would hide each other, each has a column of its own."""
 _COLUMNS, _NARROW_COLUMNS = 6, 3
+"""Budgets side by side, in two columns of a journal and in one."""
 _LINES: tuple[Any, Any] = ("--", "-")
 """Line styles of the two sides."""
 
@@ -47,10 +48,10 @@ def draw_layers(result: DriftSeries, width_mm: float = style.WIDE_MM) -> Figure:
         if not ordered[0].noise_floor_known:
             tied = "equal (no floor in this trace)"
         shares = ", ".join(f"b={one.baseline.budget}: {cache_shares_text(one.cache_shares)}" for one in ordered)
-        interval_text = style.interval_legend(result.identity.samples, medians=True)
+        interval_text = style.interval_note(result.identity.samples, medians=True)
         drifts = f"drift: medians; percent: of the means over samples · {interval_text}"
         note = f"{drifts} · ×: tied, {tied} · cache share of {shares}"
-        style.draw_foot(figure, result.identity, note)
+        style.describe_run(figure, result.identity, note)
     return figure
 
 
@@ -64,7 +65,7 @@ def _draw_shared_panels(results: Sequence[LayerDrift], width_mm: float) -> Figur
         _draw_drift(absolute, result, colour)
         _draw_percent(relative, result, colour)
     for axes in (absolute, relative):
-        _finish(axes, percent=axes is relative)
+        _finish_drift_panel(axes, percent=axes is relative)
         axes.set_xlabel("decoder layer")
     absolute.set(ylabel=_drift_label(results[0]), title="")
     relative.set_ylabel(_percent_label(results[0]))
@@ -113,7 +114,7 @@ def _share_scales(axes: np.ndarray, count: int) -> None:
     for first in (0, 1):
         panels = list(axes[first::2].flat)[:count]
         for panel in panels:
-            _finish(panel, percent=first == 1)
+            _finish_drift_panel(panel, percent=first == 1)
         ends = [panel.get_ylim() for panel in panels]
         for panel in panels:
             panel.set_ylim(min(low for low, _ in ends), max(high for _, high in ends))
@@ -151,13 +152,13 @@ def _draw_drift(axes: Axes, result: LayerDrift, colour: object) -> None:
         ("treatment", "-", result.treatment_median_drift, result.treatment_median_drift_interval),
     )
     for side, line, median, interval in both:
-        axes.plot(layers, style.positive(median), line, color=colour, marker="o" if len(layers) == 1 else None,
+        axes.plot(layers, style.mask_nonpositive(median), line, color=colour, marker="o" if len(layers) == 1 else None,
                   markersize=3, gid=f"{side} {result.baseline.label()}")  # fmt: skip
         if interval is not None:
             axes.fill_between(
                 layers,
-                style.positive(interval.low),
-                style.positive(interval.high),
+                style.mask_nonpositive(interval.low),
+                style.mask_nonpositive(interval.high),
                 color=colour,
                 alpha=0.1,
                 linewidth=0,
@@ -166,21 +167,21 @@ def _draw_drift(axes: Axes, result: LayerDrift, colour: object) -> None:
 
 def _draw_percent(axes: Axes, result: LayerDrift, colour: object) -> None:
     """Draw the ratio by layer on a logarithmic axis, where halving and doubling are equally far from 100 %."""
-    layers, percent = _layer_numbers(result), 100 * style.positive(result.ratio)
+    layers, percent = _layer_numbers(result), 100 * style.mask_nonpositive(result.ratio)
     axes.plot(layers, percent, color=colour, marker="o" if len(layers) == 1 else None, markersize=3,
               gid=f"percent {result.baseline.label()}")  # fmt: skip
     ends = result.ratio_interval
     if ends is not None:
-        axes.fill_between(layers, 100 * style.positive(ends.low), 100 * style.positive(ends.high), color=colour,
-                          alpha=0.13, linewidth=0)  # fmt: skip
+        low, high = (100 * style.mask_nonpositive(end) for end in (ends.low, ends.high))
+        axes.fill_between(layers, low, high, color=colour, alpha=0.13, linewidth=0)
     tied = result.verdict == 0
     axes.plot(layers[tied], percent[tied], linestyle="", marker="x", markersize=3, color="0.5", gid="ties")
 
 
-def _finish(axes: Axes, percent: bool) -> None:
+def _finish_drift_panel(axes: Axes, percent: bool) -> None:
     """Make the y axis logarithmic where it has positive values; draw the line of equality where `percent`."""
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-    style.log_axes(axes, y=True)
+    style.set_log_axes(axes, y=True)
     if percent:
         axes.axhline(100, color="0.55", linewidth=0.8, zorder=1)
 
@@ -218,7 +219,7 @@ def draw_last_layer(result: SampleSeries, width_mm: float = style.WIDE_MM) -> Fi
             panel.set_axis_off()
         _name_axes(list(axes.flat), ordered, columns)
         figure.legend(handles=_last_layer_legend(ordered), loc="outside upper left", ncols=2 if narrow else 5)
-        style.draw_foot(figure, result.identity, _foot_text(ordered[0]))
+        style.describe_run(figure, result.identity, _foot_text(ordered[0]))
     return figure
 
 
@@ -227,7 +228,7 @@ def _foot_text(result: LastLayer) -> str:
     first, _ = result.sides
     return (
         f"better: exact 95 % intervals of the share of n = {result.identity.samples} samples · mean ×: drift over "
-        f"{first}'s, {style.interval_legend(result.identity.samples)}"
+        f"{first}'s, {style.interval_note(result.identity.samples)}"
     )
 
 
@@ -244,14 +245,14 @@ def _draw_samples(axes: Axes, result: LastLayer, font: float) -> None:
     """Draw the samples of one budget, titled with the share that improves and the ratio of means."""
     positions, tied = np.arange(1, len(result.sample_ids) + 1), result.verdict == 0
     colours: Any = np.array([{1: _BETTER, 0: _TIED, -1: _WORSE}[int(verdict)] for verdict in result.verdict])
-    first, second = style.positive(result.baseline_drift), style.positive(result.treatment_drift)
+    first, second = style.mask_nonpositive(result.baseline_drift), style.mask_nonpositive(result.treatment_drift)
     axes.vlines(positions, np.fmin(first, second), np.fmax(first, second), colors=colours, linewidth=1.2)
     size = 11 if len(positions) <= 60 else 4
     axes.scatter(positions[~tied], first[~tied], s=size, facecolors="white", edgecolors=colours[~tied], linewidths=0.8,
                  zorder=3, gid="baseline")  # fmt: skip
     axes.scatter(positions[~tied], second[~tied], s=size, c=colours[~tied], linewidths=0, zorder=4, gid="treatment")
     axes.scatter(positions[tied], second[tied], s=size, c=_TIED, marker="x", linewidths=0.8, zorder=4, gid="ties")
-    style.log_axes(axes, y=True)
+    style.set_log_axes(axes, y=True)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     share = text.percent(result.improved_share, result.improved_share_interval)
     ratio = text.decimal(result.mean_ratio, result.mean_ratio_interval)
@@ -295,42 +296,50 @@ def draw_budget_curves(result: BudgetCurves, width_mm: float = style.WIDE_MM) ->
         handles = [line for line in axes[0].get_lines() if line.get_gid()]  # by label "_my.py:Score" would be lost
         legend_columns = labels.legend_columns([curve.name for curve in result], width_mm, 1 if narrow else 4)
         figure.legend(handles=handles, loc="outside upper left", ncols=legend_columns)
-        interval_text = style.interval_legend(result.identity.samples, medians=True)
-        style.draw_foot(
+        interval_text = style.interval_note(result.identity.samples, medians=True)
+        style.describe_run(
             figure, result.identity, f"drift and KL: medians over samples · {interval_text}{_cache_shares_text(result)}"
         )
     return figure
 
 
 def _draw_quantity(axes: Axes, result: BudgetCurves, quantity: str, label: str, title: str, *, log: bool) -> None:
-    """Draw the medians of one quantity ("drift", "kl" or "top1") over cache shares, a line per selection."""
+    """Draw the medians of one quantity ("drift", "kl" or "top1") over cache shares, a line per selection.
+
+    With `log` the y axis is logarithmic, and a note says how many values of 0 it cannot show.
+    """
     hidden = 0
     colours = style.category_colours(len(result))
     for curve, colour, marker in zip(result, colours, cycle("os^Dv"), strict=False):
         medians, interval = getattr(curve.medians, quantity), getattr(curve.intervals, quantity)
-        shown = style.positive(medians) if log else medians
+        shown = style.mask_nonpositive(medians) if log else medians
         hidden += int((shown != medians).sum())
-        percent = 100 * _shares(result, curve)
+        percent = 100 * _x_shares(result, curve)
         axes.plot(percent, shown, color=colour, marker=marker, markersize=3, markerfacecolor="none", label=curve.name,
                   gid=f"{quantity} {curve.name}")  # fmt: skip
         if interval is not None:
-            low, high = (style.positive(end) if log else end for end in (interval.low, interval.high))
+            low, high = (style.mask_nonpositive(end) if log else end for end in (interval.low, interval.high))
             axes.fill_between(percent, low, high, color=colour, alpha=0.13, linewidth=0)
-    known = _cache_shares_known(result)
-    axes.set(xlabel=f"{'cache share' if known else 'kept share of a head'} (%)", ylabel=label)
-    style.log_axes(axes, x=True, y=log)
-    shares = np.concatenate([100 * _shares(result, curve) for curve in result])
-    least, most = float(shares.min()), float(shares.max())
-    marks = _percent_ticks(least, most)
-    axes.xaxis.set_major_locator(FixedLocator(marks))
-    axes.set_xlim(min(least, *marks) / 1.15, max(most, *marks) * 1.15)
+    style.set_log_axes(axes, x=True, y=log)
+    _set_share_axis(axes, result)
+    axes.set_ylabel(label)
     axes.set_title(title, loc="left")
     if hidden:
         style.draw_note(axes, f"{plural(hidden, 'value')} of 0 not drawn")
 
 
+def _set_share_axis(axes: Axes, result: BudgetCurves) -> None:
+    """Give the x axis the label, the ticks and the limits of the curves' shares."""
+    shares = np.concatenate([100 * _x_shares(result, curve) for curve in result])
+    least, most = float(shares.min()), float(shares.max())
+    marks = _percent_ticks(least, most)
+    axes.set_xlabel(f"{'cache share' if _cache_shares_known(result) else 'kept share of a head'} (%)")
+    axes.xaxis.set_major_locator(FixedLocator(marks))
+    axes.set_xlim(min(least, *marks) / 1.15, max(most, *marks) * 1.15)
+
+
 def _percent_ticks(low: float, high: float) -> list[float]:
-    """Return ticks between two ends: 1, 2.5 and 5 times powers of ten; 1 to 9 times if fewer than two fit."""
+    """Return ticks from about `low` to `high`: 1, 2.5 and 5 times powers of ten, or 1 to 9 times if too few fit."""
     every = [step * 10.0**power for power in range(-3, 4) for step in (1, 2.5, 5)]
     inside = [tick for tick in every if low / 1.25 <= tick <= high * 1.25]
     fine = [step * 10.0**power for power in range(-3, 4) for step in range(1, 10)]
@@ -339,7 +348,7 @@ def _percent_ticks(low: float, high: float) -> list[float]:
 
 def _cache_shares_text(result: BudgetCurves) -> str:
     """Return the foot's text with the cache share per budget; empty where the curves' shares differ."""
-    shares = {tuple(zip(curve.budgets, map(text.cache_share, _shares(result, curve)), strict=True))
+    shares = {tuple(zip(curve.budgets, map(text.cache_share, _x_shares(result, curve)), strict=True))
              for curve in result}  # fmt: skip
     if len(shares) > 1:
         return ""
@@ -351,6 +360,6 @@ def _cache_shares_known(result: BudgetCurves) -> bool:
     return not any(np.isnan(curve.cache_shares).any() for curve in result)
 
 
-def _shares(result: BudgetCurves, curve: BudgetCurve) -> NDArray[Any]:
+def _x_shares(result: BudgetCurves, curve: BudgetCurve) -> NDArray[Any]:
     """Return a curve's x values (budget,): cache shares or, where unknown, kept shares."""
     return curve.cache_shares if _cache_shares_known(result) else curve.kept

@@ -21,6 +21,8 @@ from perturbkv.figures.labels import sort_by_cache_share
 from perturbkv.figures.panels import marker_entries
 
 _MOST, _FLOW, _NARROW = 7, 5, 3
+"""Methods at one budget from which maps are drawn in sequence instead of by budget; maps per row then, in two columns
+of a journal and in one."""
 _ROW_MM, _AROUND_MM = 40, 18
 TITLES = {"score": "share of numbers found", "digits": "share of leading digits that are right"}
 
@@ -41,17 +43,17 @@ def _draw_maps(result: Needle, width_mm: float, outcome: str) -> Figure:
         rows = _panel_rows(result, narrow=width_mm < style.WIDE_MM)
         figure = style.figure(width_mm, len(rows) * _ROW_MM + _AROUND_MM)
         axes = figure.subplots(len(rows), len(rows[0]), squeeze=False)
-        for number, row in enumerate(rows):
-            for index, method in enumerate(row):
+        for number, (row, panels) in enumerate(zip(rows, axes, strict=True)):
+            for index, (method, panel) in enumerate(zip(row, panels, strict=True)):
                 if method is None:
-                    axes[number, index].set_axis_off()
+                    panel.set_axis_off()
                     continue
-                _draw_map(axes[number, index], result, method, outcome)
+                _draw_map(panel, result, method, outcome)
                 below = rows[number + 1][index] if number + 1 < len(rows) else None
-                axes[number, index].set_xlabel("tokens" if below is None else "")
-                first = index == 0 or row[index - 1] is None
-                axes[number, index].set_ylabel("depth" if first else "")
-                axes[number, index].set_yticklabels(axes[number, index].get_yticklabels() if first else [])
+                is_first = index == 0 or row[index - 1] is None
+                panel.set_xlabel("tokens" if below is None else "")
+                panel.set_ylabel("depth" if is_first else "")
+                panel.set_yticklabels(panel.get_yticklabels() if is_first else [])
         side = "bottom" if width_mm < style.WIDE_MM else "right"
         bar = figure.colorbar(axes[0, 0].collections[0], ax=list(axes.flat), label=TITLES[outcome], location=side,
                               fraction=0.03, pad=0.02, aspect=25)  # fmt: skip
@@ -59,13 +61,13 @@ def _draw_maps(result: Needle, width_mm: float, outcome: str) -> Figure:
         where = f"Needle in {result.haystack}, {result.scenario}"
         style.set_title(figure, f"{where}: {common_text(result.identity.configs)}", where)
         shares = ", ".join(dict.fromkeys(text.decimal(method.cache_share) for method in result.methods))
-        style.draw_foot(
-            figure, result.identity, f"{style.interval_legend(result.identity.samples)} · cache share {shares}"
+        style.describe_run(
+            figure, result.identity, f"{style.interval_note(result.identity.samples)} · cache share {shares}"
         )
     return figure
 
 
-def by_budget(result: Needle) -> list[list[Retrieval]]:
+def group_by_budget(result: Needle) -> list[list[Retrieval]]:
     """Return the methods grouped by budget, smallest caches first."""
     groups: dict[Budget, list[Retrieval]] = {}
     for method in result.methods:
@@ -78,7 +80,7 @@ def by_budget(result: Needle) -> list[list[Retrieval]]:
 
 def _panel_rows(result: Needle, narrow: bool) -> list[list[Retrieval | None]]:
     """Return rows of panels, None for blanks: full cache and budgets by row or, if that is too wide, in sequence."""
-    groups = by_budget(result)
+    groups = group_by_budget(result)
     widest = max(map(len, groups))
     if not narrow and widest < _MOST:
         firsts: list[Retrieval | None] = [result.full, *[None] * (len(groups) - 1)]
@@ -140,7 +142,7 @@ def draw_needle_depths(result: Needle, width_mm: float = style.WIDE_MM) -> Figur
         narrow = width_mm < style.WIDE_MM
         columns = min(_NEEDLE_DEPTHS_NARROW if narrow else _WIDE, len(result.depths))
         chunks = -(-len(result.depths) // columns)
-        methods = [result.full, *(method for group in by_budget(result) for method in group)]
+        methods = [result.full, *(method for group in group_by_budget(result) for method in group)]
         figure = style.figure(width_mm, chunks * (len(methods) * _LINE_MM + _BELOW_MM) + _NEEDLE_DEPTHS_AROUND_MM)
         axes = figure.subplots(chunks, columns, squeeze=False, sharex=True, sharey=True)
         for index, panel in enumerate(axes.flat):
@@ -160,7 +162,7 @@ def draw_needle_depths(result: Needle, width_mm: float = style.WIDE_MM) -> Figur
             f"b={one.config.budget}: {text.decimal(one.cache_share)}" for one in result.methods if one.config
         )
         note = "whole number: exact 95 % intervals over the prompts of a depth · cache share of"
-        style.draw_foot(figure, result.identity, f"{note} {', '.join(shares)}")
+        style.describe_run(figure, result.identity, f"{note} {', '.join(shares)}")
     return figure
 
 
@@ -171,7 +173,10 @@ def _method_names(result: Needle, methods: list[Retrieval]) -> list[str]:
 
 
 def _draw_depth(axes: Axes, methods: list[Retrieval], depth_index: int) -> None:
-    """Draw one depth, a row per method, with the share of numbers found as a number at the right."""
+    """Draw one depth, a row per method, with the share of numbers found as a number at the right.
+
+    A method without a prompt of this depth has an empty row.
+    """
     colours = style.category_colours(2)
     for row, method in enumerate(methods):
         ends = None if method.by_depth_interval is None else method.by_depth_interval.at(depth_index)
@@ -213,7 +218,7 @@ def draw_retrieval(result: Needle, width_mm: float = style.WIDE_MM) -> Figure:
             style.draw_note(axes.flat[0], "no budget of three methods or more: no ranks", at="middle")
         handles = marker_entries((marker, label) for marker, label, _ in _RETRIEVAL_MARKS.values())
         figure.legend(handles=handles, loc="outside upper left", ncols=2)
-        style.draw_foot(figure, result.identity, _foot_text(result.correlation.samples))
+        style.describe_run(figure, result.identity, _foot_text(result.correlation.samples))
     return figure
 
 
@@ -231,18 +236,7 @@ def _draw_budget(axes: Axes, budget: RankedBudget) -> None:
     positions = {name: row + (_GAP if name in CIRCULAR else 0) for row, name in enumerate(names)}
     for one in (*budget.correlations, *budget.circular):
         _draw_correlation(axes, positions[one.measure], one)
-    axes.axvline(0, color="0.55", linewidth=0.8, zorder=1)
-    axes.axhline(len(FIRST_STEP_MEASURES) - 0.45, color="0.55", linewidth=0.6, linestyle=":")
-    axes.text(0.98, len(FIRST_STEP_MEASURES) - 0.37, "circular: nearly the score", transform=axes.get_yaxis_transform(),
-              ha="right", va="top", fontsize=style.points(5.5), color="0.35",
-              bbox={"facecolor": "white", "linewidth": 0, "pad": 0.8})  # fmt: skip
-    axes.set_yticks(list(positions.values()), list(names.values()))
-    axes.set(
-        xlim=(-1.05, 1.05),
-        ylim=(max(positions.values()) + 0.5, -0.5),
-        xticks=[-1, -0.5, 0, 0.5, 1],
-        xlabel="Spearman’s ρ within a prompt",
-    )
+    _frame_correlations(axes, positions, names)
     deciding = {outcome: budget.by_outcome(outcome)[0].deciding for outcome in OUTCOMES}
     shares = " to ".join(dict.fromkeys(map(text.decimal, budget.cache_share_range)))
     title = (
@@ -260,6 +254,25 @@ def _draw_budget(axes: Axes, budget: RankedBudget) -> None:
     elif reasons:
         title += f"\n{reasons[0]}"
     axes.set_title(title, loc="left", fontsize=style.points(6.5))
+
+
+def _frame_correlations(axes: Axes, positions: dict[str, float], names: dict[str, str]) -> None:
+    """Draw the line of no association and the border above circular measures; label the axes.
+
+    `positions` and `names`: height and label of each measure's row.
+    """
+    axes.axvline(0, color="0.55", linewidth=0.8, zorder=1)
+    axes.axhline(len(FIRST_STEP_MEASURES) - 0.45, color="0.55", linewidth=0.6, linestyle=":")
+    axes.text(0.98, len(FIRST_STEP_MEASURES) - 0.37, "circular: nearly the score", transform=axes.get_yaxis_transform(),
+              ha="right", va="top", fontsize=style.points(5.5), color="0.35",
+              bbox={"facecolor": "white", "linewidth": 0, "pad": 0.8})  # fmt: skip
+    axes.set_yticks(list(positions.values()), list(names.values()))
+    axes.set(
+        xlim=(-1.05, 1.05),
+        ylim=(max(positions.values()) + 0.5, -0.5),
+        xticks=[-1, -0.5, 0, 0.5, 1],
+        xlabel="Spearman’s ρ within a prompt",
+    )
 
 
 def _undecided_reason(budget: RankedBudget, outcome: str) -> str:

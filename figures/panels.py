@@ -21,8 +21,11 @@ from perturbkv.analyses.outcomes import Outcome
 from perturbkv.figures import style
 
 _LAYER_MM, _LEAST_MM, _MOST_MM = 0.9, 24.0, 48.0
+"""Height of a map per layer, and the least and the most of a map."""
 _TITLE_MM, _GAP_MM, _AROUND_MM = 3.2, 5.0, 16.0
+"""Heights of a line of a map's title, between rows of maps, and around them."""
 _BAR_MM, _BAR_THICK_MM, _NARROW_FONT = 20.0, 3.2, 6.2
+"""In one column: room for the colour bar below, its thickness, and the size of a map's title."""
 _DARK = 0.5
 """Marks are white on colours darker than this, black on the others."""
 
@@ -63,25 +66,25 @@ def draw_maps(
     rows: Sequence[Sequence[Map]], width_mm: float, scale: Scale, title: str, layer_name: Callable[[int], int]
 ) -> Figure:
     """Draw rows of maps with one colour bar; `layer_name`: index -> layer's number. Call inside `style.use()`."""
-    columns = max(len(row) for row in rows)
-    panel = float(np.clip(rows[0][0].values.shape[0] * _LAYER_MM, _LEAST_MM, _MOST_MM))
+    narrow, columns = width_mm < style.WIDE_MM, max(len(row) for row in rows)
+    map_mm = float(np.clip(rows[0][0].values.shape[0] * _LAYER_MM, _LEAST_MM, _MOST_MM))
     lines = [max(shown.title.count("\n") + 1 for shown in row) for row in rows]
-    heights = [panel + count * _TITLE_MM + _GAP_MM for count in lines]
-    figure = style.figure(width_mm, sum(heights) + _AROUND_MM + (_BAR_MM if width_mm < style.WIDE_MM else 0))
+    heights = [map_mm + count * _TITLE_MM + _GAP_MM for count in lines]
+    figure = style.figure(width_mm, sum(heights) + _AROUND_MM + (_BAR_MM if narrow else 0))
     axes = figure.subplots(len(rows), columns, squeeze=False)
-    narrow = width_mm < style.WIDE_MM
-    for shown, row in zip(rows, axes, strict=True):
-        for index, at in enumerate(row):
-            if index >= len(shown):
-                at.set_axis_off()
-                continue
-            _draw_map(at, shown[index], scale)
-            at.set_yticklabels([str(layer_name(int(tick.get_text()))) for tick in at.get_yticklabels()])
-            at.set_title(shown[index].title, loc="left", fontsize=style.points(_NARROW_FONT) if narrow else None)
-            at.tick_params(labelleft=index == 0)
-            at.set_xlabel("head" if shown is rows[-1] else "")
-            at.set_ylabel("\n".join(filter(None, (shown[0].row, "layer"))) if index == 0 else "")
-    thickness = _BAR_THICK_MM / (panel * len(rows)) if narrow else 0.04
+    title_font = style.points(_NARROW_FONT) if narrow else None
+    for maps, panels in zip(rows, axes, strict=True):
+        for panel in panels[len(maps) :]:
+            panel.set_axis_off()
+        for shown, panel in zip(maps, panels, strict=False):
+            first = shown is maps[0]
+            _draw_map(panel, shown, scale)
+            panel.set_yticklabels([str(layer_name(int(tick.get_text()))) for tick in panel.get_yticklabels()])
+            panel.set_title(shown.title, loc="left", fontsize=title_font)
+            panel.tick_params(labelleft=first)
+            panel.set_xlabel("head" if maps is rows[-1] else "")
+            panel.set_ylabel("\n".join(filter(None, (shown.row, "layer"))) if first else "")
+    thickness = _BAR_THICK_MM / (map_mm * len(rows)) if narrow else 0.04
     bar = figure.colorbar(axes.flat[0].collections[0], ax=list(axes.flat), label=scale.label, extend=scale.extend,
                           location="bottom" if narrow else "right", fraction=thickness,
                           pad=0.02, aspect=25)  # fmt: skip
@@ -123,11 +126,16 @@ def _draw_marks(axes: Axes, shown: Map, scale: Scale) -> None:
 
 
 _DRIFT, _DRIFT_COLOUR = 0.36, "0.25"
+"""Offset in the row and colour of the drift's mark."""
 _MARKS = {"isolated": ("o", -0.16), "propagated": ("s", 0.16)}
+"""Marker and offset in the row, by kind."""
 
 
 def draw_ratio(axes: Axes, index: int, kind: str, measured: HeadKind, reason: str) -> None:
-    """Draw an isolated or propagated ratio, of sums and of the median head, in a row; `reason` where there is none."""
+    """Draw an isolated or propagated ratio, of sums and of the median head, in row `index`.
+
+    Where the ratio is NaN or not positive, `reason` is written instead.
+    """
     marker, offset = _MARKS[kind]
     ratio = measured.sum_ratio
     if np.isnan(ratio) or ratio <= 0:
@@ -141,7 +149,10 @@ def draw_ratio(axes: Axes, index: int, kind: str, measured: HeadKind, reason: st
 
 
 def draw_drift(axes: Axes, index: int, row: Outcome) -> None:
-    """Draw the ratio of the last layer's drift in row `index`, below the heads' ratios; nothing without drift."""
+    """Draw the ratio of the last layer's drift in row `index`, below the heads' ratios.
+
+    Nothing is drawn where the ratio is NaN or not positive.
+    """
     if np.isnan(row.drift_ratio) or row.drift_ratio <= 0:
         return
     axes.errorbar([row.drift_ratio], [index + _DRIFT], xerr=style.error_bars(row.drift_ratio, row.drift_ratio_interval),
@@ -160,7 +171,7 @@ def ratio_entries() -> list[Line2D]:
 
 
 def draw_sum_ratio(axes: Axes, row: int, name: str, measured: HeadKind, markers: dict[str, tuple[str, float]]) -> None:
-    """Draw a ratio of sums over heads with its interval in a row; nothing where the ratio is not positive.
+    """Draw a ratio of sums over heads with its interval in a row; nothing where it is NaN or not positive.
 
     `markers` maps each name of a ratio to its marker and its offset in the row.
     """
@@ -185,7 +196,7 @@ def finish_ratio_panel(axes: Axes, names: Sequence[str], title: str, x_label: st
     """Label the rows, the logarithmic x axis and the title of a panel of ratios."""
     axes.set_yticks(range(len(names)), names)
     axes.set(ylim=ylim, xlabel=x_label)
-    style.log_axes(axes, x=True)
+    style.set_log_axes(axes, x=True)
     axes.tick_params(labelbottom=True)
     axes.grid(visible=True, axis="x")
     axes.set_title(title, loc="left")

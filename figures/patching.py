@@ -21,9 +21,11 @@ if TYPE_CHECKING:
 
 _PANEL_MM, _LINE_MM, _AROUND_MM = 52, 5.5, 22
 _ORDERS, _SAMPLES = 2.6, 0.7
+"""Widths of the lines of both errors: of sampled permutations, and over samples."""
 _NARROW, _WIDE = 13, 24
 """Letters of a mixture's name per line, in one column and in two."""
 _OFFSET, _ROUNDING = 0.16, 1e-6
+"""Offset of a mark in its row; distance from a whole per cent that counts as none."""
 _SHORT = {"drift": "change of drift", "kl": "change of KL", "score": "change of score"}
 _ZERO: dict[str, Any] = {"color": "0.55", "linewidth": 0.8, "zorder": 1}
 
@@ -41,7 +43,7 @@ def draw(result: Patching, width_mm: float = style.WIDE_MM) -> Figure:
             {"shapley": _draw_shapley, "greedy": _draw_greedy}[kind](axes, result)
         _draw_mixtures(figure.add_subplot(grid[-1, 0]), result, _NARROW if narrow else _WIDE)
         figure.legend(handles=_legend(result), loc="outside upper left", ncols=2 if narrow else 3)
-        style.draw_foot(figure, result.identity, style.interval_legend(len(result.sample_ids)))
+        style.describe_run(figure, result.identity, style.interval_note(len(result.sample_ids)))
     return figure
 
 
@@ -96,7 +98,7 @@ def _draw_curve(axes: Axes, values: Floats, band: Band, colour: Any, line: str, 
 
 
 def _draw_mixtures(axes: Axes, result: Patching, letters: int) -> None:
-    """Draw each named mixture's propagated sum and drift, over the baseline's."""
+    """Draw each named mixture's propagated sum and drift, over the baseline's; `letters`: per line of a name."""
     axes.axvline(1, **_ZERO)
     for index, one in enumerate(result.named):
         for name, value, interval, marker, offset in (
@@ -109,7 +111,7 @@ def _draw_mixtures(axes: Axes, result: Patching, letters: int) -> None:
     axes.set_yticks(range(len(result.named)), [fold(one.name, letters) for one in result.named])
     baseline = result.sides[0]
     axes.set(ylim=(len(result.named) - 0.5, -0.5), xlabel=f"over {baseline}'s everywhere (log axis)")
-    style.log_axes(axes, x=True)
+    style.set_log_axes(axes, x=True)
     axes.grid(visible=True, axis="x")
 
 
@@ -146,12 +148,12 @@ def _set_percent_ticks(axes: Axes) -> None:
 
 
 def _signed_percent(share: float) -> str:
-    """Return '+9 %', with a decimal where whole per cents are too coarse."""
+    """Return a share as signed per cent, '+9 %' for 0.09; with a decimal below 10 % where it is no whole per cent."""
     size = abs(100 * share)
     digits = 0 if size >= 10 or abs(size - round(size)) < _ROUNDING else 1
     return f"{100 * share:+z.{digits}f} %".replace("-", "−").replace("+0 %", "0 %")
 
 
 def _player_name(names: list[str], at: float) -> str:
-    """Return the name of the player at a tick; empty between players."""
+    """Return the name of the player nearest to a tick; empty beyond the first and the last player."""
     return names[round(at)] if 0 <= round(at) < len(names) else ""

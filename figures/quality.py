@@ -55,7 +55,7 @@ def draw_quality(result: Quality, width_mm: float = style.WIDE_MM) -> Figure:
         legend_columns = labels.legend_columns([FULL, *curves], width_mm, 2 if narrow else 4)
         legend_mm = -(-(len(curves) + 1) // legend_columns) * _LEGEND_MM
         note = f"{scores_note(result.datasets)} {_bars_text(result)}"
-        foot_mm = style.long_foot_mm(result.identity, note, width_mm)
+        foot_mm = style.extra_foot_mm(result.identity, note, width_mm)
         figure = style.figure(width_mm, rows * _ROW_MM + _AROUND_MM + legend_mm + foot_mm)
         axes = list(figure.subplots(rows, columns, squeeze=False).flat)
         for index, panel in enumerate(axes[: len(shown)]):
@@ -67,7 +67,7 @@ def draw_quality(result: Quality, width_mm: float = style.WIDE_MM) -> Figure:
         for panel in axes[len(shown) :]:
             panel.set_axis_off()
         figure.legend(handles=_quality_legend(curves), loc="outside upper left", ncols=legend_columns)
-        style.draw_foot(figure, result.identity, note)
+        style.describe_run(figure, result.identity, note)
     return figure
 
 
@@ -106,16 +106,20 @@ def _draw_column(axes: Axes, column: ScoreColumn, curves: Curves, title_letters:
 
 
 def _shift_curve(axes: Axes, curve: ErrorbarContainer, points: float) -> None:
-    """Shift a drawn curve sideways by `points` of print, without changing its data."""
+    """Shift a drawn curve, with its error bars, sideways by `points` of print, without changing its data."""
     shift = ScaledTranslation(points / 72, 0, axes.figure.dpi_scale_trans)
     for artist in curve.get_children():
         artist.set_transform(axes.transData + shift)
 
 
 def _set_limits(axes: Axes, shares: Sequence[float]) -> None:
-    """Set a log x axis, at least a factor of 4 wide if caches are alike; y from 0, up to 100 if all scores are 0."""
+    """Set the limits of a panel whose curves have the cache shares `shares`.
+
+    x is logarithmic, and at least a factor of 4 wide where the caches are alike; y begins at 0 or below, and ends at
+    100 where all scores are 0.
+    """
     axes.margins(x=_MARGIN)
-    style.log_axes(axes, x=True)
+    style.set_log_axes(axes, x=True)
     _set_ticks(axes, sorted({round(100 * share, 1) for share in shares}))
     if max(shares) < _ALIKE * min(shares):
         axes.set_xlim(100 * min(shares) / 2, 100 * max(shares) * 2)
@@ -206,7 +210,7 @@ def draw_divergence(result: Divergence, width_mm: float = style.WIDE_MM) -> Figu
         ]
         _finish_divergence(axes, result)
         figure.legend(handles=handles, loc="outside upper left", ncols=columns)
-        style.draw_foot(figure, result.identity, _foot_text(result, len(configs)))
+        style.describe_run(figure, result.identity, _foot_text(result, len(configs)))
     return figure
 
 

@@ -41,6 +41,7 @@ _STEPS: tuple[tuple[float, ...], ...] = (
 )
 """Ticks per power of ten, as its multiples, from coarse to fine."""
 _LEAST, _MOST = 3, 8
+"""Fewest and most ticks of a logarithmic axis."""
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -61,7 +62,7 @@ class PlainLogLocator(Locator):
         for steps in _STEPS:
             ticks = [step * 10.0**power for power in powers for step in steps]
             inside = [tick for tick in ticks if low <= tick <= high]
-            if len(inside) >= _LEAST:
+            if len(inside) >= _LEAST:  # every second one, or fewer, where there are too many
                 return inside[:: -(-len(inside) // _MOST)]
         return [float(tick) for tick in MaxNLocator(4).tick_values(low, high) if low <= tick <= high]
 
@@ -109,10 +110,14 @@ def typeset(texts: Iterable[Text]) -> None:
 
 
 COLUMN_MM, WIDE_MM, SLIDE_MM, _MOST_MM = 84, 174, 338.7, 2000
+"""Printed widths of figures: of one column and of two columns of a journal, of a slide, and the largest."""
 _INCH_MM = 25.4
-_FOOT_POINTS = 5.0
+_FOOT_POINTS, _FOOT_LETTER = 5.0, 0.56
+"""Size of the foot's text, and the width of its letters as a share of it."""
 _LINE_MM, _USUAL_LINES = 2.4, 5
+"""Height of a line of the foot, and lines for which every figure has room."""
 _TITLE_LETTER_MM, _TITLE_MM = 1.8, 3.4
+"""Width of a letter and height of a line of a title."""
 _COLOURBLIND = (
     "#0173B2", "#DE8F05", "#029E73", "#D55E00", "#CC78BC", "#CA9161", "#FBAFE4", "#949494", "#ECE133", "#56B4E9",
 )  # fmt: skip
@@ -203,8 +208,8 @@ def use(style: FigureStyle | None = None, width_mm: float = WIDE_MM) -> Iterator
         _IN_USE.reset(token)
 
 
-def in_use() -> FigureStyle:
-    """Return the style in use."""
+def current_style() -> FigureStyle:
+    """Return the style in use, "screen" outside of `use()`."""
     return _IN_USE.get(_SCREEN).style
 
 
@@ -214,8 +219,11 @@ def scale() -> float:
 
 
 def points(size: float) -> float:
-    """Return a size of text, in points, within what the style in use allows, and magnified as it is."""
-    ends = in_use().points
+    """Return the size of text in the style in use, in points: moved into the style's range and magnified.
+
+    A style without a range leaves `size` as it is.
+    """
+    ends = current_style().points
     return size if ends is None else scale() * min(max(size, ends[0]), ends[1])
 
 
@@ -245,8 +253,11 @@ def category_colours(count: int) -> list[Any]:
     return [to_rgb(_COLOURBLIND[index % len(_COLOURBLIND)]) for index in range(count)]
 
 
-def interval_legend(samples: int, medians: bool = False) -> str:
-    """Return the foot's text on bars, bands and brackets; `medians`: whether it covers intervals of medians."""
+def interval_note(samples: int, medians: bool = False) -> str:
+    """Return the foot's text on bars, bands and brackets: which intervals over how many samples they are.
+
+    `medians`: whether some are intervals of medians, whose exact level is then told.
+    """
     if samples < 2:
         return "1 sample: no intervals"
     median = f" (medians: {100 * median_level(samples):.0f} %)" if medians and samples >= MIN_SAMPLES else ""
@@ -259,13 +270,13 @@ def error_bars(value: float, interval: OptionalInterval) -> list[list[float]] | 
     return None if interval is None else [[max(0.0, value - interval.low)], [max(0.0, interval.high - value)]]
 
 
-def positive(values: NDArray[np.float64]) -> NDArray[np.float64]:
+def mask_nonpositive(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the values for a log axis: NaN where they are not positive."""
     return np.where(values > 0, values, np.nan)
 
 
-def log_axes(axes: Axes, x: bool = False, y: bool = False) -> None:
-    """Make the x and y axes logarithmic as requested, with plain numbers; linear without positive values."""
+def set_log_axes(axes: Axes, x: bool = False, y: bool = False) -> None:
+    """Make the x axis, the y axis or both logarithmic, with plain numbers; one without positive values stays linear."""
     if x and np.isfinite(axes.dataLim.minposx):
         axes.set_xscale("log")
         set_plain_ticks(axes.xaxis)
@@ -287,19 +298,22 @@ def draw_layer_bar(
 
 
 def set_title(figure: Figure, text: str, caption: str | None = None) -> None:
-    """Set the figure's title at its upper left, broken into as many lines as needed; in the caption `caption` or it."""
+    """Set the figure's title at its upper left, broken into as many lines as needed.
+
+    A style without notes has it in the caption alone. `caption` replaces it there; None: the title itself.
+    """
     assert isinstance(figure, CaptionedFigure)
     figure.subtitle = text if caption is None else caption
-    if not in_use().notes:
+    if not current_style().notes:
         return
     figure.suptitle(
         _fold_title(text, figure.get_figwidth() * _INCH_MM), x=0.008, ha="left", fontsize=8, fontweight="bold"
     )
 
 
-def long_title_mm(text: str, width_mm: float) -> float:
+def extra_title_mm(text: str, width_mm: float) -> float:
     """Return a title's height beyond two lines, in mm."""
-    return 0.0 if not in_use().notes else max(0, _fold_title(text, width_mm).count("\n") - 1) * _TITLE_MM
+    return 0.0 if not current_style().notes else max(0, _fold_title(text, width_mm).count("\n") - 1) * _TITLE_MM
 
 
 def _fold_title(text: str, width_mm: float) -> str:
@@ -323,7 +337,7 @@ def draw_note(axes: Axes, text: str, at: str = "lower right") -> None:
     figure = axes.get_figure()
     assert isinstance(figure, CaptionedFigure)
     figure.remarks.append((axes, text))
-    if at != "middle" and not in_use().notes:
+    if at != "middle" and not current_style().notes:
         return
     if at == "above":
         axes.set_title(text, loc="right", fontsize=6, color="0.35")
@@ -353,10 +367,12 @@ def draw_legend_right(axes: Axes, handles: Sequence[Any], columns: int) -> None:
         typeset(legend.get_texts())
 
 
-def draw_foot(
+def describe_run(
     figure: Figure, identity: RunIdentity, note: str = "", caption: Sequence[str] = (), sides: bool = True
 ) -> None:
-    """Write a note and the run's identity at the figure's foot, or into its caption; warn at the top of random weights.
+    """Describe a figure's run after a note: in its caption and, in a style with notes, at its foot.
+
+    Random weights are told at the top in every style.
 
     Args:
         figure: the figure with its panels.
@@ -365,15 +381,23 @@ def draw_foot(
         caption: sentences that the caption has in place of the note.
         sides: whether the caption names policies and selections that differ.
     """
+    assert isinstance(figure, CaptionedFigure)
     if identity.random_weights:
         _warn_random_weights(figure)
-    assert isinstance(figure, CaptionedFigure)
-    figure.notes = [*(caption or [note]), *identity.caption_lines(sides)]
+    _fill_caption(figure, identity, [*(caption or [note]), *identity.caption_lines(sides)])
+    if current_style().notes:
+        _draw_foot(figure, _foot_lines(identity, note, figure.get_figwidth() * _INCH_MM))
+
+
+def _fill_caption(figure: CaptionedFigure, identity: RunIdentity, notes: list[str]) -> None:
+    """Give a figure's caption its notes, the names of policies and selections in them, and the provenance."""
+    figure.notes = notes
     figure.names = [name for config in identity.configs for name in (config.policy.name, config.selection.name)]
     figure.provenance = identity.provenance()
-    if not in_use().notes:
-        return
-    lines = _foot_lines(identity, note, figure.get_figwidth() * _INCH_MM)
+
+
+def _draw_foot(figure: Figure, lines: Sequence[str]) -> None:
+    """Write lines of small text at the figure's foot, and lay out the panels above them."""
     lay_out_above(figure, _lines_mm(lines))
     figure.text(0.008, 0.006, "\n".join(lines), fontsize=_FOOT_POINTS, color="0.35", va="bottom", ha="left")
 
@@ -404,14 +428,14 @@ def height_mm(figure: Figure) -> float:
     return float(figure.get_figheight() * _INCH_MM)
 
 
-def long_foot_mm(identity: RunIdentity, note: str, width_mm: float) -> float:
+def extra_foot_mm(identity: RunIdentity, note: str, width_mm: float) -> float:
     """Return the foot's height beyond its usual five lines, in mm."""
     return max(0.0, foot_mm(identity, note, width_mm) - _USUAL_LINES * _LINE_MM)
 
 
 def foot_mm(identity: RunIdentity, note: str, width_mm: float) -> float:
-    """Return the height of `draw_foot`'s foot, in mm; 0 where the caption has it."""
-    return 0.0 if not in_use().notes else _lines_mm(_foot_lines(identity, note, width_mm))
+    """Return the height of `describe_run`'s foot, in mm; 0 in a style without notes."""
+    return 0.0 if not current_style().notes else _lines_mm(_foot_lines(identity, note, width_mm))
 
 
 def _foot_lines(identity: RunIdentity, note: str, width_mm: float) -> list[str]:
@@ -427,7 +451,7 @@ def _lines_mm(lines: Sequence[str]) -> float:
 
 def _wrap(line: str, width_inches: float) -> list[str]:
     """Return a line broken into lines of a width, at dots or bars, else between words."""
-    width = int(width_inches * 72 / (_FOOT_POINTS * 0.56))
+    width = int(width_inches * 72 / (_FOOT_POINTS * _FOOT_LETTER))
     if len(line) <= width:
         return [line]
     mark = next((mark for mark in (" · ", " | ") if mark in line), " ")
@@ -442,7 +466,7 @@ def _wrap(line: str, width_inches: float) -> list[str]:
 
 
 def metadata(identity: RunIdentity, suffix: str) -> dict[str, str]:
-    """Return the run's identity as file metadata, under keys that matplotlib accepts for png, svg or pdf."""
+    """Return the run's identity as file metadata, under keys that matplotlib accepts for a suffix: png, svg or pdf."""
     description = escape_line("; ".join([identity.lines()[0], *(config.label() for config in identity.configs)]))
     title, made_with = escape_line(f"{identity.model} on {identity.dataset}"), escape_line(identity.made_with)
     if suffix == "pdf":

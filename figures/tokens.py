@@ -20,6 +20,7 @@ from perturbkv.figures.labels import cache_shares_text
 _COLOURS = {BOTH: "0.3", BASELINE: "#de8f05", TREATMENT: "#0173b2", NEITHER: "0.9", QUESTION: "#cde8d5"}
 _ROW_MM, _AROUND_MM, _LOWEST_MM = 3.2, 32, 45
 _PER_ROW = {True: 50, False: 100}
+"""Tokens per row of a figure, by whether it is narrow."""
 _LOSSES = (("v", "#b35c00", 0.3), ("^", "#003f6b", 0.7))
 """Marker, colour and offset in the cell per side's losses; those of both sides are one above the other."""
 _LOSSES_NOTE = " · triangles: evicted, the largest A ν"
@@ -38,7 +39,7 @@ def draw(result: Tokens, width_mm: float = style.WIDE_MM) -> Figure:
         axes.set_title(_title(result), loc="left")
         figure.legend(handles=_legend(result), loc="outside upper left", ncols=2 if narrow else 4)
         shares = cache_shares_text(result.cache_shares)
-        style.draw_foot(
+        style.describe_run(
             figure, result.identity, f"cache share {shares}{_LOSSES_NOTE if any(result.losses or ()) else ''}"
         )
     return figure

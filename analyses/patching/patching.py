@@ -266,7 +266,7 @@ def patching_result(
         named=tuple(named_mixture(measured, name, mixture) for name, mixture in game.mixtures),
         same=float(np.mean([store.same[name] for name in measured.samples])),
         sample_ids=tuple(measured.samples),
-        failures=dict(store.failed),
+        failures=dict(store.failures),
         identity=_identity(store, measured, digest),
     )
 
@@ -278,7 +278,7 @@ def _identity(store: PatchingStore, measured: MixtureOutcomes, digest: str) -> R
         model=run.model,
         dataset=run.dataset,
         samples=len(measured.samples),
-        failed=len(store.failed),
+        failed=len(store.failures),
         configs=run.configs,
         trace=digest,
         random_weights=run.random_weights,

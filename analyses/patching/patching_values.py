@@ -42,10 +42,10 @@ class MixtureOutcomes:
 
     def __init__(self, store: PatchingStore, game: Game, step: int = 0) -> None:
         complete = [
-            name for name, rows in store.rows.items() if game.baseline_everywhere in rows and name not in store.failed
+            name for name, rows in store.rows.items() if game.baseline_everywhere in rows and name not in store.failures
         ]
         if not complete:
-            raise FailedRunError(str(store.path or "the measurements"), store.failed)
+            raise FailedRunError(str(store.path or "the measurements"), store.failures)
         self.store = store
         self.game = game
         self.step = step
@@ -87,7 +87,7 @@ class MixtureOutcomes:
 
     def head_values(self, name: str) -> Floats:
         """Return `head_floors` (noise floors) or `head_norms` (output norms), (sample, layer, head)."""
-        return np.array([self.store.head_floors(sample, name)[self.step] for sample in self.samples])
+        return np.array([self.store.largest_over_batches(sample, name)[self.step] for sample in self.samples])
 
 
 def change(differences: Floats, baseline: Floats, outcome: str) -> tuple[Floats, Band]:

@@ -26,8 +26,8 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError, FailedRunError, InterruptedRunError
 from perturbkv.escaping import escape_line
 from perturbkv.storage import json_lines
-from perturbkv.storage.answers_file import FILE, is_row
-from perturbkv.storage.output import OutputFolder, resumable, translate_os_errors
+from perturbkv.storage.answers_file import FILE, is_answers_row
+from perturbkv.storage.output import OutputFolder, resumable_file, translate_os_errors
 from perturbkv.user_files import FileKind
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def generate(
     check_answer_options(configs, max_new_tokens, compress_every)
     output = OutputFolder(path.parent, run.overwrite, run.wait)
     if not run.dry_run:
-        output.claim(resumable(path), writer=path)
+        output.claim(resumable_file(path), writer=path)
     planned = plan(run, configs, generate=max_new_tokens, metric=metric, scored=False)
     if run.dry_run:
         from perturbkv.cli import dry_run
@@ -139,7 +139,7 @@ def generate(
     header = {"run": json.loads(planned.run.to_json()), "compress_every": compress_every,
               "divergence": divergence}  # fmt: skip
     failed: dict[str, str] = {}
-    with output.claim(resumable(path), writer=path):
+    with output.claim(resumable_file(path), writer=path):
         rows = _answer_samples(run, planned, path, header, failed)
     if not rows:
         raise FailedRunError(str(path), failed)
@@ -210,7 +210,7 @@ def _open_answers(
     rows = [row for row in map(json_lines.parse_line, others) if row is not None]
     if exists and (stored is None or _stored_header(stored) != header):
         raise _other_run_error(path)
-    if invalid := [row for row in rows if not is_row(row)]:
+    if invalid := [row for row in rows if not is_answers_row(row)]:
         raise _KIND.refusal(path, f"a line that is no answers of ours, {str(invalid[0])[:40]}")
     if rows:
         console.note(f"{plural(len(rows), 'sample')} of {header['run']['samples']} there already; going on")

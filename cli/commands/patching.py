@@ -18,7 +18,7 @@ from perturbkv.configs import patching as rules
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.patching import BY, LEAST, OUTCOMES, PatchingConfig
 from perturbkv.errors import ConfigError
-from perturbkv.storage.output import OutputFolder, resumable
+from perturbkv.storage.output import OutputFolder, resumable_file
 from perturbkv.storage.patching_file import FILE
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def patching(
     option_refusals.check_effects(_COMMAND, configs, run)
     folder = run_folder(run, run.output)
     if not run.dry_run:
-        OutputFolder(folder, wait=run.wait).claim(resumable(folder / FILE), writer=folder / FILE)
+        OutputFolder(folder, wait=run.wait).claim(resumable_file(folder / FILE), writer=folder / FILE)
     planned = plan(run, configs, generate=max_new_tokens if answers else 0)
     if run.dry_run:
         _show_plan(run, planned, patches)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,17 +35,17 @@ from perturbkv.trace import Trace
 
 def config_rows(trace: Trace, sides: Sides) -> list[dict[str, Any]]:
     """Return the configurations as JSON objects: label, side, budget and cache shares (NaN if unknown)."""
-    held, size = Measurements(trace, ANALYSIS).cache_shares, _byte_shares(trace)
+    cache_shares, byte_shares = Measurements(trace, ANALYSIS).cache_shares, _byte_shares(trace)
     return [
         {
             "label": escape_line(config.label()),
             "side": side,
             "budget": budget,
-            "held": float(entries),
-            "bytes": float(share),
+            "held": float(cache_share),
+            "bytes": float(byte_share),
         }
-        for config, side, budget, entries, share in zip(
-            trace.run.configs, sides.side, sides.budget, held, size, strict=True
+        for config, side, budget, cache_share, byte_share in zip(
+            trace.run.configs, sides.side, sides.budget, cache_shares, byte_shares, strict=True
         )
     ]
 
@@ -52,7 +53,8 @@ def config_rows(trace: Trace, sides: Sides) -> list[dict[str, Any]]:
 def config_totals(trace: Trace, measure: Measure, values: Floats) -> Floats:
     """Return (config, 3): Σ measure / Σ output norm over heads and samples, with its interval.
 
-    A measure without a norm has the mean over heads instead.
+    A measure without a norm has the mean over heads instead; one whose norm the trace lacks has NaN. `values` are
+    (sample, config, layer, head).
     """
     if measure.norm is None:
         kind = share_kind(0) if measure.kind == SHARE else POSITIVE
@@ -131,16 +133,16 @@ class TraceMeasures:
 
     Attributes:
         trace: the trace.
-        quick: the trace with digests instead of kept sets; None where kept sets cannot be compared.
+        digest_trace: the trace with digests in place of kept sets; None where kept sets cannot be compared.
         measures: the measures that it has.
-        each: their values, per measure (sample, config, layer, head).
+        values: per measure its values (sample, config, layer, head).
         sides, start: its configurations, and the first choice of the page.
     """
 
     trace: Trace
-    quick: Trace | None
+    digest_trace: Trace | None
     measures: tuple[Measure, ...]
-    each: tuple[Floats, ...]
+    values: tuple[Floats, ...]
     sides: Sides
     start: Start
 
@@ -154,12 +156,13 @@ def put_arrays(measured: TraceMeasures, blocks: Blocks) -> dict[str, PairCompari
     """Store all arrays except steps and single samples in `blocks`; return measure -> comparison of pairs."""
     means, totals, floors = [], [], []
     comparisons: dict[str, PairComparison] = {}
-    equal = equal_sets(measured.quick, measured.sides.pairs) if measured.quick and measured.sides.pairs else None
-    for one, each in zip(measured.measures, measured.each, strict=True):
-        means.append(mean_over_samples(each))
-        totals.append(config_totals(measured.trace, one, each))
-        if equal is not None and measured.quick is not None:
-            comparisons[one.key] = compare_pairs(measured.quick, one, each, measured.sides.pairs, equal)
+    digest_trace, pairs = measured.digest_trace, measured.sides.pairs
+    equal = equal_sets(digest_trace, pairs) if digest_trace and pairs else None
+    for one, values in zip(measured.measures, measured.values, strict=True):
+        means.append(mean_over_samples(values))
+        totals.append(config_totals(measured.trace, one, values))
+        if equal is not None and digest_trace is not None:
+            comparisons[one.key] = compare_pairs(digest_trace, one, values, pairs, equal)
         if one.source:
             floors.append(_noise_floor(measured.trace, one))
     blocks.put_floats("mean", np.stack(means))
@@ -184,13 +187,13 @@ def _put_pairs(blocks: Blocks, comparisons: dict[str, PairComparison]) -> None:
 
 
 def _put_drift(measured: TraceMeasures, blocks: Blocks, equal: EqualSets | None) -> None:
-    """Store drift and its noise floors in `blocks`, and drift ratios if kept sets can be compared."""
+    """Store drift and its noise floors in `blocks`, and the pairs' drift ratios unless `equal` is None."""
     each = drift_values(measured.trace)
     blocks.put_floats("drift", drift_means(each))
     blocks.put_codes("drift_sample", list(each), [log_scale(one) for one in each])
     blocks.put_floats("drift_floor", drift_floors(measured.trace))
-    if equal is not None and measured.quick is not None:
-        blocks.put_floats("drift_ratio", drift_ratios(measured.quick, measured.sides.pairs, equal))
+    if equal is not None and measured.digest_trace is not None:
+        blocks.put_floats("drift_ratio", drift_ratios(measured.digest_trace, measured.sides.pairs, equal))
 
 
 def _noise_floor(trace: Trace, measure: Measure) -> Floats:
@@ -202,7 +205,10 @@ def _noise_floor(trace: Trace, measure: Measure) -> Floats:
 
 
 def put_steps(measured: TraceMeasures, blocks: Blocks, lacks: dict[str, str]) -> dict[str, Any]:
-    """Store the means of every decode step; return the JSON field of their measures, or put a reason in `lacks`."""
+    """Store the means of every decode step; return the JSON field `stepped`, the keys of their measures.
+
+    Nothing is stored or returned for a single step, and where they do not fit: then `lacks` gets the reason.
+    """
     if int(measured_steps(measured.trace).max()) < 2:
         return {}
     stepped = [one for one in measured.measures if one.key in STEPPED]
@@ -215,23 +221,29 @@ def put_steps(measured: TraceMeasures, blocks: Blocks, lacks: dict[str, str]) ->
 
 
 def put_samples(measured: TraceMeasures, blocks: Blocks, lacks: dict[str, str], full: bool) -> None:
-    """Store every sample's measures; unless `full`, only those that fit. `lacks` gets the reason for the omission."""
+    """Store the single samples of every measure; unless `full`, of as many measures as fit, those of `FIRST` first.
+
+    `lacks` gets the reason where some are left out.
+    """
     if full:
-        blocks.put_floats("sample", np.stack([each.astype(np.float32) for each in measured.each]))
-        blocks.arrays["sample"]["measures"] = list(range(len(measured.each)))
+        blocks.put_floats("sample", np.stack([values.astype(np.float32) for values in measured.values]))
+        blocks.arrays["sample"]["measures"] = list(range(len(measured.values)))
         return
-    keys = [one.key for one in measured.measures]
-    order = sorted(
-        range(len(keys)), key=lambda index: (FIRST.index(keys[index]) if keys[index] in FIRST else 99, index)
-    )
+    order = _sample_order(measured.measures)
     count, taken = len(order), np.inf
-    while taken > 1:
+    while taken > 1:  # with fewer measures at each try, until they fit
         chosen = sorted(order[:count])
-        each = [measured.each[index] for index in chosen]
-        scales = [measured.measures[index].scale(measured.each[index]) for index in chosen]
-        taken = blocks.put_codes("sample", each, scales, _MOST_SAMPLES if count > _LEAST_SAMPLES else np.inf)
+        values = [measured.values[index] for index in chosen]
+        scales = [measured.measures[index].scale(measured.values[index]) for index in chosen]
+        taken = blocks.put_codes("sample", values, scales, _MOST_SAMPLES if count > _LEAST_SAMPLES else np.inf)
         count = count if taken <= 1 else max(_LEAST_SAMPLES, min(count - 1, int(count / taken)))
     blocks.arrays["sample"]["measures"] = chosen
     if count < len(order):
         names = ", ".join(measured.measures[index].name for index in sorted(order[count:]))
         lacks["samples"] = f"single samples of {names} are {_LEFT_OUT}"
+
+
+def _sample_order(measures: Sequence[Measure]) -> list[int]:
+    """Return the indices of measures in the order in which single samples are stored: `FIRST`, then the others."""
+    ranks = {key: rank for rank, key in enumerate(FIRST)}
+    return sorted(range(len(measures)), key=lambda index: (ranks.get(measures[index].key, len(FIRST)), index))

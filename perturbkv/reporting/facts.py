@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -64,7 +63,7 @@ def page_warnings(trace: Trace, sides: Sides, start: Start, tied: float | None) 
         "Random weights: the numbers say nothing of a trained model." if trace.run.random_weights else "",
         _failures_warning(trace),
         _few_samples_warning(int(trace.ok.sum())),
-        *_no_evidence_warnings(trace, sides, start),
+        _no_evidence_warning(trace, sides, start),
         _ties_warning(sides, start, tied),
         identity(trace, trace.run.configs).no_eviction_note(),
     ]
@@ -115,8 +114,11 @@ def _few_samples_warning(samples: int) -> str:
     return f"{samples} samples, too few for 95 % intervals; instead: {text.RANGES_NOTE}."
 
 
-def _no_evidence_warnings(trace: Trace, sides: Sides, start: Start) -> Sequence[str]:
-    """Return a warning if a staged first treatment's σ is at most 0.5 in some heads, with counts per budget."""
+def _no_evidence_warning(trace: Trace, sides: Sides, start: Start) -> str:
+    """Return a warning that σ is at most 0.5 in some heads of the treatment shown first, with counts per budget.
+
+    '' where there are no such heads, or the treatment has no stages.
+    """
     sigma = Measurements(trace, ANALYSIS)["sigma_stage1"].mean(axis=0)
     configs = [(budget, sides.config(start.treatment, index)) for index, budget in enumerate(sides.budgets)]
     staged = [config.is_staged for config in trace.run.configs]
@@ -127,8 +129,8 @@ def _no_evidence_warnings(trace: Trace, sides: Sides, start: Start) -> Sequence[
     ]
     heads = ", ".join(f"{count} of {sigma[0].size} at budget {budget}" for budget, count in counts if count)
     if not heads:
-        return []
-    return [f"σ ≤ 0.5 in heads of {sides.names[start.treatment]}: {heads}. Theorem 3 says nothing there."]
+        return ""
+    return f"σ ≤ 0.5 in heads of {sides.names[start.treatment]}: {heads}. Theorem 3 says nothing there."
 
 
 def _ties_warning(sides: Sides, start: Start, tied: float | None) -> str:
@@ -153,9 +155,8 @@ def answers_part(trace: Trace) -> dict[str, Any] | None:
     texts = {one: trace.arrays[one][trace.ok] for one in _TEXTS if one in trace.arrays}
     if name is None and not texts:
         return None
-    full, evicted = (
-        (None, None) if name is None else (_complete_scores(trace, f"{name}_full"), _complete_scores(trace, name))
-    )
+    full = None if name is None else _complete_scores(trace, f"{name}_full")
+    evicted = None if name is None else _complete_scores(trace, name)  # (sample, config)
     full_texts, config_texts = texts.get("answer_full"), texts.get("answer")
     tasks = terms(trace.run)
     return {
@@ -211,9 +212,9 @@ def _accepted_answers(document: Any) -> list[str]:
 
 
 def _mean_with_interval(scores: Floats | None) -> list[Any] | None:
-    """Return mean, interval ends and interval kind (interval or range) of the graded samples' scores.
+    """Return [mean, low, high, kind] of the graded samples' scores, kind being interval, range or none; None for None.
 
-    The interval is exact where all scores are 0 or 1.
+    Samples with NaN are not graded. The interval is exact where all scores are 0 or 1.
     """
     if scores is None:
         return None

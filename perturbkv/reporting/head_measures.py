@@ -41,7 +41,7 @@ class Measure:
     source: str = ""
 
     @property
-    def less(self) -> bool:
+    def is_smaller_better(self) -> bool:
         """True if smaller values of the measure are better."""
         return self.kind != SHARE
 
@@ -55,10 +55,15 @@ class Measure:
         """Return the scale of the two-byte codes of the measure's values."""
         return linear_scale(values) if self.kind == SHARE else log_scale(values)
 
-    def to_dict(self, ties: int | None) -> dict[str, Any]:
-        """Return the measure's JSON object for the page; `ties`: its index among the measures with verdicts."""
-        fields = {name: getattr(self, name) for name in ("key", "name", "unit", "kind", "distance", "less", "about")}
-        return {**fields, "ties": ties, "compare": "difference" if self.kind == SHARE else "ratio"}
+    def to_dict(self, verdict_index: int | None) -> dict[str, Any]:
+        """Return the measure's JSON object for the page.
+
+        `verdict_index`: its index among the measures whose verdicts the page has; None where it has none.
+        """
+        fields = {name: getattr(self, name) for name in ("key", "name", "unit", "kind", "distance")}
+        compare = "difference" if self.kind == SHARE else "ratio"
+        less = self.is_smaller_better
+        return {**fields, "less": less, "about": self.about, "ties": verdict_index, "compare": compare}
 
 
 def _perturbation_measure(source: str, distance: str) -> Measure:
@@ -109,7 +114,8 @@ FIRST = ("isolated", "propagated", "retained_mass", "sigma_stage1", "theta_hat",
 """Measures whose single samples have priority where a page has too few bytes for all."""
 
 
-OF_STAGE_1 = ("theta_hat", "theta_hat_relax", "sigma_stage1", "sigma_topk")
+_OF_STAGE_1 = ("theta_hat", "theta_hat_relax", "sigma_stage1", "sigma_topk")
+"""Variables that need a configuration with stages."""
 
 
 def available_measures(trace: Trace) -> tuple[Measure, ...]:
@@ -121,7 +127,7 @@ def available_measures(trace: Trace) -> tuple[Measure, ...]:
     return tuple(
         one
         for one in MEASURES
-        if {one.variable, *_floor_names(one)} <= set(trace.arrays) and (staged or one.variable not in OF_STAGE_1)
+        if {one.variable, *_floor_names(one)} <= set(trace.arrays) and (staged or one.variable not in _OF_STAGE_1)
     )
 
 
@@ -143,16 +149,20 @@ def mean_over_samples(values: Floats) -> Floats:
 
 
 def means_by_step(trace: Trace, measure: Measure) -> Floats:
-    """Return a measure's mean (config, step, layer, head) over the samples that have the step, up to the last step."""
+    """Return a measure's mean (config, step, layer, head) over the samples that have the step.
+
+    Steps end with the last step of the longest sample. NaN where any of these samples has NaN, unlike in
+    `mean_over_samples`.
+    """
     counts = measured_steps(trace)
     most = int(counts.max())
     stored = Measurements(trace, ANALYSIS, None)[measure.variable][:, :, :most]
-    known = (np.arange(most) < counts[:, None])[:, None, :, None, None]
-    return np.asarray(np.where(known, stored, 0).sum(axis=0) / known.sum(axis=0))
+    has_step = (np.arange(most) < counts[:, None])[:, None, :, None, None]  # (sample, 1, step, 1, 1)
+    return np.asarray(np.where(has_step, stored, 0).sum(axis=0) / has_step.sum(axis=0))
 
 
 def _floor_names(measure: Measure) -> list[str]:
-    """Return the names of the noise-floor variables that a measure needs."""
+    """Return the names of the noise-floor variables that a measure needs; none for a measure without verdicts."""
     own = "_isolated" if measure.source == "isolated" else ""
     return [f"noise_floor{own}{distance_of(measure.distance).suffix}"] if measure.source else []
 

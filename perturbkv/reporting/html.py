@@ -75,7 +75,10 @@ def check_inline(name: str, source: str) -> str:
 
 
 def _collect_modules(read: Read, name: str, path: tuple[str, ...], modules: dict[str, _Module]) -> None:
-    """Append a module to `modules` after all its imports; `path` is the import chain from the entry module."""
+    """Append a module to `modules` after all its imports; `path` is the import chain from the entry module.
+
+    Raises ModuleError where modules import each other, or a name that is not exported.
+    """
     if name in path:
         raise ModuleError(f"modules import each other: {' → '.join((*path[path.index(name) :], name))}")
     if name in modules:
@@ -206,7 +209,7 @@ PLOT_STYLES = tuple(
 """The `<style>` texts of Plot's figures, its colour ramps and its swatches, in lines or in columns."""
 
 
-def policy(scripts: Sequence[str], styles: Sequence[str]) -> str:
+def content_security_policy(scripts: Sequence[str], styles: Sequence[str]) -> str:
     """Return the content security policy that allows exactly the given inline scripts and styles, and Plot's styles.
 
     Args:
@@ -263,7 +266,7 @@ def page(payload: Payload) -> str:
         staged=any(
             one["key"] == "sigma_stage1" for part in payload.document.get("traces", ()) for one in part["measures"]
         ),
-        policy=policy(scripts, [style]),
+        policy=content_security_policy(scripts, [style]),
         style=Markup(style),
         data=Markup(as_json(payload.document)),
         blocks={_check_id(name): base64.b64encode(block).decode() for name, block in payload.blocks.items()},
@@ -318,7 +321,7 @@ def _page_style() -> str:
 
 
 def _check_id(name: str) -> str:
-    """Return a block's name unchanged. Raises ValueError for a name that needs escaping, or is an element's id."""
+    """Return a block's name unchanged, as an element's id. Raises ValueError where it needs escaping or is taken."""
     if not _BLOCK_ID.fullmatch(name) or name in _ELEMENT_IDS:
         raise ValueError(
             f"expected a block's name of letters, digits, '-', '_' and '.' that no part of the page has, got '{name}'"

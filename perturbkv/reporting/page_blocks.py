@@ -63,7 +63,10 @@ def linear_scale(values: Floats) -> Scale:
 
 
 def encode(values: Floats, scale: Scale) -> Codes:
-    """Return values of any shape as two-byte codes on a scale."""
+    """Return values of any shape as two-byte codes on a scale.
+
+    NaN and +∞ have codes of their own; −∞ and, on a logarithmic scale, values that are not positive get code 0.
+    """
     if scale.kind == LOG:
         positive = np.isfinite(values) & (values > 0)
         steps = np.round((np.log(np.where(positive, values, 1.0)) - scale.low) / scale.step) + 1
@@ -75,14 +78,20 @@ def encode(values: Floats, scale: Scale) -> Codes:
 
 
 def encode_shares(shares: Floats, step: float, largest: int) -> NDArray[np.int64]:
-    """Return logarithmic codes of shares: share ≈ exp((code − largest) · step), code ≥ 1; 0 for 0 and NaN."""
+    """Return logarithmic codes of shares: share ≈ exp((code − largest) · step), code ≥ 1.
+
+    Code 0 stands for 0, and for NaN, infinite and negative values.
+    """
     positive = np.isfinite(shares) & (shares > 0)
     codes = largest + np.round(np.log(np.where(positive, shares, 1.0)) / step)
     return np.where(positive, np.clip(codes, 1, largest), 0).astype(np.int64)
 
 
 def pack_verdicts(verdicts: NDArray[np.int8]) -> NDArray[np.uint8]:
-    """Return verdicts packed into two bits each, with 2 for −1; the first verdict is in the lowest bits of a byte."""
+    """Return verdicts −1, 0 and 1 of any shape packed into two bits each, with 2 for −1.
+
+    The first verdict is in the lowest bits of the first byte; bits past the last verdict are 0.
+    """
     flat = np.where(verdicts < 0, 2, verdicts).astype(np.uint8).reshape(-1)
     padded = np.concatenate([flat, np.zeros(-len(flat) % 4, dtype=np.uint8)]).reshape(-1, 4)
     return np.asarray((padded << np.arange(0, 8, 2, dtype=np.uint8)).sum(axis=1), dtype=np.uint8)
@@ -93,7 +102,8 @@ _ELEMENT_BYTES = 100
 SMALL, SMALL_VALUES = 4_600_000, 51_840
 """Bytes of the blocks and libraries of a small page, and its number of values: samples × configurations × heads."""
 LARGE, LARGE_VALUES = 23_000_000, 786_432
-LIBRARIES = 700_000
+"""The same of a large page."""
+LIBRARY_BYTES = 700_000
 """Most bytes of a page that code and libraries take."""
 
 
@@ -109,9 +119,12 @@ def block_bytes(block: bytes) -> int:
 
 
 def blocks_limit(values: int) -> int:
-    """Return the largest number of bytes allowed for the blocks of a page, for traces with `values` values."""
+    """Return the largest number of bytes allowed for the blocks of a page, for traces with `values` values.
+
+    That of a small page for few values; beyond them it grows along the line through the small and the large page.
+    """
     slope = (LARGE - SMALL) / (LARGE_VALUES - SMALL_VALUES)
-    return SMALL - LIBRARIES + max(0, round(slope * (values - SMALL_VALUES)))
+    return SMALL - LIBRARY_BYTES + max(0, round(slope * (values - SMALL_VALUES)))
 
 
 @dataclass
@@ -147,13 +160,13 @@ class Blocks:
             floats = np.ascontiguousarray(array, dtype="<f4")
         self._put_array(name, deflate(byte_planes(floats)), "f4", array.shape, None)
 
-    def put_codes(self, name: str, array: Sequence[Floats], scales: Sequence[Scale], most: float = np.inf) -> float:
-        """Store float arrays as consecutive two-byte codes, one scale per array; return needed over allowed bytes.
+    def put_codes(self, name: str, parts: Sequence[Floats], scales: Sequence[Scale], most: float = np.inf) -> float:
+        """Store float arrays of one shape as two-byte codes, one scale per array; return needed over allowed bytes.
 
-        They are stored only where they take at most the share `most` of the remaining bytes. Return the bytes that they
-        take over those allowed.
+        Allowed is the share `most` of the remaining bytes, at least 1 byte: where more are needed, nothing is stored.
+        An infinite `most` allows any number, and the result is 0.
         """
-        codes = np.stack([encode(part, scale) for part, scale in zip(array, scales, strict=True)]).astype("<u2")
+        codes = np.stack([encode(part, scale) for part, scale in zip(parts, scales, strict=True)]).astype("<u2")
         block = deflate(byte_planes(codes))
         taken = 0.0 if np.isinf(most) else block_bytes(block) / max(self.room * most, 1.0)
         if taken <= 1:
@@ -203,13 +216,13 @@ class Payload:
 
     Attributes:
         title: names of models and data sets, one line without markup.
-        heads: one per trace.
+        headers: one per trace.
         document: the JSON document for the page's JavaScript, free of NaN and infinities.
         blocks: id -> bytes, compressed already (raw deflate).
     """
 
     title: str
-    heads: tuple[TraceHeader, ...]
+    headers: tuple[TraceHeader, ...]
     document: Mapping[str, Any]
     blocks: Mapping[str, bytes]
 

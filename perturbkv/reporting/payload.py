@@ -26,11 +26,10 @@ from perturbkv.reporting.arrays import TraceMeasures, put_arrays, put_samples, p
 from perturbkv.reporting.facts import answers_part, missing_parts, page_warnings, run_facts, trace_title
 from perturbkv.reporting.head_measures import ANALYSIS, available_measures, sample_values
 from perturbkv.reporting.page_blocks import Blocks, Payload, TraceHeader, blocks_limit
-from perturbkv.reporting.prompt_texts import loss_count, put_texts, tokens_part
+from perturbkv.reporting.prompt_texts import HeadIndex, loss_count, put_texts, tokens_part
 from perturbkv.reporting.sides import (
-    IndexPair,
     PairComparison,
-    ablation_part,
+    ablation_settings,
     conclusions,
     first_choice,
     make_distinct,
@@ -41,26 +40,35 @@ from perturbkv.trace import Trace
 
 
 def trace_part(trace: Trace, blocks: Blocks, name: str, full: bool) -> dict[str, Any]:
-    """Return a trace's JSON object; store its arrays in `blocks`.
+    """Return a trace's JSON object; store its arrays in `blocks`, what matters most first, while there is room.
+
+    Args:
+        trace: the trace, without folders in its names.
+        blocks: the trace's empty blocks.
+        name: the trace's name, unique on the page.
+        full: whether everything is stored, however large the page gets.
 
     Raises the TraceError of `Measurements`.
     """
     sides = run_sides(trace.run)
     lacks = missing_parts(trace, len(sides.pairs))
-    quick = _result_or_reason(lacks, "pairs", lambda: replace_by_digests(trace))
+    digest_trace = _result_or_reason(lacks, "pairs", lambda: replace_by_digests(trace))
     measures = available_measures(trace)
-    each = tuple(sample_values(trace, one) for one in measures)
-    measured = TraceMeasures(trace, quick, measures, each, sides, first_choice(trace.run, sides))
+    values = tuple(sample_values(trace, one) for one in measures)
+    measured = TraceMeasures(trace, digest_trace, measures, values, sides, first_choice(trace.run, sides))
     comparisons = put_arrays(measured, blocks)
     answers = answers_part(trace)
     blocks.room -= len(json.dumps(json_value(answers), ensure_ascii=False).encode(errors="replace"))
     start, head = measured.start, _most_changed_head(measured)
     tied = _tied_share(measured, comparisons.get("propagated"))
-    first = {start.baseline, start.treatment}
-    pairs = [pair for pair in sides.pairs if {sides.side[config] for config in pair} == first]
+    shown_first = {start.baseline, start.treatment}
+    pairs = [pair for pair in sides.pairs if {sides.side[config] for config in pair} == shown_first]
     steps = put_steps(measured, blocks, lacks)
     texts = put_texts(trace, blocks)
     put_samples(measured, blocks, lacks, full)
+    ablation = None
+    if digest_trace:
+        ablation = _result_or_reason(lacks, "ablation", lambda: ablation_settings(digest_trace, sides))
     part = {
         "name": name,
         "title": trace_title(trace),
@@ -74,13 +82,13 @@ def trace_part(trace: Trace, blocks: Blocks, name: str, full: bool) -> dict[str,
         "measures": _measures_part(measured),
         "distances": list(DISTANCES),
         "kl_floor": arrays.kl_floor(trace),
-        "pairs": sides.pairs if quick else [],
+        "pairs": sides.pairs if digest_trace else [],
         "pairs_left_out": sides.left_out,
-        "conclusions": conclusions(quick, sides, start.baseline) if quick else {},
-        "ablation": _result_or_reason(lacks, "ablation", lambda: ablation_part(quick, sides)) if quick else None,
+        "conclusions": conclusions(digest_trace, sides, start.baseline) if digest_trace else {},
+        "ablation": ablation,
         "answers": answers,
         "losses": loss_count(trace),
-        "step_samples": _step_samples(trace),
+        "step_samples": _samples_per_step(trace),
         **steps,
         **tokens_part(trace, blocks, texts, pairs, head),
     }
@@ -88,7 +96,7 @@ def trace_part(trace: Trace, blocks: Blocks, name: str, full: bool) -> dict[str,
 
 
 def _result_or_reason(lacks: dict[str, str], part: str, function: Callable[[], Any]) -> Any:
-    """Return the function's result, or None after a TraceError, whose message is stored as `lacks[part]`."""
+    """Return the function's result, or None after a TraceError, whose message is put on one line in `lacks[part]`."""
     try:
         return function()
     except TraceError as error:
@@ -122,22 +130,20 @@ def _run_part(trace: Trace) -> dict[str, Any]:
 
 def _measures_part(measured: TraceMeasures) -> list[dict[str, Any]]:
     """Return the page's JSON objects of the trace's measures."""
-    ties = measured.verdict_keys
-    return [
-        one.to_dict(ties.index(one.key) if one.key in ties and measured.quick else None) for one in measured.measures
-    ]
+    keys = measured.verdict_keys if measured.digest_trace else []
+    return [one.to_dict(keys.index(one.key) if one.key in keys else None) for one in measured.measures]
 
 
-def _step_samples(trace: Trace) -> list[int]:
-    """Return the number of samples per decode step, as samples can end early."""
+def _samples_per_step(trace: Trace) -> list[int]:
+    """Return the number of samples that have each decode step, as samples can end early."""
     steps = measured_steps(trace)
     return [int((steps > step).sum()) for step in range(int(steps.max()))]
 
 
-def _most_changed_head(measured: TraceMeasures) -> IndexPair:
+def _most_changed_head(measured: TraceMeasures) -> HeadIndex:
     """Return the (layer, head) whose mean propagated perturbation differs most between the two sides shown first."""
     start = measured.start
-    configs = [measured.sides.config(side, start.budget) for side in (start.baseline, start.treatment)]
+    configs = [measured.sides.config(side, start.budget) for side in (start.baseline, start.treatment)]  # both exist
     means = Measurements(measured.trace, ANALYSIS)["perturbation_propagated"].mean(axis=0)
     first, second = (means[config or 0] for config in configs)
     layer, head = np.unravel_index(int(np.argmax(np.abs(second - first))), first.shape)
@@ -145,13 +151,17 @@ def _most_changed_head(measured: TraceMeasures) -> IndexPair:
 
 
 def _tied_share(measured: TraceMeasures, comparison: PairComparison | None) -> float | None:
-    """Return the share of tied heads, by means, in the pair shown first; None without a pair."""
+    """Return the share of tied heads, by means, in the pair shown first; None without a pair or without verdicts.
+
+    `comparison` is that of all pairs in the measure whose ties count.
+    """
     sides, start = measured.sides, measured.start
     configs = {sides.config(side, start.budget) for side in (start.baseline, start.treatment)}
     pair = next((pair for pair in sides.pairs if set(pair) == configs), None)
     if comparison is None or comparison.verdict is None or pair is None:
         return None
-    return float((comparison.verdict[sides.pairs.index(pair), 0] == 0).mean())
+    on_means = comparison.verdict[sides.pairs.index(pair), 0]  # (layer, head); those of single samples follow
+    return float((on_means == 0).mean())
 
 
 _DEFAULT_NAME = "trace.h5"
@@ -234,9 +244,10 @@ def payload(traces: Sequence[Trace], *, full: bool = False) -> Payload:
         trace_blocks = Blocks(f"t{number}", np.inf if full else _byte_limit(prepared, trace))
         parts.append(json_value(trace_part(trace, trace_blocks, name, full)))
         blocks |= trace_blocks.blocks
-    heads = tuple(_trace_header(part) for part in parts)
+    headers = tuple(_trace_header(part) for part in parts)
     document = {"format": FORMAT, "made_with": f"perturbkv {__version__}", "traces": parts}
-    return Payload(" | ".join(dict.fromkeys(head.title for head in heads)), heads, document, blocks)
+    title = " | ".join(dict.fromkeys(header.title for header in headers))
+    return Payload(title, headers, document, blocks)
 
 
 def _byte_limit(traces: Sequence[Trace], own: Trace) -> float:

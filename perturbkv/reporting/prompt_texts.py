@@ -25,6 +25,9 @@ from perturbkv.trace import Trace
 LONGEST, SHOWN = 500, 400
 """Most characters of a token that is shown whole, and the characters that are shown of a longer one."""
 ATTENTION_STEP, ATTENTION_CODES = 0.08, 255
+"""Logarithmic step and largest code of attention."""
+HeadIndex = tuple[int, int]
+"""Layer and head."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,7 @@ def _text_document(prompt: PromptText) -> dict[str, object]:
 
 
 LOSS_STEP, LOSS_CODES = 0.0005, 65535
+"""Logarithmic step and largest code of losses."""
 _LEVEL = 7
 """Compression level of bundles: 9 takes five times as long and saves 1.4 %."""
 _LOST = ("lost_position", "lost_output", "weighted_norm")
@@ -140,7 +144,7 @@ def loss_count(trace: Trace) -> int:
 
 @dataclass(frozen=True)
 class SampleHeads:
-    """The contents of a sample's bundles; `attention` is (layer, head, token)."""
+    """The contents of a sample's bundles; `attention` is (layer, head, token). None where the trace lacks a part."""
 
     kept: SampleKeptSets
     losses: Losses | None
@@ -166,14 +170,14 @@ def kept_bundle(heads: SampleHeads, layer: int, head: int) -> bytes:
     return deflate(b"".join(parts), _LEVEL)
 
 
-def heads_by_change(trace: Trace, sample: int, pairs: Sequence[IndexPair], excluded: IndexPair) -> list[IndexPair]:
+def heads_by_change(trace: Trace, sample: int, pairs: Sequence[IndexPair], excluded: HeadIndex) -> list[HeadIndex]:
     """Return a sample's heads (layer, head), without `excluded`, in descending order of the largest change in any pair.
 
-    The change is that of the isolated perturbation over ‖o_h‖₁.
+    The change is that of the isolated perturbation over ‖o_h‖₁. Without pairs the heads are in order.
     """
-    sides = [relative_perturbations(trace, sample, pair) for pair in pairs]
+    both_sides = [relative_perturbations(trace, sample, pair) for pair in pairs]
     shape = trace.arrays["output_norm"].shape[-2:]
-    change = np.max([np.abs(second - one) for one, second in sides], axis=0) if sides else np.zeros(shape)
+    change = np.max([np.abs(second - first) for first, second in both_sides], axis=0) if pairs else np.zeros(shape)
     order = np.stack(np.unravel_index(np.argsort(-change, axis=None, kind="stable"), shape), axis=1).tolist()
     heads = [(int(layer), int(head)) for layer, head in order]
     return [one for one in heads if one != excluded]
@@ -192,10 +196,13 @@ class SampleBlocks:
     share: str | None = None
     attention: str | None = None
     kept: bool = False
-    bundles: list[tuple[IndexPair, bytes]] = field(default_factory=list)
+    bundles: list[tuple[HeadIndex, bytes]] = field(default_factory=list)
 
     def to_dict(self, blocks: Blocks, number: int, heads: int) -> dict[str, Any]:
-        """Store the bundles as one block; return the sample's JSON object for the page."""
+        """Store the bundles as one block; return the sample's JSON object for the page.
+
+        `number`: the sample's among the complete ones; `heads`: number of heads of a layer.
+        """
         contents = [content for _, content in self.bundles]
         block_id = None
         if contents:
@@ -218,7 +225,7 @@ def put_texts(trace: Trace, blocks: Blocks) -> list[str | None]:
 
 
 def tokens_part(
-    trace: Trace, blocks: Blocks, texts: Sequence[str | None], pairs: Sequence[IndexPair], first: IndexPair
+    trace: Trace, blocks: Blocks, texts: Sequence[str | None], pairs: Sequence[IndexPair], first: HeadIndex
 ) -> dict[str, Any]:
     """Return the page's JSON fields `prompts` and `held_heads`, and store the blocks whose ids they contain.
 
@@ -238,7 +245,7 @@ def tokens_part(
     return {"prompts": prompts, "held_heads": _bundle_counts(samples, layers * heads)}
 
 
-def _put_first_bundles(trace: Trace, blocks: Blocks, samples: Sequence[SampleBlocks], first: IndexPair) -> None:
+def _put_first_bundles(trace: Trace, blocks: Blocks, samples: Sequence[SampleBlocks], first: HeadIndex) -> None:
     """Store the bundle of the head `first` and the per-token share of keeping heads, for every sample."""
     for number, one in enumerate(samples):
         heads = sample_heads(trace, one.index)
@@ -258,7 +265,7 @@ def _put_attention(trace: Trace, blocks: Blocks, samples: Sequence[SampleBlocks]
 
 
 def _put_bundles(
-    trace: Trace, blocks: Blocks, samples: Sequence[SampleBlocks], pairs: Sequence[IndexPair], first: IndexPair
+    trace: Trace, blocks: Blocks, samples: Sequence[SampleBlocks], pairs: Sequence[IndexPair], first: HeadIndex
 ) -> None:
     """Store the bundles of all samples, within equal shares of the bytes; masks are read sample by sample."""
     orders = [heads_by_change(trace, one.index, pairs, first) for one in samples]
@@ -267,7 +274,7 @@ def _put_bundles(
 
 
 def _put_sample_bundles(
-    trace: Trace, blocks: Blocks, sample: SampleBlocks, order: Sequence[IndexPair], room: float
+    trace: Trace, blocks: Blocks, sample: SampleBlocks, order: Sequence[HeadIndex], room: float
 ) -> None:
     """Store bundles of a sample's heads, in the order `order`, until `room` bytes are used."""
     heads = sample_heads(trace, sample.index) if sample.kept and room > 0 else None
@@ -281,7 +288,7 @@ def _put_sample_bundles(
         _append_bundle(blocks, sample, head, bundle)
 
 
-def _append_bundle(blocks: Blocks, sample: SampleBlocks, head: IndexPair, bundle: bytes) -> None:
+def _append_bundle(blocks: Blocks, sample: SampleBlocks, head: HeadIndex, bundle: bytes) -> None:
     """Append a head's bundle to its sample, and subtract its bytes from the remaining ones."""
     blocks.room -= _bundle_bytes(bundle) + (0 if sample.bundles else block_bytes(b""))
     sample.bundles.append((head, bundle))

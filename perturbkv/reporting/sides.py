@@ -15,7 +15,7 @@ from perturbkv.analyses.ablation import ingredients
 from perturbkv.analyses.ablation.ingredients import Row, Setting
 from perturbkv.analyses.heads import head_comparison, heads
 from perturbkv.analyses.heads.head_comparison import HeadComparison, better_share, sum_ratio
-from perturbkv.analyses.layers import drift as layers
+from perturbkv.analyses.layers import drift
 from perturbkv.analyses.measurements import Floats, Measurements
 from perturbkv.analyses.names import distinct_names, short_names
 from perturbkv.analyses.sides import budget_order, pairs, sweeps
@@ -88,10 +88,10 @@ def first_choice(run: RunConfig, sides: Sides) -> Start:
 
     A single side is paired with itself.
     """
-    configs = _usual_pairs(run) or list(sides.pairs)
-    if not configs:
+    candidates = _usual_pairs(run) or list(sides.pairs)
+    if not candidates:
         return Start(sides.side[0], sides.side[0], sides.budget[0])
-    first, second = configs[0]
+    first, second = candidates[0]
     return Start(sides.side[first], sides.side[second], sides.budget[first])
 
 
@@ -105,7 +105,7 @@ def _usual_pairs(run: RunConfig) -> list[IndexPair]:
 
 
 def make_distinct(names: Sequence[str]) -> tuple[str, ...]:
-    """Return names made distinct: a repeated name gets a number."""
+    """Return names made distinct: from its second occurrence on, a name gets a number, 'name (2)'."""
     distinct: list[str] = []
     for name in names:
         numbered = (f"{name} ({number})" for number in range(2, len(names) + 2))
@@ -118,7 +118,7 @@ def _pairs_by_budget(
 ) -> tuple[tuple[IndexPair, ...], int]:
     """Return index pairs of configurations with equal budget, at most `MOST_PAIRS`, and the number of omitted pairs.
 
-    Pairs of the `usual` sides come first, then those with one of them.
+    Where there are more, pairs of two `usual` sides are preferred, then those with one. The result is sorted by index.
     """
 
     def rank(pair: IndexPair) -> tuple[int, int]:
@@ -191,7 +191,7 @@ def compare_pairs(
 def drift_ratios(trace: Trace, pairs: Sequence[IndexPair], equal: EqualSets) -> Floats:
     """Return ratios of mean drift in both directions (distance, pair, 2, layer, 3), with intervals."""
     measured = Measurements(trace, ANALYSIS)
-    each = [layers.drift_values(measured, distance) for distance in DISTANCES]
+    each = [drift.drift_values(measured, distance) for distance in DISTANCES]
     return np.stack(
         [[_pair_drift_ratios(one, pair, mask) for pair, mask in zip(pairs, equal.drift, strict=True)] for one in each]
     )
@@ -246,7 +246,7 @@ def _pair_drift_ratios(values: Floats, pair: IndexPair, equal: NDArray[np.bool_]
     """Return a pair's drift ratios in both directions (2, layer, 3) from drift (sample, config, layer)."""
     return np.stack(
         [
-            with_band(*layers.drift_ratio(*head_comparison.select_sides(values, sides, equal)))
+            with_band(*drift.drift_ratio(*head_comparison.select_sides(values, sides, equal)))
             for sides in both_directions(pair)
         ]
     )
@@ -263,10 +263,10 @@ def conclusions(trace: Trace, sides: Sides, baseline: int) -> dict[str, str]:
     }
 
 
-def ablation_part(trace: Trace, sides: Sides) -> list[dict[str, Any]]:
-    """Return the page's JSON rows of every ablation setting over its baseline, and each ingredient's contribution.
+def ablation_settings(trace: Trace, sides: Sides) -> list[dict[str, Any]]:
+    """Return the page's JSON objects of the ablation's settings, each with its rows and what its ingredients bring.
 
-    Raises TraceError where the trace has no such rows.
+    Raises TraceError where the trace has no ablation.
     """
     settings = ingredients.settings(trace)
     names = short_names([one.baseline for one in settings], "alpha", "product")

@@ -71,7 +71,7 @@ def read_answers(path: str | Path) -> WrittenAnswers:
     run = _parse_run(path, header)
     labels = set(run.labels())
     for number, row in enumerate(rows, start=2):
-        if not is_row(row) or set(row["evicted"]) != labels or not _has_valid_divergence(row):
+        if not is_answers_row(row) or set(row["evicted"]) != labels or not _has_valid_divergence(row):
             raise _KIND.refusal(path, f"a line {number} that is no sample's answers of its run")
     if not rows:
         raise _KIND.refusal(path, "one without answers")
@@ -91,7 +91,7 @@ def check_answers(answers: Any) -> None:
         )
 
 
-def is_row(document: Mapping[str, Any]) -> bool:
+def is_answers_row(document: Mapping[str, Any]) -> bool:
     """Return whether a line's JSON object has all fields of a sample's answers, with the right types."""
     return _has_fields(document, _ROW_FIELDS) and all(
         _has_fields(answer, _ANSWER_FIELDS) for answer in (document["full"], *document["evicted"].values())
@@ -99,21 +99,28 @@ def is_row(document: Mapping[str, Any]) -> bool:
 
 
 def _parse_run(path: Path, header: Mapping[str, Any]) -> RunConfig:
-    """Return the run's configuration from a file's first line. Raises ConfigError for an invalid line."""
-    limit = header.get("compress_every")
+    """Return the run's configuration from a file's first line. Raises ConfigError for an invalid line.
+
+    Its `compress_every` is checked, too.
+    """
     if not isinstance(header.get("run"), dict):
         raise _KIND.refusal(path, "a first line without its run")
     try:
         run = RunConfig.from_json(json.dumps(header["run"]))
     except ConfigError as error:
         raise _KIND.refusal(path, f"a first line whose run cannot be read ({error})") from None
+    limit = header.get("compress_every")
     if not (limit is None or (isinstance(limit, int) and not isinstance(limit, bool))):
         raise _KIND.refusal(path, f"a first line whose compress_every is {str(limit)[:40]}")
     return run
 
 
 def _has_valid_divergence(row: Mapping[str, Any]) -> bool:
-    """Return whether a sample's row has no divergence, or one number per token of the full cache's answer."""
+    """Return whether a sample's row has no divergence, or a complete one of possible numbers.
+
+    Complete means, per token of the full cache's answer: the noise floor, and for each configuration KL and whether
+    its most probable token is the full cache's.
+    """
     divergence = row.get("divergence")
     if divergence is None:
         return True

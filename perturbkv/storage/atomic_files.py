@@ -58,7 +58,7 @@ def atomic_path(path: Path, folders: bool = True) -> Iterator[Path]:
 def clear_leftovers(path: Path) -> None:
     """Remove the temporary files that killed processes left beside `path`."""
     target = real_path(path)
-    for dot in ("", "."):
+    for dot in ("", "."):  # with a dot: the probes of `check_writable`
         for leftover in target.parent.glob(f"{dot}{glob.escape(target.name)}{TEMPORARY}*"):
             leftover.unlink(missing_ok=True)
 

@@ -86,8 +86,8 @@ class SampleLines:
     _path: Path | None = field(default=None, repr=False)
 
     @property
-    def finished(self) -> set[str]:
-        """Ids of the samples with a line."""
+    def sample_ids(self) -> set[str]:
+        """Ids of the samples with a row."""
         return {row[SAMPLE] for row in self.rows}
 
     def add(self, row: dict[str, Any]) -> None:
@@ -108,7 +108,8 @@ def open_sample_lines(
 ) -> Iterator[SampleLines]:
     """Open a file of results with one line per sample, locked against other writers, and yield its lines.
 
-    Without a path the results are kept in memory alone. `wait` waits for another writer.
+    `header`, the first line, identifies the run. Without a path the results are kept in memory alone. `wait` waits for
+    another writer.
 
     Raises ConfigError for a file whose first line is not `header`, unless `overwrite` replaces it; OutputError where
     nothing can be written.

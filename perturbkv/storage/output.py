@@ -28,6 +28,7 @@ TEMPORARY = ".tmp-"
 _LONGEST_BESIDE = 64
 """Characters by which the longest path beside an output, a journal's entry, is longer than the output's own."""
 _TRIES = 20
+"""Most calls of work whose folder other processes keep removing."""
 _Result = TypeVar("_Result")
 _FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
@@ -55,7 +56,7 @@ def check_writable(path: Path) -> None:
 
 
 def _write_probe(path: Path, target: Path) -> None:
-    """Create and remove a file, with its folders, beside `target`, the real path of `path`. Raises OSError."""
+    """Create and remove a file, and the folders it needs, beside `target`, the real path of `path`. Raises OSError."""
     new_folders = make_folders(target.parent)
     try:
         with suppress(FileNotFoundError, NotADirectoryError):  # the kernel checks the path's length first
@@ -125,7 +126,10 @@ def translate_os_errors(path: Path) -> Iterator[None]:
 
 
 def _concerns(error: OSError, path: Path) -> bool:
-    """Return whether an OSError is about a file in the folder of `path`, or about a parent folder."""
+    """Return whether an OSError is about a file in the folder of `path`, below it, or about a parent folder.
+
+    An error that names no file is about `path` where it is one of the disk, such as a full one.
+    """
     if error.filename is None:
         return error.errno in _DISK_ERRORS
     file = Path(os.path.abspath(os.fsdecode(error.filename)))
@@ -135,6 +139,7 @@ def _concerns(error: OSError, path: Path) -> bool:
 _POLL_S, _GRACE_S = 0.5, 0.2
 """Seconds between two looks at a lock that is waited for, and until a held one is refused."""
 WAIT, WAIT_ALONE = "wait with --wait", "wait until it is done"
+"""Advices to wait for another process: for a command that can, and for one that cannot."""
 _log = logging.getLogger(__name__)
 
 
@@ -184,7 +189,10 @@ class Lock:
             retry_missing_folder(lambda: self._acquire(-1, _POLL_S))
 
     def _acquire(self, timeout: float, poll_s: float) -> None:
-        """Acquire the lock within `timeout` seconds, −1 for any time. Raises Timeout, and OSError for the file."""
+        """Acquire the lock within `timeout` seconds, −1 for any time, with a try every `poll_s` seconds.
+
+        Where the file system has no flock(2), the lock is a soft one. Raises Timeout, and OSError for the file.
+        """
         self._new_folders += make_folders(lock_path(self.path).parent)
         try:
             self._lock.acquire(timeout, poll_s)
@@ -242,7 +250,7 @@ class OutputFile:
             raise ConfigError(f"expected {expected} at {self.path}, got {got}; --overwrite replaces it")
 
 
-def resumable(path: Path) -> OutputFile:
+def resumable_file(path: Path) -> OutputFile:
     """Return an output file that may exist already, as the run itself resumes or refuses it."""
     return OutputFile(path, is_ours=lambda path: True)
 

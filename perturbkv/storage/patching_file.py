@@ -128,7 +128,7 @@ class PatchingStore:
         rows: sample -> mixture -> its measurements.
         batches: sample -> its batches, in order.
         same: sample -> (layer, kept_head) True where both configurations keep the same entries.
-        failed: sample -> why it cannot be measured.
+        failures: sample -> why it cannot be measured.
 
     Raises ConfigError for a file of another run or another program; OutputError for a path that cannot be written.
     """
@@ -143,7 +143,7 @@ class PatchingStore:
         self.rows: dict[str, dict[Mixture, PatchingRow]] = {}
         self.batches: dict[str, list[PatchingBatch]] = {}
         self.same: dict[str, NDArray[np.bool_]] = {}
-        self.failed: dict[str, str] = {}
+        self.failures: dict[str, str] = {}
         self.made_with: dict[str, Any] = dict(made_with or {})
         if path is not None:
             self._open(path, overwrite)
@@ -156,14 +156,14 @@ class PatchingStore:
     def add_failure(self, sample: str, reason: str) -> None:
         """Record, in the file too, the reason why a prompt cannot be measured."""
         self._append({"sample": sample, "failed": reason})
-        self.failed[sample] = reason
+        self.failures[sample] = reason
 
-    def missing(self, sample: str, mixtures: Sequence[Mixture], by_head: frozenset[Mixture]) -> list[Mixture]:
+    def missing_mixtures(self, sample: str, mixtures: Sequence[Mixture], by_head: frozenset[Mixture]) -> list[Mixture]:
         """Return the unmeasured mixtures of a prompt, without duplicates, in order; none for a failed prompt.
 
         Those in `by_head` also count as missing where they were measured without values per head.
         """
-        if sample in self.failed:
+        if sample in self.failures:
             return []
         rows = self.rows.get(sample, {})
         return [
@@ -172,8 +172,11 @@ class PatchingStore:
             if mixture not in rows or (mixture in by_head and rows[mixture].heads is None)
         ]
 
-    def head_floors(self, sample: str, name: str) -> Heads:
-        """Return the maximum over a prompt's batches of the field `name`: `head_floors` or `head_norms`."""
+    def largest_over_batches(self, sample: str, name: str) -> Heads:
+        """Return the maximum over a prompt's batches of the field `name`: `head_floors` or `head_norms`.
+
+        Batches without it are left out; at least one must have it.
+        """
         measured = [getattr(batch, name) for batch in self.batches[sample] if getattr(batch, name) is not None]
         largest: Heads = np.max(measured, axis=0).tolist()
         return largest
@@ -183,7 +186,10 @@ class PatchingStore:
         return {"swap": {"run": json.loads(self.run.to_json()), "kept_heads": self.kept_heads}}
 
     def _open(self, path: Path, overwrite: bool) -> None:
-        """Read the measurements in an existing file, and rewrite it without an unfinished last line."""
+        """Read the measurements in an existing file, and rewrite it without an unfinished last line; or begin one.
+
+        With `overwrite` an existing file is not read.
+        """
         lines = json_lines.read(path, _KIND) if os.path.lexists(path) and not overwrite else [self._header()]
         first, *documents = lines or [{}]
         if {"swap": first.get("swap")} != self._header():
@@ -197,7 +203,7 @@ class PatchingStore:
         """Add the batch or failure in a line of the file. Raises ConfigError for an invalid line."""
         try:
             if "failed" in document:
-                self.failed[str(document["sample"])] = str(document["failed"])
+                self.failures[str(document["sample"])] = str(document["failed"])
             else:
                 self._add_batch(
                     PatchingBatch.from_record(document, self.kept_heads), np.asarray(document["same"], dtype=bool)

@@ -73,7 +73,7 @@ def test_without_javascript_the_head_is_there_and_a_line_says_why_the_rest_is_no
     payload = reported()
     shown = opened(page(payload), java_script_enabled=False)
     text = shown.page.inner_text("body")
-    assert all(part in text for head in payload.heads for part in (head.title, *head.warnings))
+    assert all(part in text for header in payload.headers for part in (header.title, *header.warnings))
     assert "JavaScript" in shown.page.inner_text(".noscript")
 
 

@@ -281,7 +281,7 @@ def test_a_panel_is_a_sentence_with_one_colon_and_a_capital(title: str, remarks:
 def test_a_caption_explains_the_marks_that_are_drawn_and_says_n_once() -> None:
     figure = CaptionedFigure()
     axes = figure.subplots()
-    figure.notes = [style.interval_legend(8)]
+    figure.notes = [style.interval_note(8)]
     assert figure.caption == "n = 8 samples."
     axes.errorbar([1], [1], yerr=[1])
     assert figure.caption == "Bars: 95 % intervals over n = 8 samples."

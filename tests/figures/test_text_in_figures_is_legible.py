@@ -63,7 +63,7 @@ def shown(low: float, high: float) -> list[str]:
     """Labels of every tick, major and minor, of a log axis between two ends."""
     axes = Figure().subplots()
     axes.plot([0, 1], [low, high])
-    style.log_axes(axes, y=True)
+    style.set_log_axes(axes, y=True)
     axes.set_ylim(low, high)
     found = []
     for places, formatter in (

@@ -109,7 +109,7 @@ def test_a_number_that_json_has_not_is_refused() -> None:
 def test_a_block_has_an_id_of_its_own(name: str) -> None:
     one = small_payload()
     with pytest.raises(ValueError, match="expected a block's name"):
-        page(Payload(one.title, one.heads, one.document, {name: b""}))
+        page(Payload(one.title, one.headers, one.document, {name: b""}))
 
 
 def test_a_title_is_one_plain_line() -> None:
@@ -121,7 +121,7 @@ def test_a_title_is_one_plain_line() -> None:
 def test_blocks_arrive_as_they_were() -> None:
     one = small_payload()
     blocks = {"b0": bytes(range(256)), "b1": b""}
-    seen = Seen(page(Payload(one.title, one.heads, one.document, blocks)))
+    seen = Seen(page(Payload(one.title, one.headers, one.document, blocks)))
     held = {about["id"]: text for about, text in seen.raw if about.get("type") == "application/octet-stream"}
     assert {name: base64.b64decode(text) for name, text in held.items()} == blocks
 

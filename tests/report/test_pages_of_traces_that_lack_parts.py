@@ -213,7 +213,7 @@ def test_text_from_outside_is_written_out() -> None:
     shown = [
         json.dumps(made.document, ensure_ascii=False),
         made.title,
-        str(made.heads),
+        str(made.headers),
         json.dumps(text(made), ensure_ascii=False),
     ]
     assert not any(sign in part for part in shown for sign in "\x1b\u202e\u2028")
@@ -258,8 +258,8 @@ def test_several_traces_have_names_of_their_own_and_share_the_room() -> None:
         dataclasses.replace(small(), source="/b/news.h5"),
     )
     made = payload([first, second, small()])
-    assert [head.name for head in made.heads] == ["news.h5", "news.h5 (2)", "in memory"]
-    assert [trace["name"] for trace in made.document["traces"]] == [head.name for head in made.heads]
+    assert [header.name for header in made.headers] == ["news.h5", "news.h5 (2)", "in memory"]
+    assert [trace["name"] for trace in made.document["traces"]] == [header.name for header in made.headers]
     np.testing.assert_array_equal(array(made, "mean", 0), array(made, "mean", 1))
     assert made.title == "made · made" and set(made.blocks) >= {"t0-mean", "t1-mean", "t2-mean"}
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from perturbkv.reporting import page_blocks, sides
-from perturbkv.reporting.page_blocks import LIBRARIES, Blocks, Payload, blocks_limit
+from perturbkv.reporting.page_blocks import LIBRARY_BYTES, Blocks, Payload, blocks_limit
 from perturbkv.reporting.payload import payload
 from tests.support.decoded import array, bundle, inflated, numbers, trace_of
 from tests.support.paged import configs, paged
@@ -33,7 +33,7 @@ def in_base64(page: Payload) -> int:
 @pytest.mark.slow
 def test_a_usual_trace_fills_its_page_and_no_more() -> None:
     told = trace_of(made())
-    assert SMALL * 0.95 < in_base64(made()) + LIBRARIES <= SMALL
+    assert SMALL * 0.95 < in_base64(made()) + LIBRARY_BYTES <= SMALL
     assert len(json.dumps(made().document)) < 60_000
     held = told["held_heads"]
     assert held["of"] == 8 * 270 and 8 * 20 < held["held"] < held["of"] and "--full" in held["why"]
@@ -51,7 +51,7 @@ def test_answers_take_of_the_room_for_heads() -> None:
     page = payload([dataclasses.replace(trace, arrays={**trace.arrays, **texts})])
     taken = len(json.dumps(trace_of(page)["answers"], ensure_ascii=False))
     assert taken > 300_000
-    assert SMALL * 0.95 < in_base64(page) + LIBRARIES + taken <= SMALL
+    assert SMALL * 0.95 < in_base64(page) + LIBRARY_BYTES + taken <= SMALL
     assert trace_of(page)["held_heads"]["held"] < trace_of(made())["held_heads"]["held"]
 
 
@@ -91,7 +91,7 @@ def test_a_large_trace_leaves_out_single_samples_of_bounds_before_those_of_pertu
     page = payload([paged(32, None, 32, 32, 4000, kept=False)])
     assert time.perf_counter() - begin < 60
     told = trace_of(page)
-    assert in_base64(page) + LIBRARIES <= LARGE
+    assert in_base64(page) + LIBRARY_BYTES <= LARGE
     keys = [told["measures"][place]["key"] for place in told["arrays"]["sample"]["measures"]]
     assert {"isolated", "propagated", "retained_mass", "sigma_stage1"} <= set(keys)
     assert told["arrays"]["sample"]["shape"] == [len(keys), 32, 24, 32, 32]
@@ -119,7 +119,7 @@ def test_the_pair_that_is_shown_first_is_never_left_out(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("values", [0, 51_840, 400_000, 786_432])
 def test_room_grows_with_the_values_of_a_trace(values: int) -> None:
-    expected = np.interp(values, [51_840, 786_432], [SMALL, LARGE]) - LIBRARIES
+    expected = np.interp(values, [51_840, 786_432], [SMALL, LARGE]) - LIBRARY_BYTES
     assert blocks_limit(values) == pytest.approx(expected, abs=1)
 
 

@@ -172,6 +172,16 @@ def test_overwriting_replaces_the_shards_of_another_run_and_keeps_those_of_this(
     assert [str(one.shard) for one in find_shards(path)] == ["1/2", "2/2"]
 
 
+def test_an_unfinished_shard_says_what_is_missing(tmp_path: Path) -> None:
+    shard = ShardWriter(tmp_path / "t.h5", record("1/2"), {})
+    shard.append(measured("s0", CONFIGS), CONFIGS)
+    with pytest.raises(TraceError, match=r"every sample of shard 1/2 in .*, got all but 2; run the same command"):
+        shard.finish()
+    shutil.rmtree(shard.shard.journal.folder)
+    with pytest.raises(TraceError, match="got no such folder, as it was removed meanwhile; run the same command"):
+        shard.finish()
+
+
 def test_a_run_without_shards_takes_what_they_hold(tmp_path: Path) -> None:
     path = tmp_path / "t.h5"
     measure_shard(path, "1/4")

@@ -129,7 +129,7 @@ def test_what_was_found_is_there_again(tmp_path: Path) -> None:
     path = tmp_path / "found.jsonl"
     written(path, "b", "a")
     with open_sample_lines(path, QUESTION) as lines:
-        assert lines.finished == {"a", "b"}
+        assert lines.sample_ids == {"a", "b"}
         assert [row["sample"] for row in lines.select(["a", "c", "b"])] == ["a", "b"]
         lines.add({"sample": "c"})
     assert [json.loads(line) for line in path.read_text().splitlines()][0] == QUESTION
@@ -141,10 +141,10 @@ def test_a_line_that_a_kill_left_unfinished_is_found_again(tmp_path: Path) -> No
     written(path, "a")
     path.write_text(path.read_text() + '{"sample": "b", "val')
     with open_sample_lines(path, QUESTION) as lines:
-        assert lines.finished == {"a"}
+        assert lines.sample_ids == {"a"}
         lines.add({"sample": "b"})
     with open_sample_lines(path, QUESTION) as lines:
-        assert lines.finished == {"a", "b"}
+        assert lines.sample_ids == {"a", "b"}
 
 
 @pytest.mark.parametrize("held", ['{"run": {}}\n', "", '{"sample": "a"}\n'])
@@ -175,4 +175,4 @@ def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
 def test_without_a_path_nothing_is_written(tmp_path: Path) -> None:
     with open_sample_lines(None, QUESTION) as lines:
         lines.add({"sample": "a"})
-    assert lines.finished == {"a"} and not list(tmp_path.iterdir())
+    assert lines.sample_ids == {"a"} and not list(tmp_path.iterdir())

@@ -18,7 +18,7 @@ from filelock import FileLock
 
 from perturbkv.configs.run import Shard
 from perturbkv.errors import ConfigError, LockedOutputError, OutputError, TraceUnavailableError
-from perturbkv.storage.output import Lock, OutputFile, OutputFolder, lock_path, resumable, wait_until_free
+from perturbkv.storage.output import Lock, OutputFile, OutputFolder, lock_path, resumable_file, wait_until_free
 from perturbkv.storage.run.shard_merging import merge_shards, resumable_shards
 from perturbkv.storage.run.shards import ShardJournal, remove_stale_files
 from perturbkv.storage.run.writer import TraceWriter
@@ -171,7 +171,7 @@ def ours(path: Path) -> OutputFile:
 
 def test_nothing_is_left_of_a_claim(tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "out"
-    OutputFolder(folder).claim(OutputFile(folder / "a"), resumable(folder / "b"), writer=folder / "b")
+    OutputFolder(folder).claim(OutputFile(folder / "a"), resumable_file(folder / "b"), writer=folder / "b")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -183,7 +183,7 @@ def test_a_file_of_others_is_refused_unless_it_may_be_replaced(tmp_path: Path) -
             OutputFolder(tmp_path).claim(kind)
         OutputFolder(tmp_path, overwrite=True).claim(kind)
         assert path.read_bytes() == content
-    OutputFolder(tmp_path).claim(ours(path), resumable(path))
+    OutputFolder(tmp_path).claim(ours(path), resumable_file(path))
 
 
 def test_a_place_that_no_file_can_have_is_refused_whatever_may_be_replaced(tmp_path: Path) -> None:

@@ -65,9 +65,9 @@ def everywhere(text: str) -> Payload:
         for side in (answers["full"], *answers["configs"]):
             side["texts"] = [text] * len(trace["samples"])
         trace["lacks"].pop("answers_text", None)
-    heads = tuple(TraceHeader(text, text, ((text, text),), (text, text)) for _ in one.heads)
+    headers = tuple(TraceHeader(text, text, ((text, text),), (text, text)) for _ in one.headers)
     blocks = {name: _said(block, text) if "-text" in name else block for name, block in one.blocks.items()}
-    return replace(one, document=document, heads=heads, blocks=blocks)
+    return replace(one, document=document, headers=headers, blocks=blocks)
 
 
 def _filled(held: Any, text: str) -> Any:

@@ -160,7 +160,7 @@ def search_samples(
     called with the number of searched prompts and of all, at the beginning and after each prompt.
     """
     total = len(planned.prompts)
-    todo = [prompt for prompt in planned.prompts if prompt.sample_id not in lines.finished]
+    todo = [prompt for prompt in planned.prompts if prompt.sample_id not in lines.sample_ids]
     finished(total - len(todo), total)
     if todo:
         adapter = planned.model()

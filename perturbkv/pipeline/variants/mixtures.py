@@ -280,7 +280,7 @@ class MixtureMeasurer:
     def _measure(self, sample: str, mixtures: Sequence[Mixture]) -> None:
         """Measure and store, batch by batch, the mixtures of one prompt that the store lacks."""
         by_head = frozenset(self.named)
-        lacking = self.store.missing(sample, mixtures, by_head)
+        lacking = self.store.missing_mixtures(sample, mixtures, by_head)
         rows = rows_per_batch(self.prompts[sample], self.planned.resolved, self.planned.shape, self.planned.resources)
         for start in range(0, len(lacking), rows):
             prefilled = self._prefilled_sample(sample, rows)

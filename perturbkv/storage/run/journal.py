@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import OutputError, PerturbkvError, TraceError
-from perturbkv.schema import KEPT, VARIABLES
+from perturbkv.schema import VARIABLES
 from perturbkv.storage.atomic_files import write_atomically
 from perturbkv.storage.output import real_path, translate_os_errors
 from perturbkv.storage.run.sample_parts import Shapes, code_bytes
@@ -43,7 +43,15 @@ _REQUIRED = frozenset(name for name, variable in VARIABLES.items() if not variab
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A file of a journal, described without its numbers."""
+    """A file of a journal, described without its numbers.
+
+    Attributes:
+        folder: the journal's folder.
+        file: the file's name in it.
+        sample_id: the sample.
+        labels: labels of the configurations along its `config` axis; none for a failed sample.
+        reason: why the sample failed; None for a measured one.
+    """
 
     folder: Path
     file: str
@@ -69,7 +77,7 @@ class Entry:
         with self._open() as archive:
             head = _read_head(archive)
         layout = _parse_layout(head)
-        code_shape = {KEPT[2]: (int(head["code_bytes"]),)} if KEPT[2] in layout else {}
+        code_shape = {"kept_code": (int(head["code_bytes"]),)} if "kept_code" in layout else {}
         return {name: shape for name, (_, shape) in layout.items()} | code_shape
 
     @contextmanager
@@ -106,7 +114,10 @@ def write_entry(entry: Entry, arrays: Mapping[str, NDArray[Any]]) -> None:
 
 
 def read_entry(path: Path) -> Entry | None:
-    """Return the entry of a file without reading its numbers; None for a damaged file."""
+    """Return the entry of a file without reading its numbers.
+
+    None for a damaged file, and for one whose description lacks a required variable or does not fit its labels.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             head = _read_head(archive)
@@ -217,11 +228,11 @@ class Journal:
 
     def append(self, sample: SampleTrace | FailedSample, labels: Sequence[str]) -> Entry:
         """Store a measured sample, with its configurations' labels, or a failed sample; return the new entry."""
-        file, name = self._free_path(sample.sample_id).name, sample.sample_id
+        file, sample_id = self._free_path(sample.sample_id).name, sample.sample_id
         if isinstance(sample, FailedSample):
-            entry, arrays = Entry(self.folder, file, name, (), sample.reason), {}
+            entry, arrays = Entry(self.folder, file, sample_id, (), sample.reason), {}
         else:
-            entry, arrays = self._share_memory(Entry(self.folder, file, name, tuple(labels))), dict(sample.arrays)
+            entry, arrays = self._share_memory(Entry(self.folder, file, sample_id, tuple(labels))), dict(sample.arrays)
         write_entry(entry, arrays)
         return entry
 

@@ -43,9 +43,8 @@ AnyPart = TypeVar("AnyPart", bound=Part)
 def disjoint_parts(parts: Sequence[AnyPart]) -> list[AnyPart]:
     """Return a subset of a sample's parts, in order, in which no configuration occurs twice, so that it can be joined.
 
-    `parts` lists older parts before newer ones.
-    A larger part is preferred to a smaller, a newer to an older: bytes of caches and noise floors belong to a part as a
-    whole, so that a part cannot be split.
+    `parts` lists older parts before newer ones. A larger part is preferred to a smaller, a newer to an older: bytes of
+    caches and noise floors belong to a part as a whole, so that a part cannot be split.
     """
     chosen: list[AnyPart] = []
     labels: set[str] = set()
@@ -77,7 +76,8 @@ def join_parts(parts: Sequence[tuple[SampleTrace, Sequence[str]]], labels: Seque
     order = np.array([stored.index(label) for label in labels])
     names = [name for name in samples[0].arrays if all(name in sample.arrays for sample in samples)]
     arrays = {name: _merge_variable(name, [sample.arrays[name] for sample in samples], order) for name in names}
-    return SampleTrace(samples[0].sample_id, arrays | (_merge_codes(samples, order) if KEPT[0] in arrays else {}))
+    codes = _merge_codes(samples, order) if "kept_code" in arrays else {}
+    return SampleTrace(samples[0].sample_id, arrays | codes)
 
 
 def single_complete_part(
@@ -87,7 +87,7 @@ def single_complete_part(
     (sample, stored), *others = parts
     if others or list(stored) != list(labels):
         return None
-    return sample if code_bytes(sample.arrays) == len(sample.arrays.get(KEPT[2], ())) else None
+    return sample if code_bytes(sample.arrays) == len(sample.arrays.get("kept_code", ())) else None
 
 
 def with_common_variables(samples: Sequence[SampleTrace]) -> list[SampleTrace]:
@@ -107,9 +107,10 @@ def with_common_variables(samples: Sequence[SampleTrace]) -> list[SampleTrace]:
 
 def kept_digests(arrays: Arrays) -> NDArray[Any]:
     """Return a digest of each head's kept positions; 0 if the positions are not stored."""
-    if KEPT[0] not in arrays:
+    if "kept_code" not in arrays:
         return np.zeros_like(arrays["kept_count"])
-    return kept_codec.digests(arrays["kept_code"], *(arrays[name] for name in (*KEPT[:2], "kept_count")))
+    offset, length, count = (arrays[name] for name in ("kept_offset", "kept_length", "kept_count"))
+    return kept_codec.digests(arrays["kept_code"], offset, length, count)
 
 
 def _missing_arrays(arrays: Arrays, names: set[str]) -> Arrays:
@@ -147,14 +148,14 @@ def merged_shapes(parts: Sequence[Shapes]) -> Shapes:
 
 def _missing_shape(name: str, part: Shapes) -> tuple[int, ...]:
     """Return the shape of the fill values of a variable, for a part without it."""
-    shapes = {KEPT[2]: (0,), PREFILLS[0]: part["kept_count"][:1], PREFILLS[1]: ()}
+    shapes = {"kept_code": (0,), "prefill_seconds": part["kept_count"][:1], "prefill_seconds_full": ()}
     shapes |= dict.fromkeys(APART, part["perturbation_isolated"])
     return shapes.get(name, part["kept_count"])
 
 
 def code_bytes(arrays: Arrays) -> int:
     """Return the bytes of a part's codes of kept positions, shared codes counted once; 0 without codes."""
-    if KEPT[1] not in arrays:
+    if "kept_length" not in arrays:
         return 0
     first, _ = distinct_codes(arrays["kept_offset"], arrays["kept_length"])
     return int(arrays["kept_length"].reshape(-1)[first].sum())
@@ -168,7 +169,7 @@ def _merge_variable(name: str, values: Sequence[NDArray[Any]], order: NDArray[An
         return np.asarray(np.maximum.reduce(values))
     if name in SUMS:
         return np.asarray(np.add.reduce(values))
-    if name == PREFILLS[1]:
+    if name == "prefill_seconds_full":  # of the first part that has one
         return np.asarray(next((value for value in values if not np.isnan(value)), values[0]))
     return np.asarray(values[0])
 
@@ -200,8 +201,8 @@ def distinct_codes(offsets: NDArray[Any], lengths: NDArray[Any]) -> tuple[NDArra
 
     Both offset and length are compared, as an empty code starts where the next one does.
     """
-    rows = offsets.reshape(-1).astype(np.int64) * (int(lengths.max()) + 1) + lengths.reshape(-1)
-    _, first, number = np.unique(rows, return_index=True, return_inverse=True)
+    pairs = offsets.reshape(-1).astype(np.int64) * (int(lengths.max()) + 1) + lengths.reshape(-1)  # a number per pair
+    _, first, number = np.unique(pairs, return_index=True, return_inverse=True)
     order = np.argsort(first)
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))

@@ -61,12 +61,12 @@ def merge_shards(path: Path, *, overwrite: bool = False, wait: bool = False, tex
         remove_stale_files(path)
         describe(path)
         return 0
-    _wait_for(shards, wait)
+    _wait_until_free(shards, wait)
     if records := _read_records(path, shards):
         _check_all_finished(path, records[0], overwrite)  # before locking the trace, which others may need
     with Lock(path, wait):
-        shards = find_shards(path)
-        _wait_for(shards, wait)
+        shards = find_shards(path)  # anew, as another merge may have removed them
+        _wait_until_free(shards, wait)
         if records := _read_records(path, shards):
             _check_all_finished(path, records[0], overwrite)
             stored_texts = _texts_to_store(path, records, overwrite) if texts is None else texts
@@ -104,7 +104,7 @@ def resumable_shards(path: Path, run: RunConfig, overwrite: bool, wait: bool) ->
     writes one.
     """
     shards = find_shards(path)
-    _wait_for(shards, wait)
+    _wait_until_free(shards, wait)
     for shard in shards:
         shard.journal.check_ownership()
         shard_run = shard.journal.run()
@@ -121,7 +121,7 @@ def joint_provenance(attrs: Mapping[str, str], shards: Sequence[ShardJournal]) -
     return merge_provenance([*(record.attrs for shard in shards if (record := shard.record())), attrs])
 
 
-def _wait_for(shards: Sequence[ShardJournal], wait: bool) -> None:
+def _wait_until_free(shards: Sequence[ShardJournal], wait: bool) -> None:
     """Wait until no living process writes the shards, or raise LockedOutputError.
 
     A shard that is done is waited for in any case, as its process ends in a moment.
@@ -244,14 +244,20 @@ class ShardWriter:
         self.shard.journal.discard_empty()
 
     def finish(self) -> Path:
-        """Mark the shard as done, and return the path of its journal. Raises TraceError if the journal was removed."""
-        if self._missing or not self.shard.journal.folder.is_dir():
+        """Mark the shard as done, and return the path of its journal.
+
+        Raises TraceError for missing samples, and where the journal was removed meanwhile.
+        """
+        folder = self.shard.journal.folder
+        was_removed = not folder.is_dir()
+        if was_removed or self._missing:
+            got = "no such folder, as it was removed meanwhile" if was_removed else f"all but {len(self._missing)}"
             raise TraceError(
-                f"expected every sample of shard {self._record.shard} in {self.shard.journal.folder}, got fewer, as "
-                "it was removed meanwhile; run the same command again to measure what is missing"
+                f"expected every sample of shard {self._record.shard} in {folder}, got {got}; run the same command "
+                "again to measure what is missing"
             )
         self.shard.finish()
-        return self.shard.journal.folder
+        return folder
 
     def failures(self) -> dict[str, str]:
         """Return sample id -> reason of failure, for the failed samples of the shard."""

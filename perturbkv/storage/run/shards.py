@@ -30,7 +30,7 @@ def check_extends(run: RunConfig, old: RunConfig, path: Path) -> None:
     if fields := differing_fields(run, old):
         raise TraceError(
             f"expected a trace of this run at {path}, got one that differs in {', '.join(fields)}"
-            f"{_changed_plugins(run, old) if 'plugins' in fields else ''}; use another "
+            f"{_changed_plugins_text(run, old) if 'plugins' in fields else ''}; use another "
             "--output, or --overwrite to replace it (only samples and configurations may be added)"
         )
 
@@ -47,7 +47,7 @@ def differing_fields(run: RunConfig, old: RunConfig) -> list[str]:
     return [name for name in run.differences(old) if not may_grow.get(name, False)]
 
 
-def _changed_plugins(run: RunConfig, old: RunConfig) -> str:
+def _changed_plugins_text(run: RunConfig, old: RunConfig) -> str:
     """Return a text that names the external scores and policies with changed versions; empty without changes."""
     names = [name for name, version in old.plugins.items() if run.plugins.get(name, version) != version]
     return f" ({', '.join(names)} is another version now)" if names else ""
@@ -63,6 +63,7 @@ def _is_extension(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
 
 _FOLDER_NAME = re.compile(r"shard-([0-9]+)-of-([0-9]+)")
 _MOST_NAMED = 6
+"""Most shards that a message names."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Command:
         """Return the command that measures the same run unsharded."""
         if not self.words:
             return "pk.measure with the same arguments and no shard"
-        index = self.words.index(None)
+        index = self.words.index(None)  # the word before it is the option's name, --shard
         return self._format([str(word) for word in (*self.words[: index - 1], *self.words[index + 1 :])])
 
     def _format(self, words: Sequence[str]) -> str:
@@ -145,7 +146,10 @@ class ShardJournal:
         self.journal: Journal = Journal(journal_path(self.path))
 
     def record(self) -> ShardRecord | None:
-        """Return the shard's record; None if unreadable. Raises OutputError for another program's files."""
+        """Return the shard's record; None if it is unreadable or another shard's.
+
+        Raises OutputError for another program's files.
+        """
         self.journal.check_ownership()
         run = self.journal.run()
         try:
@@ -191,11 +195,11 @@ def find_shards(trace: Path) -> list[ShardJournal]:
 def remove_stale_files(trace: Path) -> None:
     """Remove the locks and temporary files left by killed shards beside a trace."""
     target = real_path(trace)
-    shards = f".{glob.escape(target.name)}.shard-*-of-*"
-    for file in target.parent.glob(f"{shards}.lock"):
+    pattern = f".{glob.escape(target.name)}.shard-*-of-*"
+    for file in target.parent.glob(f"{pattern}.lock"):
         with suppress(LockedOutputError):
             wait_until_free(file.with_name(file.name.removeprefix(".").removesuffix(".lock")))
-    for file in target.parent.glob(f"{shards}{TEMPORARY}*"):
+    for file in target.parent.glob(f"{pattern}{TEMPORARY}*"):
         file.unlink(missing_ok=True)
 
 
@@ -217,13 +221,15 @@ def check_consistent(trace: Path, records: Iterable[ShardRecord]) -> None:
     first, *others = records
     for other in others:
         both = f"expected shards of one run beside {trace}, got {first.shard} and {other.shard}"
-        fields = first.run.differences(other.run) or ["samples"] * (first.sample_ids != other.sample_ids)
+        fields = first.run.differences(other.run)
+        if not fields and first.sample_ids != other.sample_ids:
+            fields = ["samples"]
         if differing_fields(first.run, other.run) and differing_fields(other.run, first.run):
             raise OutputError(
                 f"{both}, which differ in {', '.join(fields)}; use another --output, or --overwrite to replace them"
             )
         divisions = [f"{record.shard.count} by {record.shard.by}" for record in (first, other)]
-        if fields or divisions[0] != divisions[1]:
+        if fields or divisions[0] != divisions[1]:  # one run extends the other, or they are one run in two divisions
             difference = f"which differ in {', '.join(fields)}" if fields else f"of {' and of '.join(divisions)}"
             raise OutputError(
                 f"{both}, {difference}; go on as the run was begun, {other.command.for_shard(other.shard)}, or without "
@@ -238,7 +244,7 @@ def format_shards(shards: Sequence[Shard]) -> str:
 
 
 def merge_provenance(attrs: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Return the joint provenance of several processes, with differing values in one text and the latest `created`."""
+    """Return the joint provenance of several processes: differing values joined by '; ', and the latest `created`."""
     names = dict.fromkeys(name for process in attrs for name in process)
     merged = {name: "; ".join(dict.fromkeys(process[name] for process in attrs if name in process)) for name in names}
     return merged | {"created": max(process["created"] for process in attrs)} if "created" in names else merged

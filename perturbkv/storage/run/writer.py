@@ -37,7 +37,17 @@ class ExistingTrace:
     """The contents of a trace file, without its numbers.
 
     Args:
-        path: the file. Raises TraceError where it is not a whole trace.
+        path: the file.
+
+    Attributes:
+        sample_ids: all samples, in the order of the file.
+        failures: id of each failed sample -> reason.
+        labels: labels of the configurations.
+        with_text, with_kept, with_answers: ids of the samples stored with their prompt's text, with kept positions,
+            and with the text of answers.
+        has_answers: whether answers were generated.
+
+    Raises TraceError where it is not a whole trace.
     """
 
     def __init__(self, path: Path) -> None:
@@ -71,7 +81,10 @@ def existing_trace(path: Path, run: RunConfig, overwrite: bool = False) -> Exist
 
 
 def _is_extendable(path: Path, run: RunConfig) -> bool:
-    """Return whether the existing file is a complete trace of this run or of a part of it."""
+    """Return whether the existing file is a complete trace of this run or of a part of it.
+
+    Raises TraceUnavailableError where it cannot be opened now, as it need not be damaged.
+    """
     try:
         return not differing_fields(run, describe_whole(path).run)
     except TraceUnavailableError:
@@ -99,9 +112,9 @@ class ExistingSample:
         with open_trace(self.path, self.stamp) as file:
             varying = (*TEXT, *ANSWER_TEXT, *KEPT)
             shapes = {name: file.shape(name)[1:] for name in VARIABLES if name in file and name not in varying}
-            arrays = read_sample(file, (*TEXT, *ANSWER_TEXT, *KEPT[:2]), self.index)
+            arrays = read_sample(file, (*TEXT, *ANSWER_TEXT, "kept_offset", "kept_length"), self.index)
             shapes |= {name: array.shape for name, array in arrays.items()}
-            return shapes | ({KEPT[2]: (code_bytes(arrays),)} if KEPT[2] in file else {})
+            return shapes | ({"kept_code": (code_bytes(arrays),)} if "kept_code" in file else {})
 
 
 _log = logging.getLogger(__name__)
@@ -157,7 +170,7 @@ class TraceWriter:
         self._old = existing_trace(path, run, overwrite)
         self._entries = self._journal_entries()
         self._begun = False
-        self._failed: set[str] = set()
+        self._failed_now: set[str] = set()  # ids of the samples that failed in this run, not in an older one
         self._lacking = self._find_missing()
 
     def missing(self) -> dict[str, tuple[EvictionConfig, ...]]:
@@ -165,7 +178,7 @@ class TraceWriter:
 
         A sample that failed in an older run is measured again, one that failed in this one is not.
         """
-        left = self._lacking.keys() - self._failed
+        left = self._lacking.keys() - self._failed_now
         return {name: self._lacking[name] for name in self.sample_ids if name in left}
 
     def done(self) -> set[str]:
@@ -179,12 +192,12 @@ class TraceWriter:
         return sum(self._changes_text(self._old, name) for name in self._old_samples(self._old))
 
     def _changes_text(self, old: ExistingTrace, name: str) -> bool:
-        """Return whether a sample of the older file gains or loses the text of its prompt or answers."""
+        """Return whether a finished sample of the older file gains or loses the text of its prompt or answers."""
         has_text = [name in old.with_text, *([name in old.with_answers] if old.has_answers else [])]
         return any(has != bool(self.texts) for has in has_text)
 
     def count_kept_changes(self) -> tuple[int, int]:
-        """Return the numbers of the older file's finished samples that lose, and that cannot gain, kept positions."""
+        """Return the numbers of the older file's finished samples that lose kept positions, and that can get none."""
         if self._old is None:
             return 0, 0
         finished = self._old_samples(self._old)
@@ -215,9 +228,9 @@ class TraceWriter:
         entry = self._journal.append(sample if self.kept else without_kept(sample), labels)
         self._entries[sample.sample_id].append(entry)
         if isinstance(sample, FailedSample):
-            self._failed.add(sample.sample_id)
+            self._failed_now.add(sample.sample_id)
         else:
-            self._failed.discard(sample.sample_id)
+            self._failed_now.discard(sample.sample_id)
         if lacking := self._missing_configs(sample.sample_id):
             self._lacking[sample.sample_id] = lacking
         else:
@@ -316,10 +329,12 @@ class TraceWriter:
 
     def _is_new(self, entry: Entry) -> bool:
         """Return whether a shard's entry is not in the file yet, as it is after a killed merge."""
-        old = self._old.part(entry.sample_id) if self._old else None
-        if entry.reason is not None and self._old:
-            return old is None and self._old.failures.get(entry.sample_id) != entry.reason
-        return old is None or not set(entry.labels) <= set(old.labels)
+        if self._old is None:
+            return True
+        part = self._old.part(entry.sample_id)
+        if entry.reason is not None:
+            return part is None and self._old.failures.get(entry.sample_id) != entry.reason
+        return part is None or not set(entry.labels) <= set(part.labels)
 
     def _parts(self, name: str) -> list[ExistingSample | Entry]:
         """Return the stored parts of a sample, older parts first, with no configuration twice."""
@@ -338,9 +353,9 @@ class TraceWriter:
 
     def _failure_reason(self, name: str) -> str | None:
         """Return the reason of a sample's last failure; None if it did not fail."""
-        reasons = [entry.reason for entry in self._entries[name] if entry.reason is not None]
         if self._old and not self._entries[name]:
             return self._old.failures.get(name)
+        reasons = [entry.reason for entry in self._entries[name] if entry.reason is not None]
         return reasons[-1] if reasons else None
 
     def _is_finished(self) -> bool:
@@ -348,7 +363,8 @@ class TraceWriter:
         old = self._old
         if old is None or old.sample_ids != self.sample_ids or set(old.labels) != set(self._configs):
             return False
-        if self.count_text_changes() or self.count_kept_changes()[0]:
+        losing_kept, _ = self.count_kept_changes()
+        if self.count_text_changes() or losing_kept:
             return False
         return not any(self._entries[name] and self._parts(name) != [old.part(name)] for name in self.sample_ids)
 

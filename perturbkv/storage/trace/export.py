@@ -61,15 +61,16 @@ def schema(trace: Trace) -> pa.Schema:
 def sample_rows(trace: Trace, sample: int) -> pa.RecordBatch:
     """Return all table rows of the sample at index `sample`."""
     shape = tuple(trace.arrays["perturbation_isolated"].shape[1:])
-    cells = np.indices(shape).reshape(len(shape), -1)
+    cells = np.indices(shape).reshape(len(shape), -1)  # (axis, row): the row's index along each of `AXES`
     measured = trace.measured[sample][cells[AXES.index("step")]]
     index = cells[:, measured]
+    config = index[AXES.index("config")]
     values_of: dict[str, Any] = {
         "sample": np.repeat(trace.sample_ids[sample], index.shape[1]),
-        "config": np.array(trace.run.labels())[index[0]],
+        "config": np.array(trace.run.labels())[config],
     }
     for name, (kind, values) in _config_columns(trace.run.configs).items():
-        values_of[name] = pa.array(values, kind).take(pa.array(index[0]))
+        values_of[name] = pa.array(values, kind).take(pa.array(config))
     values_of |= {axis: index[number].astype(np.int32) for number, axis in enumerate(AXES) if axis != "config"}
     layers = [trace.layer_name(layer) for layer in range(shape[AXES.index("layer")])]
     values_of["layer"] = np.array(layers, dtype=np.int32)[index[AXES.index("layer")]]
@@ -125,16 +126,16 @@ def tokens_path(path: Path) -> Path:
 
 
 def token_tables(path: Path) -> list[Path]:
-    """Return the token tables of any suffix that lie beside the main table at `path`; another's file is none."""
-    beside = [tokens_path(path.with_suffix(suffix)) for suffix in SUFFIXES]
-    return [one for one in beside if one.is_file() and _is_token_table(one)]
+    """Return the token tables, of any suffix, beside the main table at `path`; a file of ours alone counts."""
+    candidates = [tokens_path(path.with_suffix(suffix)) for suffix in SUFFIXES]
+    return [one for one in candidates if one.is_file() and _is_token_table(one)]
 
 
 def _is_token_table(path: Path) -> bool:
     """Return whether a CSV or Parquet file has the columns of a token table."""
     try:
         if path.suffix == ".csv":
-            with path.open("rb") as stream:
+            with path.open("rb") as stream:  # 200 bytes: more than our header has
                 return stream.readline(200).decode().rstrip() == ",".join(f'"{name}"' for name in _TOKENS.names)
         return bool(pa.parquet.read_schema(path).names == _TOKENS.names)
     except (pa.ArrowInvalid, UnicodeDecodeError):
@@ -173,7 +174,8 @@ def check_not_source(trace: Path, path: Path) -> None:
 def _config_columns(configs: Sequence[EvictionConfig]) -> dict[str, tuple[pa.DataType, list[Any]]]:
     """Return column name -> (type, value per configuration) for the configurations' fields and options.
 
-    Budgets and protected lengths are text: 128 are entries, 0.05 is a fraction.
+    A column is of its values' type, of floats for whole numbers and floats, and of text for any other mixture and where
+    all values are None. Budgets and protected lengths are text: 128 are entries, 0.05 is a fraction.
     """
     flat = [config.flat() for config in configs]
     columns = {}
@@ -188,7 +190,10 @@ def _config_columns(configs: Sequence[EvictionConfig]) -> dict[str, tuple[pa.Dat
 
 
 def _broadcast(array: np.ndarray[Any, Any], dims: tuple[str, ...], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """Return one sample's variable with one value per table row, repeated along missing axes."""
+    """Return one sample's variable with one value per table row, repeated along the axes that it lacks.
+
+    `dims` are the variable's axes; `shape` has the lengths of all `AXES`.
+    """
     aligned = np.asarray(array).reshape([shape[AXES.index(axis)] if axis in dims else 1 for axis in AXES])
     return np.broadcast_to(aligned, shape).reshape(-1)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,6 +23,18 @@ _HDF5_ERRORS = (OSError, LookupError, RuntimeError, ValueError, TypeError, Attri
 """Exceptions that h5py raises on a defective file."""
 _OPEN_MESSAGE = "already open for write"
 """Part of HDF5's message for a file that was not closed after writing, which need not be damaged."""
+
+
+@dataclass(frozen=True)
+class StoredVariable:
+    """The description of a variable in a trace file, without its numbers."""
+
+    dims: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    units: str
+    long_name: str
+    nbytes: int
 
 
 @contextmanager
@@ -62,17 +75,17 @@ class StoredFile:
     def holds_text(self, name: str) -> bool:
         """Return whether a variable holds text instead of numbers."""
         with self._translate_errors(f"the type of {name}"):
-            return self._dataset(name).dtype.kind not in "biuf"
+            return self._dataset(name).dtype.kind not in "biuf"  # truth values, whole numbers and floats
 
     def axes(self, name: str) -> tuple[str, ...]:
         """Return the axis name of each dimension of a variable; 'none' where it has none."""
         with self._translate_errors(f"the axes of {name}"):
             return _axis_names(self._dataset(name))
 
-    def unknown_variable(self, name: str) -> tuple[tuple[str, ...], tuple[int, ...], str, str, str, int] | None:
-        """Return (axes, shape, type, unit, meaning, bytes) of a variable that is not part of the format.
+    def describe_unknown(self, name: str) -> StoredVariable | None:
+        """Return the description of a variable that is not part of the format.
 
-        None for an item that is no variable.
+        None for an item that is no variable, and for one without axes, unit or meaning.
         """
         with self._translate_errors(f"the variable {name}"):
             item = self._file.get(name)
@@ -81,7 +94,7 @@ class StoredFile:
             axes, units, meaning = _axis_names(item), item.attrs.get("units"), item.attrs.get("long_name")
             if not axes or "none" in axes or not isinstance(units, str) or not isinstance(meaning, str):
                 return None
-            return axes, item.shape, str(item.dtype), units, meaning, int(item.nbytes)
+            return StoredVariable(axes, item.shape, str(item.dtype), units, meaning, int(item.nbytes))
 
     @cached_property
     def attributes(self) -> Mapping[str, str | int | float]:

@@ -81,7 +81,10 @@ def token_texts(sample: SampleTrace) -> list[str]:
 
 
 def with_text(sample: SampleTrace | FailedSample, texts: Texts | None) -> SampleTrace | FailedSample:
-    """Return the sample with its texts replaced by those in `texts`; unchanged for None."""
+    """Return the sample with its texts replaced by those in `texts`, or removed where `texts` has none of it.
+
+    Unchanged where `texts` is None, and where the sample failed.
+    """
     if texts is None or isinstance(sample, FailedSample):
         return sample
     others = {name: array for name, array in sample.arrays.items() if name not in (*TEXT, *ANSWER_TEXT)}
@@ -97,16 +100,16 @@ def with_text_shapes(sample_id: str, shapes: Shapes, texts: Texts | None) -> Sha
     text = texts.get(sample_id)
     if text is None:
         return others
-    shape = {True: (len(text.prompt["prompt_token"]),), False: ()}
-    added = {name: shape[VARIABLES[name].is_concatenated] for name in text.prompt}  # answers are not decoded for this
-    if others.keys() >= set(_GENERATED):
+    tokens = len(text.prompt["prompt_token"])
+    added: Shapes = {name: (tokens,) if VARIABLES[name].is_concatenated else () for name in text.prompt}
+    if others.keys() >= set(_GENERATED):  # answers are not decoded for this: one text per configuration, (config,)
         added |= {**dict.fromkeys(ANSWER_TEXT, ()), "answer": others["generated"][:1]}
     return {**others, **added}
 
 
 def without_kept(sample: SampleTrace | FailedSample) -> SampleTrace | FailedSample:
     """Return the sample with kept positions replaced by digests; unchanged without kept positions."""
-    if isinstance(sample, FailedSample) or KEPT[0] not in sample.arrays:
+    if isinstance(sample, FailedSample) or "kept_code" not in sample.arrays:
         return sample
     others = {name: array for name, array in sample.arrays.items() if name not in KEPT}
     return SampleTrace(sample.sample_id, {**others, DIGEST: kept_digests(sample.arrays)})
@@ -115,4 +118,4 @@ def without_kept(sample: SampleTrace | FailedSample) -> SampleTrace | FailedSamp
 def without_kept_shapes(shapes: Shapes) -> Shapes:
     """Return variable name -> shape of a sample after `without_kept`, given the shapes before."""
     others = {name: shape for name, shape in shapes.items() if name not in KEPT}
-    return {**others, DIGEST: shapes["kept_count"]} if KEPT[0] in shapes else shapes
+    return {**others, DIGEST: shapes["kept_count"]} if "kept_code" in shapes else shapes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from perturbkv.errors import PerturbkvError, TraceError
 from perturbkv.schema import ANSWER_TEXT, AXES, FLAGS, FORMAT, FORMAT_VERSION, KEPT, STORED, TEXT, VARIABLES
 from perturbkv.storage.run.journal import Journal, journal_path
 from perturbkv.storage.run.shards import find_shards
-from perturbkv.storage.trace.hdf5 import StoredFile, open_file
+from perturbkv.storage.trace.hdf5 import StoredFile, StoredVariable, open_file
 from perturbkv.trace import Trace, sample_arrays
 from perturbkv.user_files import FileKind, is_path
 
@@ -57,32 +57,43 @@ def parse_run(file: StoredFile) -> RunConfig:
         file.refuse("the run as JSON", f"one that says: {error}")
 
 
-def known_variables(names: list[str]) -> list[str]:
+def known_variables(names: Collection[str]) -> list[str]:
     """Return the format's variables that occur in `names`, the items of a file."""
     return [name for name in STORED if name in names]
 
 
-def check_dims(file: StoredFile, run: RunConfig) -> None:
-    """Raise TraceError where an axis is not as the run says, or a variable not along its axes."""
+def check_axes(file: StoredFile, run: RunConfig) -> None:
+    """Raise TraceError where an item is missing that every trace has, or an axis is not as the run says."""
     names = file.names()
     if missing := [name for name in _REQUIRED if name not in names]:
         file.refuse(f"'{missing[0]}'", "none")
-    lengths = {axis: int(np.prod(file.shape(axis))) for axis in AXES if axis in names}
+    lengths = _axis_lengths(file, names)
     for axis, expected in (("sample", run.samples), ("step", run.steps)):
         if lengths[axis] != expected:
             _refuse(file.path, f"the {expected} places of the run along '{axis}'", lengths[axis])
     stored, labels = file.read("config").tolist(), run.labels()
     if stored != labels:
         _refuse(file.path, f"the run's configurations {labels} along 'config'", stored)
+
+
+def check_variables(file: StoredFile) -> None:
+    """Raise TraceError where a variable of the format is of another type, or not along its axes."""
+    names = file.names()
+    lengths = _axis_lengths(file, names)
     for name in known_variables(names):
-        axes, text = STORED[name].axes, STORED[name].dtype == "str"
-        if file.holds_text(name) != text:
-            file.refuse(f"{name} as {'text' if text else 'numbers'}", "another type")
+        axes, is_text = STORED[name].axes, STORED[name].dtype == "str"
+        if file.holds_text(name) != is_text:
+            file.refuse(f"{name} as {'text' if is_text else 'numbers'}", "another type")
         if (found := file.axes(name)) != axes:
             file.refuse(f"{name} along {' '.join(axes)}", " ".join(found) or "no axis")
         shape = tuple(lengths[axis] for axis in axes)
         if file.shape(name) != shape:
             _refuse(file.path, f"{name} of the shape {shape} along {' '.join(axes)}", file.shape(name))
+
+
+def _axis_lengths(file: StoredFile, names: Collection[str]) -> dict[str, int]:
+    """Return axis -> length of the format's axes among `names`, the items of a file."""
+    return {axis: int(np.prod(file.shape(axis))) for axis in AXES if axis in names}
 
 
 def check_numbers(path: Path, arrays: Arrays, measured: NDArray[np.bool_]) -> None:
@@ -91,10 +102,10 @@ def check_numbers(path: Path, arrays: Arrays, measured: NDArray[np.bool_]) -> No
     `measured` (sample, step): True where a step has numbers. Variables that `arrays` lacks are not checked.
     """
     for name in _MEASURED:
-        if (
-            name in arrays
-            and np.isnan(np.moveaxis(arrays[name], VARIABLES[name].axes.index("step"), 1)[measured]).any()
-        ):
+        if name not in arrays:
+            continue
+        by_step = np.moveaxis(arrays[name], VARIABLES[name].axes.index("step"), 1)  # (sample, step, …)
+        if np.isnan(by_step[measured]).any():
             _refuse(path, f"a number everywhere in {name} where a step was measured", "NaN")
     if {"prompt_tokens", "kept_count", "stage1_count"} <= arrays.keys():
         ok = measured.any(axis=1)
@@ -167,7 +178,7 @@ def read_trace(path: str | Path) -> Trace:
     path = Path(path)
     with open_trace(path) as file:
         run = _check_and_read_run(file)
-        ids, failures = _read_samples(file)
+        ids, failures = _read_ids_and_failures(file)
         names = [name for name in VARIABLES if name in file]
         later = [name for name in names if VARIABLES[name].is_large]
         arrays = {name: file.read(name) for name in names if name not in later}
@@ -190,23 +201,18 @@ def _variable_reader(path: Path) -> Callable[[str], Any]:
 
 
 @dataclass(frozen=True)
-class StoredVariable:
-    """The description of a variable in a trace file, without its numbers."""
-
-    dims: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: str
-    units: str
-    long_name: str
-    nbytes: int
-
-
-@dataclass(frozen=True)
 class Description:
     """The description of a trace file without its numbers.
 
-    `caches` are the bytes of evicted caches, summed over samples. `with_text` are the samples stored with their
-    prompt's text, `with_kept` those with kept positions, `with_answers` those with the text of answers.
+    Attributes:
+        run: the run's configuration.
+        sample_ids: all samples, in the order of the file.
+        failures: id of each failed sample -> reason.
+        attrs: provenance.
+        variables: name -> description of each variable, those unknown to the format included.
+        caches: variable -> bytes of evicted caches, summed over samples.
+        with_text, with_kept, with_answers: ids of the samples stored with their prompt's text, with kept positions,
+            and with the text of answers.
     """
 
     run: RunConfig
@@ -224,7 +230,7 @@ def describe(path: Path) -> Description:
     """Return a trace file's run, samples, variables and provenance. Raises TraceError as `read_trace`."""
     with open_trace(path) as file:
         run = _check_and_read_run(file)
-        ids, failures = _read_samples(file)
+        ids, failures = _read_ids_and_failures(file)
         names = dict.fromkeys([*known_variables(file.names()), *file.names()])
         described = {name: _describe_variable(file, name) for name in names if name not in AXES}
         variables = {name: variable for name, variable in described.items() if variable is not None}
@@ -257,8 +263,7 @@ def _samples_with_kept(file: StoredFile, ids: Sequence[str]) -> tuple[str, ...]:
 def _describe_variable(file: StoredFile, name: str) -> StoredVariable | None:
     """Return the description of a known or unknown variable; None for an item that is no variable."""
     if name not in STORED:
-        unknown = file.unknown_variable(name)
-        return unknown and StoredVariable(*unknown)
+        return file.describe_unknown(name)
     variable, shape = STORED[name], file.shape(name)
     if variable.dtype == "str":  # HDF5 counts only the addresses of texts
         dtype, nbytes = "object", sum(len(str(text).encode()) for text in file.read(name).flat)
@@ -268,7 +273,7 @@ def _describe_variable(file: StoredFile, name: str) -> StoredVariable | None:
 
 
 def read_run(path: Path) -> RunConfig:
-    """Return the run of a trace file, without reading its numbers. Raises TraceError as `read_trace`."""
+    """Return the run of a trace file, without reading or checking the rest. Raises TraceError for another file."""
     with open_trace(path) as file:
         check_version(file)
         return parse_run(file)
@@ -321,16 +326,17 @@ def _missing_message(path: Path) -> str:
 
 
 def _check_and_read_run(file: StoredFile) -> RunConfig:
-    """Return the run of a file after checking its version, names, dims and steps. Raises TraceError."""
+    """Return the run of a file after checking its version, axes, variables and steps. Raises TraceError."""
     check_version(file)
     run = parse_run(file)
-    check_dims(file, run)
+    check_axes(file, run)
+    check_variables(file)
     if "steps_measured" in file:
         check_step_counts(file.path, file.read("steps_measured"), file.read("complete") != 0, run.steps)
     return run
 
 
-def _read_samples(file: StoredFile) -> tuple[tuple[str, ...], dict[str, str]]:
+def _read_ids_and_failures(file: StoredFile) -> tuple[tuple[str, ...], dict[str, str]]:
     """Return all sample ids, and failed sample id -> reason."""
     ids, complete = tuple(map(str, file.read("sample"))), file.read("complete")
     states = zip(ids, file.read("failure"), complete, strict=True)

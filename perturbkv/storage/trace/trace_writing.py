@@ -146,7 +146,14 @@ def write_trace(
 ) -> None:
     """Write a trace file, one sample in memory at a time.
 
-    `shapes` returns the shapes of a sample's variables, None where it failed; `sample` returns the sample itself.
+    Args:
+        path: the file.
+        run: its configuration.
+        sample_ids: all samples, in the order of the file.
+        attrs: provenance, stored as root attributes.
+        shapes: returns the shapes of a sample's variables by its id; None where it failed.
+        sample: returns the sample itself.
+
     Raises TraceError where the samples' axes differ, OSError where the file cannot be written.
     """
     sizes, names = trace_sizes(run, sample_ids, ((name, shapes(name)) for name in sample_ids))
@@ -218,7 +225,7 @@ def _write_coordinates(
     for axis in (name for name in AXES if name in sizes):  # in one order, whichever axis a sample has first
         length = sizes[axis]
         if axis in ROWS:
-            scale = file.create_dataset(axis, shape=(length,), dtype=">f4")
+            scale = file.create_dataset(axis, shape=(length,), dtype=">f4")  # as netCDF makes one without values
         else:
             is_text = axis in texts
             values = texts[axis] if is_text else numbers.get(axis, np.arange(length))
@@ -273,6 +280,7 @@ class _BufferedVariable:
         return tuple(self._dataset.shape)
 
     def __setitem__(self, where: int | slice, value: Any) -> None:
+        """Write a sample at an index, broadcast to its shape, or consecutive rows at a slice."""
         block = np.asarray(_storable_texts(value) if self._dtype.kind == "O" else value, dtype=self._dtype)
         if isinstance(where, slice):
             self._buffer(where.start, block)
