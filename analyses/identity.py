@@ -236,20 +236,21 @@ def identity(trace: Trace, configs: Sequence[EvictionConfig], step: int = 0) -> 
         ended=int(trace.ok.sum()) - samples,
         measured_layers=trace.attrs.get(MEASURED_LAYERS, ""),
         byte_shares=_trace_byte_shares(trace, configs),
-        unevicted=_whole_caches(trace, configs, step),
+        unevicted=_unevicted_counts(trace, configs, step),
     )
 
 
-def _whole_caches(trace: Trace, configs: Sequence[EvictionConfig], step: int) -> tuple[tuple[str, int], ...]:
-    """Return (name, number of samples that have the step and in which nothing was evicted), without zeros.
+def _unevicted_counts(trace: Trace, configs: Sequence[EvictionConfig], step: int) -> tuple[tuple[str, int], ...]:
+    """Return (budget or label, number of samples with the step in which nothing was evicted), without zeros.
 
-    The name is a budget, with the least number of its configurations, where each of these leaves some cache whole;
-    elsewhere it is a configuration's label.
+    A budget stands for its configurations where each leaves the cache whole in some sample; the count is the least of
+    theirs.
     """
     evicted = trace.arrays["evicted"][trace.ok][measured_steps(trace) > step]
     groups: dict[str, dict[str, int]] = {}
     for config in configs:
         whole = int((evicted[:, trace.config_index(config.label())] == 0).sum())
+        # 0 keeps a budget with a configuration that never evicts from standing for all
         groups.setdefault(f"b={config.budget}", {})[config.label()] = whole if config.evicts else 0
     named = (
         [(budget, min(counts.values()))] if min(counts.values()) else list(counts.items())

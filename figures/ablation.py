@@ -36,7 +36,7 @@ from perturbkv.figures.panels import (
     ratio_entries,
 )
 
-_WIDE, _LINE_MM, _AROUND_MM = 2, 4.2, 21
+_MOST_COLUMNS, _LINE_MM, _AROUND_MM = 2, 4.2, 21
 
 
 def draw_ablation(result: Ablation, width_mm: float = style.WIDE_MM) -> Figure:
@@ -44,7 +44,7 @@ def draw_ablation(result: Ablation, width_mm: float = style.WIDE_MM) -> Figure:
     with style.use():
         ordered = sort_by_cache_share(result.settings, lambda one: one.cache_share)
         names = iter(_setting_names(ordered))
-        columns = 1 if width_mm < style.WIDE_MM else min(_WIDE, len(ordered))
+        columns = 1 if width_mm < style.WIDE_MM else min(_MOST_COLUMNS, len(ordered))
         chunks = [ordered[start : start + columns] for start in range(0, len(ordered), columns)]
         titles = [_row_titles(chunk) for chunk in chunks]
         heights = [len(rows) * _LINE_MM + _AROUND_MM for rows in titles]
@@ -56,16 +56,15 @@ def draw_ablation(result: Ablation, width_mm: float = style.WIDE_MM) -> Figure:
                     _draw_setting(panel, chunk[index], next(names), rows, label_rows=index == 0)
                 else:
                     panel.set_axis_off()
-        figure.legend(handles=ratio_entries(), loc="outside upper left", ncols=2 if columns < _WIDE else 3)
+        figure.legend(handles=ratio_entries(), loc="outside upper left", ncols=2 if columns < _MOST_COLUMNS else 3)
         style.describe_run(figure, result.identity, style.interval_note(result.identity.samples))
     return figure
 
 
 def _setting_names(results: Sequence[Setting]) -> list[str]:
-    """Return distinct names of settings; the full name of a single setting."""
-    if len(results) == 1:
-        return [results[0].setting]
-    return [name or "alike" for name in short_names([result.baseline for result in results], "alpha")]
+    """Return each setting's short name; its full name where nothing distinguishes it."""
+    names = short_names([result.baseline for result in results], "alpha")
+    return [name or result.setting for name, result in zip(names, results, strict=True)]
 
 
 def _row_titles(results: Sequence[Setting]) -> dict[str, str]:
@@ -104,7 +103,7 @@ def _cache_share_range(result: Setting) -> str:
     return " to ".join(dict.fromkeys((min(shares), max(shares))))
 
 
-_METHODS_WIDE, _METHODS_LINE_MM, _METHODS_AROUND_MM, _LEAST_MM = 2, 5.2, 19, 66
+_METHODS_COLUMNS, _METHODS_LINE_MM, _METHODS_AROUND_MM, _LEAST_MM = 2, 5.2, 19, 66
 _MARKS = {"over snapkv": ("o", -0.16), "over random, same ends": ("s", 0.16)}
 
 
@@ -112,7 +111,7 @@ def draw_methods(result: MethodRanking, width_mm: float = style.WIDE_MM) -> Figu
     """Draw a panel per setting, the method that perturbs least on top; left of 1 it perturbs less."""
     with style.use():
         ordered = sort_by_cache_share(result.settings, lambda one: one.cache_share)
-        columns = 1 if width_mm < style.WIDE_MM else min(_METHODS_WIDE, len(ordered))
+        columns = 1 if width_mm < style.WIDE_MM else min(_METHODS_COLUMNS, len(ordered))
         rows = -(-len(ordered) // columns)
         longest = max(len(one.rows) for one in ordered)
         figure = style.figure(width_mm, max(_LEAST_MM, rows * (longest * _METHODS_LINE_MM + _METHODS_AROUND_MM) + 10))
@@ -123,7 +122,7 @@ def draw_methods(result: MethodRanking, width_mm: float = style.WIDE_MM) -> Figu
             panel.set_axis_off()
         handles = marker_entries((marker, name) for name, (marker, _) in _MARKS.items())
         band = Patch(color="0.9", label=f"within {margin_text(result.margin)}")
-        figure.legend(handles=[*handles, band], loc="outside upper left", ncols=1 if columns < _METHODS_WIDE else 3)
+        figure.legend(handles=[*handles, band], loc="outside upper left", ncols=1 if columns < _METHODS_COLUMNS else 3)
         style.describe_run(figure, result.identity, style.interval_note(result.identity.samples))
     return figure
 
@@ -153,7 +152,7 @@ def draw_methods_over_budgets(result: MethodRanking, width_mm: float = style.WID
         groups = _group_over_budgets(result)
         names = list(dict.fromkeys(row.name for one in result.settings for row in one.rows))
         colours = dict(zip([_SNAPKV, *sorted(names)], style.category_colours(1 + len(names)), strict=True))
-        columns = 1 if width_mm < style.WIDE_MM else min(_METHODS_WIDE, len(groups))
+        columns = 1 if width_mm < style.WIDE_MM else min(_METHODS_COLUMNS, len(groups))
         rows = -(-len(groups) // columns)
         few = len(colours) <= _MOST_BANDS
         figure = style.figure(width_mm, rows * _BUDGETS_ROW_MM * (1 if few else 2) + 10)
@@ -229,14 +228,14 @@ def _draw_method_curves(
     axes.grid(visible=True, axis="y")
 
 
-_RESTRICTION_WIDE, _RESTRICTION_LINE_MM, _RESTRICTION_AROUND_MM = 2, 6.5, 19
+_RESTRICTION_COLUMNS, _RESTRICTION_LINE_MM, _RESTRICTION_AROUND_MM = 2, 6.5, 19
 
 
 def draw_restriction(result: Restriction, width_mm: float = style.WIDE_MM) -> Figure:
     """Draw a panel per setting; right of 1 a restriction perturbs more than the baseline."""
     with style.use():
         ordered = sort_by_cache_share(result.settings, lambda one: one.cache_share)
-        columns = 1 if width_mm < style.WIDE_MM else min(_RESTRICTION_WIDE, len(ordered))
+        columns = 1 if width_mm < style.WIDE_MM else min(_RESTRICTION_COLUMNS, len(ordered))
         rows = -(-len(ordered) // columns)
         longest = max(len(one.rows) for one in ordered)
         figure = style.figure(width_mm, rows * ((longest + 1) * _RESTRICTION_LINE_MM + _RESTRICTION_AROUND_MM) + 10)
@@ -246,7 +245,7 @@ def draw_restriction(result: Restriction, width_mm: float = style.WIDE_MM) -> Fi
         for panel in panels[len(ordered) :]:
             panel.set_axis_off()
         entries = [*ratio_entries(), drift_entry()]
-        figure.legend(handles=entries, loc="outside upper left", ncols=2 if columns < _RESTRICTION_WIDE else 4)
+        figure.legend(handles=entries, loc="outside upper left", ncols=2 if columns < _RESTRICTION_COLUMNS else 4)
         style.describe_run(figure, result.identity, style.interval_note(result.identity.samples))
     return figure
 

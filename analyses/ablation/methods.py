@@ -394,16 +394,19 @@ class MethodRanking(SettingsResult):
         rows = [(f"{where} {row.name}".strip(), row) for where, setting in named for row in setting.rows]
         cases = [row.propagated.case(name) for name, row in rows]
         only = rows[0][1].name if len(rows) == 1 else ""
-        claims = [Claim(only or "a method", "perturbs", cases, COMPARED, BASELINE[0], is_name=only != "")]
-        for selection in CONTROLS if self.identity.samples >= MIN_SAMPLES else ():
-            compared = [(name, row.controls[selection]) for name, row in rows if selection in row.controls]
-            against = [one.propagated.case(name)._replace(verdict=one.propagated_side) for name, one in compared]
-            if against:
-                where = " at equal protection"
-                subject = compared[0][0] if len(compared) == 1 else "a method"
-                claim = Claim(subject, "perturbs", against, COMPARED, selection, where, margin=self._margin_text)
-                claims.append(claim)
-        return claims
+        over_snapkv = Claim(only or "a method", "perturbs", cases, COMPARED, BASELINE[0], is_name=only != "")
+        if self.identity.samples < MIN_SAMPLES:
+            return [over_snapkv]
+        return [over_snapkv, *filter(None, (self._control_claim(rows, control) for control in CONTROLS))]
+
+    def _control_claim(self, rows: Sequence[tuple[str, Row]], control: str) -> Claim | None:
+        """Return the claim against one control, of the methods that have it; None where none has."""
+        compared = [(name, row.controls[control]) for name, row in rows if control in row.controls]
+        if not compared:
+            return None
+        against = [one.propagated.case(name)._replace(verdict=one.propagated_side) for name, one in compared]
+        subject, where = compared[0][0] if len(compared) == 1 else "a method", " at equal protection"
+        return Claim(subject, "perturbs", against, COMPARED, control, where, margin=self._margin_text)
 
     @property
     def _margin_text(self) -> str:

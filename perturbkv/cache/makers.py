@@ -9,7 +9,7 @@ the configuration is called:
   follows from the set alone.
 - `OwnEntries`: keys, values, positions or an additional entry that the full cache has not. No bound holds. Isolated
   perturbation is that of their `outputs`; propagated perturbation, drift and KL come from decoding, as for all.
-- `Entries` of a `Reader` (`pipeline.variants.reader`): all entries of the full cache, of which every query reads some.
+- `Entries` of a `Reader` (`pipeline.variants.readers`): all entries of the full cache, of which every query reads some.
 
 Rows of all configurations go into one cache, and kept sets of all are gathered in one step: a maker works on tensors
 that are there already, on their device, and must not wait for it (no `.item()`, no `nonzero`), nor make anything of
@@ -424,7 +424,10 @@ def _evicted_mask(entries: KeptEntries, stride: int, prompt_tokens: int, heads: 
 
 
 def eviction_maker(config: ResolvedConfig) -> Maker:
-    """Return the maker of a configuration that evicts: with a correction, stored in another way, or as in the cache."""
+    """Return the maker of a configuration that evicts.
+
+    One that corrects, one that rounds numbers or moves keys, or the plain one.
+    """
     if config.corrected:
         return CorrectionMaker(config.correction, config.window)
     return StorageMaker(config) if config.quantised or config.in_cache else Maker()

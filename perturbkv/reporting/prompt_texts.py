@@ -53,7 +53,7 @@ def prompt_block(trace: Trace, sample: int) -> bytes | None:
 
 
 def missing_text_hint(trace: Trace) -> str:
-    """Return the command that adds the prompts' text to the trace; '' if a complete sample has its text."""
+    """Return why the prompts' text cannot be shown, with the remedy if any; '' if a complete sample has its text."""
     try:
         prompt_of(trace)
     except TraceError as error:

@@ -35,7 +35,7 @@ def path(tmp_path: Path) -> Path:
     ("options", "code", "said"),
     [
         (["--max-kl", 0.1, "--compare", "attention"], 0, "attention has a safe budget: 0.4 or more"),
-        (["--max-kl", 0.1], 1, "two-stage has no safe budget: mean KL at budget 0.8: 0.5"),
+        (["--max-kl", 0.1], 1, "two-stage has no safe budget: at 0.8, the largest, mean KL is 0.5"),
         (["--max-drop", 10], 0, "attention has a safe budget: 0.2 or more; two-stage has a safe budget: 0.1 or more"),
         (["--max-drop", 1], 2, "would do; too few samples to decide whether two-stage"),
         (["--max-drop", 1, "--max-kl", 0.1], 1, "mean KL ≤ 0.1 nat and mean drop of the score ≤ 1 points"),

@@ -35,7 +35,7 @@ def test_equal_kept_sets_perturb_alike_and_propagated_only_above_equal_layers() 
 def test_names_leave_out_what_all_share() -> None:
     configs = pk.grid([64, 0.1], selection=["attention", "two-stage"])
     assert COMMON["short_names"](configs) == ["attention b=64", "two-stage b=64", "attention b=0.1", "two-stage b=0.1"]
-    assert COMMON["short_names"](configs[:1]) == ["evicted"]
+    assert COMMON["short_names"](configs[:1]) == ["attention"]
     assert COMMON["setting_name"](configs[0], "alpha", "pool") == "b=64 w=32 query"
     document = {"label": configs[1].label(), **configs[1].to_document()}
     assert COMMON["configuration"](document) == configs[1]

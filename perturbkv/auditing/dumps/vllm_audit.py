@@ -193,7 +193,7 @@ def main() -> None:
     """Run the situations that standard input names, as JSON, in an engine; the last message is the error's line."""
     plan = json.load(sys.stdin)
     try:
-        run_situations(start_engine(plan["model"], plan["dtype"], plan["names"][0]), plan)
+        dump_situations(start_engine(plan["model"], plan["dtype"], plan["names"][0]), plan)
     except PerturbkvError as error:
         _exit_with(str(error), error.exit_code)
     except Exception as error:  # noqa: BLE001 - whatever vLLM raises is told in one line
@@ -222,10 +222,11 @@ def start_engine(model: str, dtype: str, name: str) -> Any:
     )  # fmt: skip
 
 
-def run_situations(llm: Any, plan: Mapping[str, Any]) -> None:
-    """Dump a plan's situations: `names`, in the folder `dumps`, with the tokens `text`.
+def dump_situations(llm: Any, plan: Mapping[str, Any]) -> None:
+    """Run each situation of a plan in vLLM, and dump its caches into a folder of its own.
 
-    Raises EngineError where a situation did not occur.
+    `plan`: `names` of situations, the folder `dumps`, and `text`, token ids that requests index by place. Raises
+    EngineError where a situation did not occur.
     """
     for name in plan["names"]:
         situation = VLLM_SITUATIONS[name]

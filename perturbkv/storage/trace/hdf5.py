@@ -104,7 +104,7 @@ class StoredFile:
                       for key, value in self._file.attrs.items()}  # fmt: skip
         return {key: value for key, value in values.items() if isinstance(value, str | int | float)}
 
-    def text(self, name: str, key: str) -> str:
+    def text_attribute(self, name: str, key: str) -> str:
         """Return the text attribute `key` of a variable."""
         with self._translate_errors(f"the text '{key}' of {name}"):
             return str(self._dataset(name).attrs[key])

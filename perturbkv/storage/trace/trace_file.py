@@ -269,7 +269,7 @@ def _describe_variable(file: StoredFile, name: str) -> StoredVariable | None:
         dtype, nbytes = "object", sum(len(str(text).encode()) for text in file.read(name).flat)
     else:
         dtype, nbytes = variable.dtype, math.prod(shape) * np.dtype(variable.dtype).itemsize
-    return StoredVariable(variable.axes, shape, dtype, variable.units, file.text(name, "long_name"), nbytes)
+    return StoredVariable(variable.axes, shape, dtype, variable.units, file.text_attribute(name, "long_name"), nbytes)
 
 
 def read_run(path: Path) -> RunConfig:

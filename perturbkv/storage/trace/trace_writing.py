@@ -170,7 +170,7 @@ def write_trace(
                     stream.check()
                     if stop.is_set():
                         return
-                    _write_sample(variables, index, sample(name), filled)
+                    _write_sample_or_failure(variables, index, sample(name), filled)
                 for variable in variables.values():
                     variable.finish()
             stream.check()
@@ -313,7 +313,7 @@ class _BufferedVariable:
         self._begin, self._waiting, self._bytes = self._end, [], 0
 
 
-def _write_sample(
+def _write_sample_or_failure(
     variables: Mapping[str, _BufferedVariable],
     index: int,
     sample: SampleTrace | FailedSample,
