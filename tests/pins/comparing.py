@@ -31,6 +31,7 @@ GOES: dict[str, str] = {
     "export --card": "gone",
     "export --license": "gone",
     "pk.Policy.first_counts": "pk.Policy.stage1_counts",
+    "pk.CompactCache.evicted": "pk.CompactCache.evicted_layers",
     "pk.tokens(budget)": "trace.sel(budget=…)",
     "pk.alpha": "studies/alpha.py",
     "pk.measures": "studies/measures.py",
@@ -52,7 +53,7 @@ NEW: tuple[str, ...] = (
     "relative", "relative_interval", "ablation-methods-budgets.svg", "heads-cosine.svg", "evicted_attention_baseline",
     "evicted_attention_treatment", "pk.search_kept_sets", "pk.stats", "pk.EvictionConfig.cache_contents",
     "pk.EvictionConfig.in_16_bits", "pk.EvictionConfig.is_staged", "pk.Policy.check_model", "pk.Policy.provenance",
-    "pk.Policy.ranks", "pk.Policy.stage1_counts",
+    "pk.Policy.ranks", "pk.Policy.stage1_counts", "pk.CompactCache.evicted_layers",
 )  # fmt: skip
 """What comes on purpose: beginnings of pins, and of entries of lists, that the earlier version does not have."""
 WORDS: tuple[str, ...] = (

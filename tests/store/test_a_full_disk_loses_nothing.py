@@ -140,7 +140,7 @@ def test_a_full_disk_while_a_sample_is_kept_leaves_the_others(tmp_path: Path, mo
 def test_ctrl_c_in_the_final_write_ends_it_between_samples(
     tmp_path: Path, measured_run: TraceWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written, write = list[int](), trace_writing._write_sample
+    written, write = list[int](), trace_writing._write_sample_or_failure
 
     def interrupted(file: Any, where: int, *more: Any) -> None:
         write(file, where, *more)
@@ -151,7 +151,7 @@ def test_ctrl_c_in_the_final_write_ends_it_between_samples(
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background jobs
     try:
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(trace_writing, "_write_sample", interrupted)
+            patch.setattr(trace_writing, "_write_sample_or_failure", interrupted)
             measured_run.finish()
     finally:
         signal.signal(signal.SIGINT, before)

@@ -37,9 +37,10 @@ def ends_of(interval: Any) -> tuple[float, float]:
 def test_reliability_and_the_mean_of_pairs_are_covered(noise: float) -> None:
     source, (profile, _) = np.random.default_rng(1), profiles()
     found = [
-        stability.trace_reliability(stability.Ranked.of(noisy(source, profile, SAMPLES, noise))) for _ in range(DRAWS)
+        stability.trace_reliability(stability.HeadRanks.of(noisy(source, profile, SAMPLES, noise)))
+        for _ in range(DRAWS)
     ]
-    many = stability.between_samples(stability.Ranked.of(noisy(source, profile, 60, noise)).ranks)
+    many = stability.sample_correlations(stability.HeadRanks.of(noisy(source, profile, 60, noise)).ranks)
     pairs = float(many[np.triu_indices(60, 1)].mean())
     whole = float(np.mean([one["split_half"]["value"] for one in found]))  # of so many samples, over many traces
     assert np.mean([holds(one["pairwise"]["interval"], pairs) for one in found]) >= LEAST
@@ -60,7 +61,7 @@ def test_correlations_between_traces_are_covered(noise: float, paired: bool) -> 
     source, sides = np.random.default_rng(2), profiles()
     found: list[dict[str, Any]] = []
     for _ in range(DRAWS):
-        first, second = (stability.Ranked.of(noisy(source, one, SAMPLES, noise)) for one in sides)
+        first, second = (stability.HeadRanks.of(noisy(source, one, SAMPLES, noise)) for one in sides)
         found.append(stability.agreement(first, second, paired))
     measured = float(np.mean([one["rho"]["value"] for one in found]))
     ranks = [np.argsort(np.argsort(one)) for one in sides]
