@@ -164,7 +164,7 @@ class RecoveredLayer:
 
     @property
     def ascending(self) -> list[bool]:
-        """Whether each head's entries are in ascending order of position, those that match none left out."""
+        """One flag per head: its entries are in ascending order of position, those that match none left out."""
         known = [position[position != NOWHERE] for position in self.positions]
         return [bool((position[1:] >= position[:-1]).all()) for position in known]
 

@@ -16,7 +16,7 @@ from perturbkv.schema import ANSWER_TEXT, TEXT
 from perturbkv.storage.trace.trace_file import describe, read_run, read_trace
 from perturbkv.trace import Trace
 from tests.support.asked import refused
-from tests.support.folders import model_folder
+from tests.support.folders import chat_folder
 from tests.support.linked import answered, methods
 
 Run = Callable[..., Any]
@@ -198,11 +198,7 @@ TEMPLATE = (
 @pytest.fixture(scope="module")
 def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model whose tokenizer has a chat template."""
-    folder = model_folder(tmp_path_factory.mktemp("models") / "chatty", positions=512)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    return folder
+    return chat_folder(tmp_path_factory.mktemp("models") / "chatty", TEMPLATE, positions=512)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from perturbkv.datasets.jsonl import FIELDS
 from perturbkv.models.aliases import DEFAULT
 from perturbkv.storage.trace.trace_file import read_run
 from tests.support.asked import refused
-from tests.support.folders import model_folder
+from tests.support.folders import chat_folder
 from tests.support.pages import shell
 
 Run = Callable[..., Any]
@@ -38,11 +38,7 @@ def rows(path: Path, *given: dict[str, Any]) -> Path:
 @pytest.fixture(scope="module")
 def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model whose tokenizer has a chat template that strips the prompt."""
-    folder = model_folder(tmp_path_factory.mktemp("models") / "chatty", positions=2048)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = TRIM
-    tokenizer.save_pretrained(folder)
-    return folder
+    return chat_folder(tmp_path_factory.mktemp("models") / "chatty", TRIM, positions=2048)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.support.models import tiny_model
 
@@ -20,3 +20,12 @@ def model_folder(path: Path, family: str = "llama", **more: Any) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
     return path
+
+
+def chat_folder(path: Path, template: str, **more: Any) -> Path:
+    """A model's folder, as `model_folder` makes it, whose tokenizer has a chat template."""
+    folder = model_folder(path, **more)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return folder
