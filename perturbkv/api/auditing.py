@@ -84,7 +84,7 @@ def audit(
     collected = collect_prompts(prompts)
     check_model(model)
     source = {"dataset": collected.dataset, "seed": str(collected.seed)}
-    with bar("prompts", len(collected), shown=progress) as progress_bar, user_model.eval_mode(model):
+    with bar("prompts", len(collected), shown=progress) as progress_bar, user_model.eval_mode(model.model):
         return audit_eviction(model, collected, external, settings, source, resources, progress_bar.advance)
 
 
@@ -129,5 +129,5 @@ def audit_dump(
     """
     check_model(model)
     opened = open_dump(Path(dump), model.config)
-    with bar("layers", opened.layers, shown=progress) as progress_bar, user_model.eval_mode(model):
+    with bar("layers", opened.layers, shown=progress) as progress_bar, user_model.eval_mode(model.model):
         return measure_dump(model, opened, losses=losses, resources=resources, progress=progress_bar.advance)

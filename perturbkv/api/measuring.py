@@ -85,7 +85,7 @@ def measure(  # type: ignore[misc]  # `options` above stands for the options bel
     with (
         engine_choice.open_engine(workers, [ready]) as measuring,
         bar("samples", shown=progress, status=measuring.describe_workers) as progress_bar,
-        user_model.eval_mode(model),
+        user_model.eval_mode(model.model),
     ):
         if path is None:
             return run_in_memory(ready, measuring, progress_bar.update)
@@ -141,7 +141,7 @@ def generate(
     settings = Settings(scenario=scenario, cache=cache, generate=max_new_tokens, head_scores=head_scores, scored=False)
     ready = make_plan(model, prompts, chosen, settings, resources)
     metrics_of(ready.prompts)
-    with user_model.eval_mode(model):
+    with user_model.eval_mode(model.model):
         answered = _answer_prompts(ready, AnswerOptions(compress_every, divergence), workers, progress)
     made_with = provenance_object(provenance(ready))
     written = WrittenAnswers(ready.run, tuple(one.row for one in answered), compress_every, made_with=made_with)

@@ -83,7 +83,7 @@ def patching(
     """
     check_sides(baseline, treatment)
     ready = make_plan(model, prompts, (baseline, treatment), settings, resources, resumable=path is not None)
-    with bar("mixtures", shown=progress) as progress_bar, user_model.eval_mode(model):
+    with bar("mixtures", shown=progress) as progress_bar, user_model.eval_mode(model.model):
         return run_patching(ready, question, None if path is None else Path(path), overwrite, wait, progress_bar.update)
 
 

@@ -83,7 +83,7 @@ def search_kept_sets(
     header = {"run": json.loads(ready.run.to_json()), "searches": asdict(searches)}
     with (
         bar("samples", shown=progress) as progress_bar,
-        user_model.eval_mode(model),
+        user_model.eval_mode(model.model),
         open_sample_lines(None if path is None else Path(path), header, overwrite) as lines,
     ):
         rows = searching.search_samples(ready, searches, lines, progress_bar.update)

@@ -20,7 +20,6 @@ from perturbkv.auditing.forward_passes import Attend, ForwardPass, Situation, re
 from perturbkv.cache.external_cache import Layers
 from perturbkv.errors import ModelError
 from perturbkv.models.adapter import Adapter
-from perturbkv.models.families import check_plain
 from perturbkv.pipeline.sample.capture import AttentionFunction
 
 _KERNEL = "sdpa"
@@ -65,7 +64,7 @@ class PromptEntries:
 
 def check_attention(adapter: Adapter) -> None:
     """Raise ModelError if some layer's attention does not take a mask per head over all entries."""
-    check_plain(adapter.config, adapter.name, "an audit")
+    adapter.check_all_measured("an audit")
     name = adapter.config._attn_implementation
     if name != _KERNEL:
         raise ModelError(

@@ -83,14 +83,19 @@ class Shape:
 
     @classmethod
     def from_config(cls, config: Any, itemsize: int, weights_bytes: int) -> Self:
-        """Return the dimensions of a model from its transformers configuration."""
-        heads = int(config.num_attention_heads)
-        d_head = getattr(config, "head_dim", None) or config.hidden_size // heads
+        """Return the dimensions of a model from its transformers configuration, as far as that tells them.
+
+        A family that does not name a size has the usual one: as many key/value heads as heads, an MLP four times as
+        wide as the model.
+        """
+        heads, d_model = int(config.num_attention_heads), int(config.hidden_size)
+        d_head = getattr(config, "head_dim", None) or d_model // heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        d_mlp = getattr(config, "intermediate_size", None) or 4 * d_model
         layers = len(layer_types.measured_layers(config))
         return cls(
-            layers, heads, int(config.num_key_value_heads), int(d_head), int(config.hidden_size),
-            int(config.vocab_size), itemsize, weights_bytes, int(config.num_hidden_layers) - layers,
-            layer_types.configured_window(config) or 0, int(config.intermediate_size),
+            layers, heads, int(kv_heads), int(d_head), d_model, int(config.vocab_size), itemsize, weights_bytes,
+            int(config.num_hidden_layers) - layers, layer_types.configured_window(config) or 0, int(d_mlp),
         )  # fmt: skip
 
     def full_cache_bytes(self, tokens: int) -> int:

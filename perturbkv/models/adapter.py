@@ -1,27 +1,25 @@
 """A model's shapes, modules and measured layers, as the measurements need them.
 
-`loading` loads models; `families` lists those that an eviction study reads correctly.
+`loading` loads models; `proof` finds by running a model what its attention is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from inspect import signature
 from typing import Any, cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from perturbkv.configs import layer_types
-from perturbkv.configs.layer_types import sliding_window
+from perturbkv.configs.layer_types import format_layers, measured_layers, sliding_window
 from perturbkv.configs.resources import Shape
 from perturbkv.devices import dtype_name
 from perturbkv.errors import ModelError
-from perturbkv.models import projection
-from perturbkv.models.families import FAMILIES, Family, check_family, check_layers
+from perturbkv.models import projection, proof
+from perturbkv.models.proof import Facts, LayerFacts
 from perturbkv.models.stored_weights import WeightStorage
 
 
@@ -57,8 +55,12 @@ class Adapter:
     open_arguments: OpenArguments | None = None
 
     def __post_init__(self) -> None:
-        check_family(self.model.config, self.name)
-        check_layers(self.model.config, self.name)
+        found, told = self.layer_indices, measured_layers(self.config)
+        if found != told:
+            raise ModelError(
+                f"the configuration of model '{self.name}' says that layers {format_layers(told)} see the whole prompt, "
+                f"and its code lets layers {format_layers(found)}; an eviction study would misread it"
+            )
 
     def __repr__(self) -> str:
         dtype = dtype_name(self.dtype)
@@ -70,30 +72,48 @@ class Adapter:
         """The weights' storage type and the dtype of computation, such as `Q4_1 → float32`."""
         return self.stored.as_run(dtype_name(self.dtype))
 
-    @property
-    def family(self) -> Family:
-        """The model's family and its particularities."""
-        return FAMILIES[self.config.model_type]
+    @cached_property
+    def facts(self) -> Facts:
+        """What its attention is, found by running it. Raises ModelError where it is not what the formulas are of."""
+        try:
+            return proof.prove(self.model)
+        except proof.Refused as refusal:
+            raise ModelError(
+                f"model '{self.name}' {refusal}; an eviction study would misread it (proof: {refusal.check})"
+            ) from refusal
 
     @property
     def config(self) -> Any:
-        """Transformers' configuration of the model."""
-        return self.model.config
+        """Transformers' configuration of the model's decoder."""
+        return proof.text_config(self.model)
+
+    @property
+    def base(self) -> nn.Module:
+        """The model without its output layer."""
+        return cast("nn.Module", self.model.base_model)
 
     @cached_property
     def every_layer(self) -> Sequence[Any]:
         """All decoder layers, including those that are not measured."""
-        return list(self.model.model.layers)
+        return list(self.model.get_submodule(self.facts.path))
+
+    @cached_property
+    def every_attention(self) -> Sequence[Any]:
+        """The attention module of each decoder layer."""
+        return [
+            layer.get_submodule(facts.attention)
+            for layer, facts in zip(self.every_layer, self.facts.layers, strict=True)
+        ]
 
     @cached_property
     def layer_indices(self) -> tuple[int, ...]:
         """The measured layers' indices among all layers; a trace's `layer` axis has measured layers only."""
-        return layer_types.measured_layers(self.config)
+        return proof.measured(self.facts.layers)
 
     @property
     def is_mixed(self) -> bool:
         """True if some layers have sliding-window attention, and so are not measured, and others full attention."""
-        return layer_types.is_mixed(self.config)
+        return len(self.layer_indices) < len(self.facts.layers)
 
     @cached_property
     def layers(self) -> Sequence[Any]:
@@ -103,23 +123,33 @@ class Adapter:
     @cached_property
     def attentions(self) -> Sequence[Any]:
         """The attention module of each measured layer."""
-        return [layer.self_attn for layer in self.layers]
+        return [self.every_attention[index] for index in self.layer_indices]
 
-    @property
-    def final_norm(self) -> nn.Module:
-        """The norm after the last layer."""
-        return cast("nn.Module", self.model.model.norm)
+    @cached_property
+    def projections(self) -> Sequence[Any]:
+        """The output projection of each measured layer: the linear map that receives its heads' outputs."""
+        return [
+            attention.get_submodule(self.layer_facts(layer).projection)
+            for layer, attention in enumerate(self.attentions)
+        ]
+
+    def layer_facts(self, layer: int) -> LayerFacts:
+        """Return what the attention of a measured layer is."""
+        return self.facts.layers[self.layer_indices[layer]]
 
     @property
     def rotary(self) -> Any:
-        """The rotary embedding: a module that returns the cosines and sines of positions."""
-        return self.model.model.rotary_emb
+        """The rotary embedding, a module that returns the cosines and sines of positions; None without rotations.
 
-    @cached_property
+        None too where keys are rotated in another way than by pairs half the rotary width apart.
+        """
+        path = self.facts.rotary.path
+        return self.model.get_submodule(path) if path else None
+
+    @property
     def rotary_kind(self) -> tuple[str, ...]:
         """Extra arguments of `rotary`: the measured layers' type in models that require it, else none."""
-        takes_type = "layer_type" in signature(type(self.rotary).forward).parameters
-        return (self.config.layer_types[self.layer_indices[0]],) if takes_type else ()
+        return self.facts.rotary.arguments
 
     @property
     def frequencies(self) -> Float[Tensor, " frequency"]:
@@ -129,17 +159,17 @@ class Adapter:
     @property
     def heads(self) -> int:
         """H, number of query heads."""
-        return int(self.config.num_attention_heads)
+        return self.layer_facts(0).heads
 
     @property
     def kv_heads(self) -> int:
         """H_kv, number of key/value heads."""
-        return int(self.config.num_key_value_heads)
+        return self.layer_facts(0).kv_heads
 
     @property
     def d_head(self) -> int:
         """Head size."""
-        return int(self.attentions[0].head_dim)
+        return self.layer_facts(0).d_key
 
     @property
     def d_model(self) -> int:
@@ -150,7 +180,8 @@ class Adapter:
     def shape(self) -> Shape:
         """The model's sizes from which the memory of weights and caches is computed."""
         float_bytes = sum(weight.numel() for weight in self.model.parameters()) * self.dtype.itemsize
-        return Shape.from_config(self.config, self.dtype.itemsize, self.stored.nbytes or float_bytes)
+        told = Shape.from_config(self.config, self.dtype.itemsize, self.stored.nbytes or float_bytes)
+        return replace(told, heads=self.heads, kv_heads=self.kv_heads, d_head=self.d_head)
 
     @property
     def positions(self) -> int:
@@ -175,32 +206,37 @@ class Adapter:
         """Return the cache-layer object of a measured layer in a transformers cache, which covers all layers."""
         return cache.layers[self.layer_indices[layer]]
 
+    def check_all_measured(self, feature: str) -> None:
+        """Raise ModelError for a model with unmeasured layers or sinks, which `feature` does not support."""
+        obstacle = "layers that do not" if self.is_mixed else "sinks" if self.layer_facts(0).sinks else ""
+        if obstacle:
+            raise ModelError(
+                f"{feature} expects layers that see the whole prompt and nothing else; model '{self.name}' has {obstacle}"
+            )
+
     def output_projection(self, layer: int) -> Float[Tensor, "d_model head_d_head"]:
         """Return a layer's output projection, dequantised; columns h·d_h … (h+1)·d_h are W_O^h transposed."""
-        return projection.read(self.attentions[layer].o_proj, self.heads * self.d_head, self.dtype)
+        return projection.read(self.projections[layer], self.heads * self.d_head, self.dtype)
 
     def sinks(self, layer: int) -> Float[Tensor, " head"] | None:
-        """Return every head's sink logit in a layer, (head,); None for a family without sinks."""
-        logits = self.attentions[layer].sinks if self.family.sinks else None
-        return None if logits is None else cast("Tensor", logits.detach())
+        """Return every head's sink logit in a layer, (head,); None for a model without sinks."""
+        name = self.layer_facts(layer).sinks
+        return self.attentions[layer].get_parameter(name).detach().flatten() if name else None
 
     def scale(self, layer: int) -> float:
         """Return the factor on the logits before the softmax."""
-        return float(self.attentions[layer].scaling)
+        return self.layer_facts(layer).scale
 
 
 def check_projections(model: Adapter) -> None:
-    """Raise ModelError for an output projection that is no matrix, or for sinks in a family without sinks."""
-    for layer, attention in zip(model.layer_indices, model.attentions, strict=True):
-        if hasattr(attention, "sinks") and not model.family.sinks:
-            raise ModelError(
-                f"layer {layer} of model '{model.name}' has a sink in its softmax; an eviction study would misread it"
-            )
+    """Raise ModelError for an output projection that is no matrix."""
+    for layer, module in zip(model.layer_indices, model.projections, strict=True):
         try:
-            projection.check(attention.o_proj, model.heads * model.d_head, model.dtype)
+            projection.check(module, model.heads * model.d_head, model.dtype)
         except projection.NoMatrixError as error:
+            path = model.facts.layers[layer].projection
             raise ModelError(
-                f"o_proj of layer {layer} of model '{model.name}', a {projection.describe(attention.o_proj)}, {error}; "
+                f"{path} of layer {layer} of model '{model.name}', a {projection.describe(module)}, {error}; "
                 "use weights that are quantised alone (weight-only), or the model unquantised"
             ) from error
 

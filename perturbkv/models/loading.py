@@ -29,7 +29,6 @@ from perturbkv.errors import ConfigError, ModelError, UnknownNameError
 from perturbkv.models import gguf, hub, quantisers, stored_weights, user_cache
 from perturbkv.models.adapter import Adapter, OpenArguments, check_projections
 from perturbkv.models.aliases import ALIASES
-from perturbkv.models.families import FAMILIES
 from perturbkv.models.sanity import check_config, check_shapes, load_whole_model
 from perturbkv.models.sources import (
     RANDOM,
@@ -192,13 +191,13 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 class ModelFiles:
     """A model before its weights are loaded: enough to encode prompts, name the run and estimate memory.
 
-    `source` is None where there are no files: for random weights and for a user's model. `open_arguments` is None for
-    a user's model.
+    `source` is None where there are no files: for random weights and for a user's model. `whole_config` is the
+    configuration of all that the model reads, images among it. `open_arguments` is None for a user's model.
     """
 
     name: str
     source: Source | None
-    config: Any
+    whole_config: Any
     tokenizer: Any
     revision: str
     stored: WeightStorage
@@ -209,17 +208,23 @@ class ModelFiles:
     def from_adapter(cls, model: Adapter) -> ModelFiles:
         """Return the description of an already loaded model, without a source."""
         return cls(
-            model.name, None, model.config, model.tokenizer, model.revision, model.stored, model.random_weights,
+            model.name, None, model.model.config, model.tokenizer, model.revision, model.stored, model.random_weights,
             model.open_arguments,
         )  # fmt: skip
+
+    @property
+    def config(self) -> Any:
+        """Transformers' configuration of the decoder."""
+        return self.whole_config.get_text_config(decoder=True)
 
     @cached_property
     def _skeleton(self) -> Any:
         """The model on the meta device, without weights. Raises ModelError if its configuration defines no model."""
         with explain_errors(self.source or Source(self.name, self.name), _CONFIG), torch.device("meta"):
-            # named, as a configuration may name a kernel of the hub
-            kernel = FAMILIES[self.config.model_type].kernel
-            return AutoModelForCausalLM.from_config(self.config, trust_remote_code=False, attn_implementation=kernel)
+            kernel = _kernel(self.whole_config)
+            return AutoModelForCausalLM.from_config(
+                self.whole_config, trust_remote_code=False, attn_implementation=kernel
+            )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return weight name -> shape, tied weights under every name. Raises ModelError as `parameters` does."""
@@ -302,12 +307,12 @@ def load_weights(
     if not spread:
         check_memory(files, dtype, device)
     if files.source is None:
-        model = _random_model(files.config, dtype, torch.device("cpu") if spread else device, seed).eval()
+        model = _random_model(files.whole_config, dtype, torch.device("cpu") if spread else device, seed).eval()
     else:
         download_weights(files.source)
         if not files.stored.quantised:
             check_shapes(files.name, files.shapes(), stored_weights.shapes(files.source))
-        model = _read_weights(files.source, files.config, dtype, _device_arguments(files, device, spread))
+        model = _read_weights(files.source, files.whole_config, dtype, _device_arguments(files, device, spread))
     model = _move_to_device(model, files.name, device, spread)
     adapter = Adapter(
         model, files.tokenizer, files.name, files.revision, files.random_weights, files.stored, files.open_arguments
@@ -321,7 +326,7 @@ def check_memory(files: ModelFiles, dtype: torch.dtype, device: torch.device, ex
 
     The size of quantised weights that are not downloaded yet is unknown; these are not checked.
     """
-    if files.stored.nbytes or getattr(files.config, "quantization_config", None) is None:
+    if files.stored.nbytes or getattr(files.whole_config, "quantization_config", None) is None:
         name = f"model '{files.name}'"
         what = f"{name} and its caches need" if extra_bytes else f"the weights of {name} need"
         needed = files.weights_bytes(dtype) + max(extra_bytes, _reading_bytes(files))
@@ -340,7 +345,7 @@ def _device_arguments(files: ModelFiles, device: torch.device, spread: bool) -> 
 
     Empty for other weights, and for quantised ones on the CPU.
     """
-    quantised = getattr(files.config, "quantization_config", None) is not None
+    quantised = getattr(files.whole_config, "quantization_config", None) is not None
     if spread and quantised:
         return {"device_map": "auto"}
     return {"device_map": {"": device}} if quantised and device.type != "cpu" else {}
@@ -351,7 +356,7 @@ def _read_weights(source: Source, config: Any, dtype: torch.dtype, device_argume
     model = load_whole_model(
         source,
         dtype=dtype,
-        attn_implementation=FAMILIES[config.model_type].kernel,
+        attn_implementation=_kernel(config),
         use_safetensors=True if source.gguf_file is None else None,
         **device_arguments,
     )
@@ -410,6 +415,14 @@ def _check_devices(device_map: Mapping[str, Any], name: str) -> None:
         )
 
 
+def _kernel(config: Any) -> str:
+    """Return the attention implementation of a family: sdpa, or eager where its code says that sdpa is not enough.
+
+    It is named to transformers, as a configuration may name a kernel of the hub.
+    """
+    return "sdpa" if AutoModelForCausalLM._model_mapping[type(config)]._supports_sdpa else "eager"
+
+
 def _random_config(name: str) -> Any:
     """Return transformers' configuration of `random:<alias>`. Raises UnknownNameError for an unknown alias."""
     alias = check_random(name)
@@ -420,8 +433,7 @@ def _random_model(config: Any, dtype: torch.dtype, device: torch.device, seed: i
     """Return a model with random weights drawn on its device; the global random state is unchanged."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(seed)
-        kernel = FAMILIES[config.model_type].kernel
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=kernel)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=_kernel(config))
 
 
 def _revision(source: Source) -> str:

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from perturbkv.devices import dtype_name
 
@@ -46,6 +47,8 @@ def read(projection: Any, width: int, dtype: torch.dtype) -> Float[Tensor, "d_mo
     """
     if is_plain(projection):
         return cast("Tensor", projection.weight.detach())
+    if type(projection) is Conv1D:  # GPT-2's linear layer, whose weight is transposed
+        return cast("Tensor", projection.weight.detach().T.contiguous())
     dequantised = _dequantise(projection)
     matrix = _matrix_from_unit_vectors(projection, width, dtype) if dequantised is None else dequantised
     return matrix.to(dtype).contiguous()

@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from perturbkv.errors import ModelError
 from perturbkv.models import quantisers
-from perturbkv.models.families import check_family, check_layers
 from perturbkv.models.sources import Source, explain_errors
 
 SIZES: Mapping[str, tuple[int, int]] = {
@@ -38,8 +38,7 @@ SIZES: Mapping[str, tuple[int, int]] = {
 
 A missing or null key is left to transformers.
 """
-_MUST_BE_THERE = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "vocab_size",
-                  "max_position_embeddings")  # fmt: skip
+_MUST_BE_THERE = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", "max_position_embeddings")
 _FACTORS = ("query_pre_attn_scalar", "attention_multiplier", "residual_multiplier", "embedding_multiplier",
             "logits_scaling")  # fmt: skip
 """Scaling factors of some families."""
@@ -48,17 +47,40 @@ _POSITIVE = ("rope_theta", "factor", "original_max_position_embeddings")
 
 
 def check_config(config: Any, name: str) -> None:
-    """Raise ModelError for an unsupported family, or for the first impossible value of a model's configuration."""
-    check_family(config, name)
+    """Raise ModelError for a family without a causal language model, or for the first impossible value of its decoder.
+
+    What the model's attention is, is found when it is loaded (`proof`).
+    """
+    check_class(config, name)
+    config = config.get_text_config(decoder=True)
     _check_sizes(config, name)
-    types = getattr(config, "layer_types", None)
-    if types is not None and not (isinstance(types, list | tuple) and all(isinstance(kind, str) for kind in types)):
-        _refuse(name, "layer_types", "a list of texts", types)
+    _check_layer_types(config, name)
     quantised = getattr(config, "quantization_config", None)
     if quantised is not None and not _is_known_method(quantised):
         _refuse(name, "quantization_config", "an object whose quant_method transformers knows", quantised)
     _check_numbers(config, name)
-    check_layers(config, name)
+
+
+def check_class(config: Any, name: str) -> None:
+    """Raise ModelError for a configuration of which transformers makes no causal language model that only decodes."""
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ModelError(
+            f"model '{name}' is of the family '{config.model_type}', of which transformers {transformers.__version__} "
+            "makes no causal language model"
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"model '{name}' is an encoder with a decoder; decoders alone are measured")
+
+
+def _check_layer_types(config: Any, name: str) -> None:
+    """Raise ModelError unless `layer_types`, where there are any, names the kind of every layer."""
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return
+    if not (isinstance(types, list | tuple) and all(isinstance(kind, str) for kind in types)):
+        _refuse(name, "layer_types", "a list of texts", types)
+    if len(types) != config.num_hidden_layers:
+        _refuse(name, "layer_types", f"the kinds of its {config.num_hidden_layers} layers", types)
 
 
 def _check_sizes(config: Any, name: str) -> None:
@@ -67,8 +89,8 @@ def _check_sizes(config: Any, name: str) -> None:
         value = getattr(config, key, None)
         if (value is not None or key in _MUST_BE_THERE) and not _is_whole(value, low, high):
             _refuse(name, key, f"a whole number from {low} to {high}", value)
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    if heads % kv_heads:
+    heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    if kv_heads and heads % kv_heads:
         _refuse(name, "num_key_value_heads", f"a divisor of {heads} heads", kv_heads)
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     chosen = getattr(config, "num_experts_per_tok", None)

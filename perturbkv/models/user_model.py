@@ -9,13 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from perturbkv.errors import ModelError
 from perturbkv.models import stored_weights
 from perturbkv.models.adapter import Adapter, check_projections
-from perturbkv.models.families import check_family
-from perturbkv.models.sanity import plain_tensors
+from perturbkv.models.sanity import check_class, plain_tensors
 from perturbkv.models.stored_weights import WeightStorage
 
 GIVEN = "given"
@@ -33,14 +32,17 @@ def adapt(model: Any, tokenizer: Any) -> Adapter:
     name = str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
     if tokenizer is None:
         raise ModelError(f"model '{name}' is given without its tokenizer; give it as load_model(model, tokenizer=…)")
-    check_family(model.config, name)
-    _check_layers(model, name)
+    check_class(model.config, name)
+    if getattr(model, "get_output_embeddings", lambda: None)() is None:
+        raise ModelError(
+            f"expected a causal language model (AutoModelForCausalLM), got '{name}', a {type(model).__name__}"
+        )
     if any(weight.is_meta for weight in model.parameters()):
         raise ModelError(
             f"expected model '{name}' with all its weights in memory, got some on the meta device; load it whole"
         )
-    adapter = Adapter(model, tokenizer, name, GIVEN, stored=_stored_weights(model))
-    with eval_mode(adapter):
+    with eval_mode(model):
+        adapter = Adapter(model, tokenizer, name, GIVEN, stored=_stored_weights(model))
         check_projections(adapter)
     return adapter
 
@@ -54,24 +56,11 @@ def _stored_weights(model: Any) -> WeightStorage:
     return replace(stored, nbytes=sum(plain.nbytes for named in tensors for _, plain in plain_tensors(*named)))
 
 
-def _check_layers(model: Any, name: str) -> None:
-    """Raise ModelError unless a model predicts tokens and has the number of layers in its configuration."""
-    layers = getattr(getattr(model, "model", None), "layers", None)
-    if layers is None or not hasattr(model, "lm_head"):
-        raise ModelError(
-            f"expected a causal language model (AutoModelForCausalLM), got '{name}', a {type(model).__name__}"
-        )
-    if len(layers) != (expected := getattr(model.config, "num_hidden_layers", len(layers))):
-        raise ModelError(
-            f"model '{name}' has {len(layers)} layers "
-            f"and its configuration says {expected}; change num_hidden_layers too"
-        )
-
 
 def fingerprint(model: Adapter) -> str:
     """Return a digest of a loaded model: its configuration, the scale of every layer, and all weights and buffers."""
     digest = hashlib.sha256(str(model.config.to_json_string()).encode())
-    digest.update(repr([float(layer.self_attn.scaling) for layer in model.every_layer]).encode())
+    digest.update(repr([layer.scale for layer in model.facts.layers]).encode())
     for key, value in [*model.model.state_dict().items(), *model.model.named_buffers()]:
         for name, tensor in plain_tensors(key, value) if isinstance(value, Tensor) else ():
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
@@ -80,10 +69,10 @@ def fingerprint(model: Adapter) -> str:
 
 
 @contextmanager
-def eval_mode(model: Adapter) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     """Set every module to eval mode inside the block, and restore its mode afterwards."""
-    modes = {module: module.training for module in model.model.modules()}
-    model.model.eval()
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
     try:
         yield
     finally:

@@ -21,7 +21,6 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.devices import synchronise
 from perturbkv.models.adapter import Adapter
-from perturbkv.models.families import check_plain
 from perturbkv.models.loading import load_model, pick_device
 from perturbkv.pipeline.progress import time_phases
 from perturbkv.pipeline.sample.capture import decode_from
@@ -210,7 +209,7 @@ def time_decoding(
 ) -> Result:
     """Return the seconds per step of decoding a batch from full and from evicted caches; the entries are random."""
     adapter = load_model(model, dtype, device)
-    check_plain(adapter.config, adapter.name, "the benchmark of decoding")
+    adapter.check_all_measured("the benchmark of decoding")
     first = torch.zeros(batch, 1, dtype=torch.int64, device=adapter.device)
     full: list[float] = []
     evicted: list[float] = []

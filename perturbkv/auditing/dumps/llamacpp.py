@@ -379,7 +379,7 @@ def rounded_entries(
         cache = _RoundingCache(stored, factor, flash)
         noise = torch.Generator().manual_seed(seed)
         with _RoundedProducts(adapter, factor), _noisy_sums(adapter, stored, noise if flash else None):
-            adapter.model.model(input_ids=ids, past_key_values=cache, use_cache=True)
+            adapter.base(input_ids=ids, past_key_values=cache, use_cache=True)
         yield [(layer.keys, layer.values) for layer in cache.layers]
 
 

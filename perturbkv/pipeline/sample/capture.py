@@ -6,7 +6,6 @@ bit. `FiniteCheck` finds activations and scores that are not finite, with a sing
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,17 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from perturbkv.cache.compact import CompactCache
 from perturbkv.devices import stack_on_device
-from perturbkv.errors import ActivationError, ModelError
+from perturbkv.errors import ActivationError
 from perturbkv.models.adapter import Adapter
-
-AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
-"""A function of transformers' attention interface: attention module, query, key, value, mask and options -> output
-(batch, query, head, d_head), and the weights or None."""
-
+from perturbkv.models.interface import AttentionFunction, intercept
+from perturbkv.models.proof import implementation
 
 @dataclass(frozen=True)
 class Observer:
@@ -66,40 +61,19 @@ def intercept_attention(
 ) -> Iterator[None]:
     """Replace the model's attention by `replacement(stock, module, args, kwargs)` inside the block.
 
-    `stock` is the model's own attention function. Only measured layers are replaced unless `all_layers`; other models
-    in the process keep their attention. Raises ModelError where the model's attention implementation is not registered
-    with transformers' attention interface.
+    `stock` is the model's own attention function. Only measured layers are replaced unless `all_layers`. Raises
+    ModelError as `interface.intercept`.
     """
-    name = adapter.model.config._attn_implementation
-    registered = ALL_ATTENTION_FUNCTIONS.get(name)
-    stock = registered or _eager_attention(adapter.every_layer[0].self_attn, name)
-    if stock is None:
-        raise ModelError(f"capture needs an attention registered with transformers, got '{name}'; load with 'sdpa'")
-    replaced = {id(layer.self_attn) for layer in (adapter.every_layer if all_layers else adapter.layers)}
-    ALL_ATTENTION_FUNCTIONS[name] = lambda module, *args, **kwargs: (
-        replacement(stock, module, args, kwargs)
-        if id(module) in replaced
-        else (registered or _eager_attention(module, name) or stock)(module, *args, **kwargs)
-    )
-    try:
+    modules = adapter.every_attention if all_layers else adapter.attentions
+    with intercept(implementation(adapter.model), modules, replacement):
         yield
-    finally:
-        del ALL_ATTENTION_FUNCTIONS[name]
-        if registered is not None and ALL_ATTENTION_FUNCTIONS.get(name) is not registered:
-            ALL_ATTENTION_FUNCTIONS[name] = registered
-
-
-def _eager_attention(attention: nn.Module, name: str) -> AttentionFunction | None:
-    """Return the model family's eager attention, which transformers does not register; None for any other `name`."""
-    functions = vars(sys.modules[type(attention).__module__]) if name == "eager" else {}
-    return functions.get("eager_attention_forward")
 
 
 @contextmanager
 def decode_from(adapter: Adapter, cache: CompactCache) -> Iterator[None]:
     """Let the model decode from `cache` inside the block, passed as `past_key_values`; rows are configurations."""
     cache_layers = {
-        id(layer.self_attn): cached for layer, cached in zip(adapter.every_layer, cache.layers, strict=True)
+        id(attention): cached for attention, cached in zip(adapter.every_attention, cache.layers, strict=True)
     }
     cache.attach(True)
     try:
@@ -156,12 +130,13 @@ def _register_hooks(adapter: Adapter, observer: Observer) -> Iterator[RemovableH
             hook = _attention_input_hook(index, observer.attention_input)
             yield attention.register_forward_pre_hook(hook, with_kwargs=True)
         if observer.head_output is not None:
-            yield attention.o_proj.register_forward_pre_hook(_head_output_hook(index, observer.head_output))
+            projection = adapter.projections[index]
+            yield projection.register_forward_pre_hook(_head_output_hook(index, observer.head_output))
         if observer.hidden is not None:
             yield layer.register_forward_hook(_hidden_hook(index, observer.hidden))
     if observer.final is not None:
         callback = observer.final
-        yield adapter.final_norm.register_forward_hook(lambda module, args, output: callback(output))
+        yield adapter.base.register_forward_hook(lambda module, args, output: callback(output[0]))
 
 
 def _head_output_hook(index: int, callback: Callable[[int, Tensor], None]) -> Callable[..., None]:

@@ -130,7 +130,7 @@ class _Pass:
         )
         ids = to_device([tokens], self.adapter.device)
         with capture(self.adapter, observer):
-            self.adapter.model.model(input_ids=ids, past_key_values=self.cache, use_cache=True)
+            self.adapter.base(input_ids=ids, past_key_values=self.cache, use_cache=True)
         restore_windows(self.cache, self.windows)
 
     def _keep_input(self, layer: int, hidden: Tensor) -> None:

@@ -105,7 +105,7 @@ def _run_press(adapter: Adapter, press: Any, token_ids: Sequence[int], name: str
     with restore_model(adapter), _isolate_random_numbers(token_ids, adapter.device):
         with external_code(f"press '{name}' cannot be run:", ConfigError):
             with torch.inference_mode(False), torch.no_grad(), press(adapter.model):
-                adapter.model.model(input_ids=ids.clone(), past_key_values=cache)
+                adapter.base(input_ids=ids.clone(), past_key_values=cache)
         masked = [getattr(attention, _MASKED, None) for attention in adapter.attentions]
     return [(layer.keys, layer.values) for layer in cache.layers], masked
 
@@ -122,7 +122,7 @@ def _isolate_random_numbers(token_ids: Sequence[int], device: torch.device) -> I
 @contextmanager
 def restore_model(adapter: Adapter) -> Iterator[None]:
     """Remove after the block everything that presses leave on a model: hooks, masks, rotary modules, forwards."""
-    model, touched = adapter.model, [*adapter.attentions, adapter.model, adapter.model.model]
+    model, touched = adapter.model, [*adapter.attentions, adapter.model, adapter.base]
     before = [(module, dict(vars(module)), dict(module._modules), dict(module._forward_hooks)) for module in touched]
     attention = model.config._attn_implementation
     try:

@@ -1,0 +1,74 @@
+"""Transformers' attention interface: functions that replace a model's attention inside a block and undo themselves.
+
+A model calls a function registered under the name of its attention implementation; eager attention is not registered,
+but is a function of the family's own file.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from perturbkv.errors import ModelError
+
+AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
+"""A function of transformers' attention interface: attention module, query, key, value, mask and options -> output
+(batch, query, head, d_value), and the weights or None."""
+
+
+@contextmanager
+def intercept(
+    implementation: str, modules: Collection[nn.Module], replacement: Callable[[AttentionFunction, nn.Module, Any, Any], Any]
+) -> Iterator[None]:
+    """Replace the attention of some modules by `replacement(stock, module, args, kwargs)` inside the block.
+
+    `stock` is the module's own attention function, which all other modules in the process keep. Raises ModelError where
+    the attention implementation is not registered with transformers' attention interface.
+    """
+    registered, replaced = ALL_ATTENTION_FUNCTIONS.get(implementation), {id(module) for module in modules}
+    if registered is None and implementation != "eager":
+        raise ModelError(
+            f"capture needs an attention registered with transformers, got '{implementation}'; load with 'sdpa'"
+        )
+
+    def attend(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        stock = registered or _eager_attention(module)
+        return replacement(stock, module, args, kwargs) if id(module) in replaced else stock(module, *args, **kwargs)
+
+    with _registered(ALL_ATTENTION_FUNCTIONS, implementation, attend):
+        yield
+
+
+@contextmanager
+def intercept_masks(implementation: str, make: Callable[..., Any]) -> Iterator[None]:
+    """Let `make`, with the arguments of transformers' mask interface, make the masks of an implementation's models."""
+    with _registered(ALL_MASK_ATTENTION_FUNCTIONS, implementation, make):
+        yield
+
+
+def _eager_attention(module: nn.Module) -> AttentionFunction:
+    """Return the eager attention of a module's family. Raises ModelError where its file has none."""
+    function = vars(sys.modules[type(module).__module__]).get("eager_attention_forward")
+    if function is None:
+        raise ModelError(f"{type(module).__name__} has no eager attention; load the model with 'sdpa'")
+    found: AttentionFunction = function
+    return found
+
+
+@contextmanager
+def _registered(functions: MutableMapping[str, Any], name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Register a function under a name inside the block, and what was there before afterwards."""
+    before = functions.get(name)
+    functions[name] = function
+    try:
+        yield
+    finally:
+        del functions[name]
+        if before is not None and functions.get(name) is not before:
+            functions[name] = before

@@ -1,0 +1,553 @@
+"""What a decoder's attention is, found by running it.
+
+A short random text is read by the loaded model under hooks. Each layer must call transformers' attention interface once,
+with keywords that are known here; what the call returns must equal the softmax attention that METHOD's formulas are of;
+its mask must be one of positions alone; random tensors in the output's place must arrive unchanged at one linear map;
+nothing may be remembered outside the cache, and reading in two parts must equal reading at once. What holds is a fact
+that the adapter reads; the first thing that does not is a `Refused`, with the layer and the check. No name of a model
+decides anything.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache
+
+from perturbkv.models.interface import AttentionFunction, intercept, intercept_masks
+
+FULL, SLIDING, CHUNKED = "full", "sliding", "chunked"
+TOKENS = 24
+"""Length of the probe's text."""
+_HARMLESS = frozenset({
+    "cache_position", "dropout", "is_causal", "output_attentions", "output_hidden_states", "output_router_logits",
+    "position_ids", "return_dict", "scaling", "sliding_window", "use_cache",
+})  # fmt: skip
+"""Keywords that change no output beside the mask and the scale, which are read."""
+_READ = frozenset({"s_aux", "softcap"})
+_ERRORS = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
+"""Relative rounding error that recomputed attention may have, by dtype."""
+_LOGIT_ERRORS = {torch.float64: 1e-6, torch.float32: 5e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
+"""Relative rounding error that logits may have which were computed in another order: a whole model's, routing included."""
+_FAR = 2**20
+"""Position up to which a mask's rule is looked at."""
+
+
+class Refused(Exception):
+    """A decoder whose attention is not what the formulas are of; `check` is the check that failed, `layer` where."""
+
+    def __init__(self, check: str, seen: str, layer: int | None = None) -> None:
+        super().__init__(seen if layer is None else f"layer {layer} {seen}")
+        self.check, self.seen, self.layer = check, seen, layer
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """The attention of one decoder layer.
+
+    Attributes:
+        attention: path of its attention module, from the layer.
+        projection: path of the map that receives the heads' outputs, from the attention module.
+        kind: `full`, `sliding` or `chunked`: which entries a query sees.
+        window: number of entries of a window or chunk; None for `full`.
+        heads, kv_heads: numbers of query heads and of key/value heads.
+        d_key, d_value: widths of a key and of a value.
+        scale: factor on the logits.
+        cap: soft cap of the logits; None without one.
+        sinks: name of the attention's parameter with the heads' sink logits; empty without sinks.
+    """
+
+    attention: str
+    projection: str
+    kind: str
+    window: int | None
+    heads: int
+    kv_heads: int
+    d_key: int
+    d_value: int
+    scale: float
+    cap: float | None = None
+    sinks: str = ""
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """The module that gives the rotations of positions: its path, and the arguments after its input and positions."""
+
+    path: str = ""
+    arguments: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The attention of a decoder.
+
+    Attributes:
+        path: path of the list of decoder layers, from the model.
+        layers: facts of every layer.
+        rotary: rotations of the measured layers' keys and queries, the first components by pairs half the rotary width
+            apart; without a path where they have none or others.
+    """
+
+    path: str
+    layers: tuple[LayerFacts, ...]
+    rotary: Rotary
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """One call of the attention interface: the module, what it was given, and the relative error of recomputing it."""
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    options: dict[str, Any]
+    error: float
+
+
+@dataclass
+class _Masks:
+    """The masks that transformers made in a forward pass, each with the rule that it was made by."""
+
+    stock: Callable[..., Any]
+    rules: list[tuple[Tensor, Callable[..., Any]]] = field(default_factory=list)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the mask of the stock interface, never left out, and record its rule."""
+        made: Tensor = self.stock(*args, **{**kwargs, "allow_is_causal_skip": False})
+        self.rules.append((made, kwargs["mask_function"]))
+        return made
+
+    def rule(self, mask: Tensor | None) -> Callable[..., Any] | None:
+        """Return the rule of a mask that attention got; None for a mask that was made or changed elsewhere."""
+        rules = (rule for made, rule in self.rules if mask is not None and made.data_ptr() == mask.data_ptr())
+        return next(rules, None)
+
+
+@torch.inference_mode()
+def prove(model: Any) -> Facts:
+    """Return the facts of a loaded causal language model in eval mode. Raises Refused."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise Refused("interface", "is an encoder with a decoder, whose cross-attention is not measured")
+    ids = probe_text(model)
+    calls, masks, cache = _observe(model, ids)
+    path, attentions = _layer_stack(model, calls)
+    modules = [call.module for _, call in attentions]
+    projections = _find_projections(model, ids, modules)
+    layers = tuple(
+        _read_layer(index, call, masks, cache, attention, projection)
+        for index, ((attention, call), projection) in enumerate(zip(attentions, projections, strict=True))
+    )
+    _check_reading(model, ids)
+    return Facts(path, layers, _find_rotary(model, ids, [modules[index] for index in measured(layers)]))
+
+
+def measured(layers: Sequence[LayerFacts]) -> tuple[int, ...]:
+    """Return the indices of the measured layers: those that see the whole prompt, or all where none does."""
+    full = tuple(index for index, layer in enumerate(layers) if layer.kind == FULL)
+    return full or tuple(range(len(layers)))
+
+
+def probe_text(model: Any, seed: int = 0) -> Tensor:
+    """Return a random text (1, token) without the configuration's special tokens."""
+    config = text_config(model)
+    special = {value for key, value in {**model.config.to_dict(), **config.to_dict()}.items() if key.endswith("_token_id")
+               and isinstance(value, int)}  # fmt: skip
+    allowed = [token for token in range(min(config.vocab_size, 512)) if token not in special]
+    length = min(TOKENS, getattr(config, "max_position_embeddings", TOKENS) // 2)
+    drawn = torch.randint(len(allowed), (1, length), generator=torch.Generator().manual_seed(seed))
+    return torch.tensor(allowed)[drawn].to(model.device)
+
+
+def _observe(model: Any, ids: Tensor) -> tuple[list[_Call], _Masks, Cache]:
+    """Read a text; return its attention calls, each recomputed, the masks of the pass, and the cache."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    kernel, calls, cache = implementation(model), list[_Call](), DynamicCache(config=model.config)
+    masks = _Masks(ALL_MASK_ATTENTION_FUNCTIONS[kernel])
+
+    def attend(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        found = stock(module, *args, **kwargs)
+        calls.append(_record(module, args, kwargs, found[0]))
+        return found
+
+    with intercept(kernel, list(model.modules()), attend), intercept_masks(kernel, masks):
+        forward(model, ids, cache)
+    return calls, masks, cache
+
+
+def text_config(model: Any) -> Any:
+    """Return the configuration of a model's decoder, which is a part of that of a model that reads images too."""
+    return model.config.get_text_config(decoder=True)
+
+
+def implementation(model: Any) -> str:
+    """Return the name of the attention implementation that a model's text part is run with."""
+    return str(text_config(model)._attn_implementation)
+
+
+def forward(model: Any, ids: Tensor, cache: Cache | None = None, **more: Any) -> Tensor:
+    """Return the logits (batch, token, vocab) of tokens that follow a cache."""
+    logits: Tensor = model(input_ids=ids, past_key_values=cache, use_cache=cache is not None, **more).logits
+    return logits
+
+
+def _record(module: nn.Module, args: Any, kwargs: Any, found: Tensor) -> _Call:
+    """Return a call of the interface with the relative error of recomputing what it returned."""
+    names = ("query", "key", "value", "attention_mask")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    query, key, value, mask = (given.pop(name) for name in names)
+    options = {name: option for name, option in given.items() if option is not None and option is not False}
+    scale = options.get("scaling", query.shape[-1] ** -0.5)
+    expected = recompute(query, key, value, visible(mask, query, key), scale, options.get("softcap"), options.get("s_aux"))
+    error = (found.double() - expected).abs().amax() / expected.abs().amax().clamp(min=1e-30)
+    options["scaling"] = float(scale)
+    return _Call(module, query, key, value, mask, options, float(error))
+
+
+def visible(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
+    """Return which keys each query sees, by its mask of truth values or of numbers to add; None is causal."""
+    if mask is None:
+        return torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=key.device).tril(
+            key.shape[2] - query.shape[2]
+        )
+    mask = mask[..., : key.shape[2]]
+    return mask if mask.dtype == torch.bool else mask > -1e4
+
+
+def recompute(
+    query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float, cap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Return softmax attention (batch, query, head, d_value) in float64 over the entries that each query sees."""
+    group = query.shape[1] // key.shape[1]
+    keys, values = (entries.double().repeat_interleave(group, dim=1) for entries in (key, value))
+    logits = query.double() @ keys.mT * scale
+    if cap is not None:
+        logits = cap * torch.tanh(logits / cap)
+    logits = logits.masked_fill(~seen, -math.inf)
+    if sinks is not None:
+        sink = sinks.double().reshape(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+        logits = torch.cat([logits, sink], dim=-1)
+    weights = logits.softmax(dim=-1)[..., : key.shape[2]]
+    return (weights @ values).transpose(1, 2)
+
+
+def _layer_stack(model: Any, calls: Sequence[_Call]) -> tuple[str, list[tuple[str, _Call]]]:
+    """Return the path of the decoder layers, and per layer its attention's path and its call.
+
+    Raises Refused where a layer does not call the interface exactly once.
+    """
+    if not calls:
+        raise Refused("interface", "never calls transformers' attention interface")
+    names = {module: name for name, module in model.named_modules()}
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    first = names[calls[0].module]
+    path = next((name for name in sorted(lists, key=len) if first.startswith(f"{name}.")), None)
+    if path is None:
+        raise Refused("interface", "calls the attention interface outside its list of layers")
+    told = text_config(model).num_hidden_layers
+    if len(lists[path]) != told:
+        raise Refused(
+            "interface",
+            f"has {len(lists[path])} layers and its configuration says {told}; change num_hidden_layers too",
+        )
+    found: dict[int, list[tuple[str, _Call]]] = {index: [] for index in range(told)}
+    for call in calls:
+        name = names[call.module]
+        if not name.startswith(f"{path}."):
+            raise Refused("interface", f"calls the attention interface outside its layers, in '{name}'")
+        index, _, attention = name.removeprefix(f"{path}.").partition(".")
+        found[int(index)].append((attention, call))
+    for index, entries in found.items():
+        _check_one_attention(lists[path][index], index, entries)
+    return path, [entries[0] for entries in found.values()]
+
+
+def _check_one_attention(layer: nn.Module, index: int, entries: Sequence[tuple[str, _Call]]) -> None:
+    """Raise Refused unless a layer has one attention, which calls the interface once."""
+    if not entries:
+        raise Refused("interface", "never calls the attention interface", index)
+    if len(entries) > 1:
+        raise Refused("interface", f"calls the attention interface {len(entries)} times", index)
+    attention, call = entries[0]
+    others = [
+        name
+        for name, module in layer.named_modules()
+        if (type(module) is type(call.module) or type(module).__name__.endswith("Attention"))
+        and name != attention
+        and not f"{attention}.".startswith(f"{name}.")
+    ]
+    if others:
+        raise Refused("interface", f"has a second attention, '{others[0]}', which takes no part", index)
+
+
+def _read_layer(
+    index: int, call: _Call, masks: _Masks, cache: Cache, attention: str, projection: str
+) -> LayerFacts:
+    """Return a layer's facts. Raises Refused."""
+    unknown = sorted(call.options.keys() - _HARMLESS - _READ)
+    if unknown:
+        raise Refused("keywords", f"gives its attention '{unknown[0]}', which is not known here", index)
+    if not call.error <= _ERRORS[call.query.dtype]:
+        raise Refused("output", f"has an attention that is no softmax of its logits (off by {call.error:.1g})", index)
+    _check_entries(index, call, cache)
+    kind, window = _mask_kind(index, call, masks)
+    heads, kv_heads = call.query.shape[1], call.key.shape[1]
+    cap = call.options.get("softcap")
+    return LayerFacts(
+        attention, projection, kind, window, heads, kv_heads, call.key.shape[-1], call.value.shape[-1],
+        call.options["scaling"], None if cap is None else float(cap), _sink_parameter(index, call),
+    )  # fmt: skip
+
+
+def _check_entries(index: int, call: _Call, cache: Cache) -> None:
+    """Raise Refused unless attention read the keys and values that the layer's cache holds."""
+    cached = cache.layers[index] if index < len(cache.layers) else None
+    keys, values = (getattr(cached, kind, None) for kind in ("keys", "values"))
+    if keys is None or values is None:
+        raise Refused("cache", "fills no cache of its own", index)
+    length = keys.shape[2]  # a sliding layer holds the last entries
+    for what, held, read in (("keys", keys, call.key), ("values", values, call.value)):
+        if held.shape != read[:, :, -length:].shape or not torch.equal(held, read[:, :, -length:]):
+            raise Refused("cache", f"attends to other {what} than its cache holds", index)
+
+
+def _sink_parameter(index: int, call: _Call) -> str:
+    """Return the name of the attention's parameter that is its sinks; empty without sinks. Raises Refused."""
+    sinks = call.options.get("s_aux")
+    if sinks is None:
+        return ""
+    for name, parameter in call.module.named_parameters():
+        if parameter.numel() == sinks.numel() == call.query.shape[1] and torch.equal(
+            parameter.detach().flatten(), sinks.detach().flatten().to(parameter.dtype)
+        ):
+            return name
+    raise Refused("keywords", "has sinks that are no parameter of its attention, one per head", index)
+
+
+def _mask_kind(index: int, call: _Call, masks: _Masks) -> tuple[str, int | None]:
+    """Return the kind of a layer's mask and its window. Raises Refused for a mask that is not one of positions."""
+    rule = masks.rule(call.mask)
+    if rule is None:
+        raise Refused("mask", "has a mask that transformers did not make from positions", index)
+    numbers = call.mask if call.mask is not None and call.mask.dtype != torch.bool else None
+    if numbers is not None and bool(((numbers != 0) & (numbers > -1e4)).any()):
+        raise Refused("mask", "has a mask that adds numbers to the logits", index)
+    try:
+        kind = mask_kind(rule)
+    except (RuntimeError, TypeError, IndexError) as error:
+        raise Refused("mask", f"has a mask whose rule cannot be asked ({error})", index) from error
+    if kind is None:
+        raise Refused("mask", "sees neither all earlier entries nor a window or chunk of them", index)
+    seen = visible(call.mask, call.query, call.key).expand(*call.query.shape[:2], -1, -1)
+    positions = torch.arange(seen.shape[-1], device=seen.device)
+    if not torch.equal(seen, _pattern(*kind, positions.unsqueeze(-1), positions).expand_as(seen)):
+        raise Refused("mask", "has a mask that is not what its rule says", index)
+    return kind
+
+
+def mask_kind(rule: Callable[..., Any]) -> tuple[str, int | None] | None:
+    """Return the kind and window of transformers' rule for a mask; None where it is neither full, window nor chunk."""
+    zero = torch.tensor(0)
+
+    def sees(queries: Tensor, keys: Tensor) -> Tensor:
+        return torch.as_tensor(rule(zero, zero, queries, keys)).expand(torch.broadcast_shapes(queries.shape, keys.shape))
+
+    first = torch.arange(_FAR)
+    hidden = (~sees(first, torch.zeros_like(first))).nonzero()
+    window = int(hidden[0]) if len(hidden) else None
+    kinds: list[tuple[str, int | None]] = [(FULL, None)] if window is None else [(SLIDING, window), (CHUNKED, window)]
+    queries, keys = _sampled_positions(window)
+    found = sees(queries, keys)
+    return next((kind for kind in kinds if torch.equal(found, _pattern(*kind, queries, keys))), None)
+
+
+def _sampled_positions(window: int | None) -> tuple[Tensor, Tensor]:
+    """Return pairs of positions of queries and keys at which a mask's rule is compared: near, far, and at its edges."""
+    edges = [0, 1, 2, 3, 7, *((window - 1, window, window + 1, 2 * window, 3 * window) if window else ())]
+    drawn = torch.randint(_FAR, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+    queries = torch.tensor([*range(40), *edges, *drawn])
+    distances = torch.tensor([-5, -1, *edges, *(edge + 1 for edge in edges), 100, 5000])
+    keys = queries.unsqueeze(-1) - distances
+    pairs = queries.unsqueeze(-1).expand_as(keys)[keys >= 0], keys[keys >= 0]
+    return pairs
+
+
+def _pattern(kind: str, window: int | None, queries: Tensor, keys: Tensor) -> Tensor:
+    """Return which of the keys at some positions are seen by queries at some positions."""
+    causal = keys <= queries
+    if window is None:
+        return causal
+    return causal & (keys > queries - window if kind == SLIDING else keys // window == queries // window)
+
+
+def _find_projections(model: Any, ids: Tensor, attentions: Sequence[nn.Module]) -> list[str]:
+    """Return per layer the path, from its attention, of the linear map that receives the heads' outputs.
+
+    Row 0 of the batch runs as it is; in the others random numbers stand in the place of the heads' outputs, while the
+    attention's input is row 0's. Raises Refused where no map or several receive them unchanged.
+    """
+    receivers = [_Receivers(module) for module in attentions]
+    drawn: dict[int, Tensor] = {}
+
+    def attend(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        output, weights = stock(module, *args, **kwargs)
+        generator = torch.Generator().manual_seed(len(drawn))
+        rows = torch.randn(2, *output.shape[1:], generator=generator).to(output)
+        drawn[id(module)] = torch.cat([output[:1], rows, torch.ones_like(rows[:1])])
+        return drawn[id(module)], weights
+
+    with ExitStack() as stack:
+        for receiver in receivers:
+            stack.enter_context(receiver)
+        stack.enter_context(intercept(implementation(model), attentions, attend))
+        forward(model, ids.expand(4, -1))
+    return [receiver.find(drawn[id(receiver.attention)], index) for index, receiver in enumerate(receivers)]
+
+
+class _Receivers:
+    """The maps inside an attention module, with what they receive in the block."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        self.attention, self.received = attention, dict[str, Tensor]()
+
+    def __enter__(self) -> None:
+        self._stack = ExitStack()
+        hook = self.attention.register_forward_pre_hook(_repeat_row_0, with_kwargs=True)
+        self._stack.callback(hook.remove)
+        for name, module in self.attention.named_modules():
+            if name and getattr(module, "weight", None) is not None and not list(module.children()):
+                self._stack.callback(module.register_forward_pre_hook(partial(self._receive, name)).remove)
+
+    def __exit__(self, *about: object) -> None:
+        self._stack.close()
+
+    def _receive(self, name: str, module: nn.Module, args: Any) -> None:
+        self.received[name] = args[0]
+
+    def find(self, drawn: Tensor, index: int) -> str:
+        """Return the name of the map that received `drawn`, heads side by side. Raises Refused."""
+        flat = drawn.flatten(2)
+        alike = {name: got.reshape(flat.shape) for name, got in self.received.items() if got.numel() == flat.numel()
+                 and got.shape[-1] == flat.shape[-1]}  # fmt: skip
+        plain = [name for name, got in alike.items() if torch.equal(got, flat)]
+        if len(plain) == 1:
+            return plain[0]
+        if plain:
+            raise Refused("projection", f"gives its heads' outputs to {len(plain)} maps, {' and '.join(plain)}", index)
+        gated = [name for name, got in alike.items() if _is_gate(got, flat)]
+        if gated:
+            raise Refused("projection", f"multiplies its heads' outputs by a gate before '{gated[0]}'", index)
+        raise Refused("projection", "changes its heads' outputs before any map receives them", index)
+
+
+def _is_gate(received: Tensor, drawn: Tensor) -> bool:
+    """Return whether random outputs arrive times the numbers that ones arrive as: row 0 is real, then two, then ones."""
+    gate = received[3:].double()
+    expected = gate * drawn[1:3].double()
+    error = (received[1:3].double() - expected).abs().amax() / expected.abs().amax().clamp(min=1e-30)
+    return bool(error <= _ERRORS[received.dtype])
+
+
+def _repeat_row_0(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Give every row of a batch row 0's hidden states: a pre-hook of an attention module."""
+    if args:
+        return (_row_0(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": _row_0(kwargs["hidden_states"])}
+
+
+def _row_0(hidden: Tensor) -> Tensor:
+    """Return a batch all of whose rows are row 0."""
+    return hidden[:1].expand_as(hidden).contiguous()
+
+
+def _check_reading(model: Any, ids: Tensor) -> None:
+    """Raise Refused unless reading in two parts equals reading at once, also where another text is read in between."""
+    whole, tail = forward(model, ids)[0, -1].double(), 3
+    bound = _LOGIT_ERRORS[model.dtype] * (whole - whole.mean()).norm()
+    for check, between, seen in (
+        ("parts", None, "reads a text in two parts otherwise than at once"),
+        ("state", probe_text(model, seed=1), "remembers another text outside its cache"),
+    ):
+        cache = DynamicCache(config=model.config)
+        forward(model, ids[:, :-tail], cache)
+        if between is not None:
+            forward(model, between, DynamicCache(config=model.config))
+        read = [forward(model, part, cache)[0, -1].double() for part in ids[:, -tail:].split([tail - 1, 1], dim=1)][-1]
+        if not (read - whole).norm() <= bound:
+            raise Refused(check, f"{seen} (logits off by {float((read - whole).norm() / bound):.1g} bounds)")
+
+
+def _find_rotary(model: Any, ids: Tensor, attentions: Sequence[nn.Module]) -> Rotary:
+    """Return the module whose rotations all given attentions' keys and queries have; without a path where none has.
+
+    A text that is read further back has keys and queries which are equal when they are rotated back.
+    """
+    paths = {name.rpartition(".")[0] for name, _ in model.named_buffers() if name.endswith("inv_freq")}
+    limit = getattr(text_config(model), "max_position_embeddings", None) or 0
+    shift = min(100, limit - ids.shape[1])
+    if len(paths) != 1 or shift < 1 or "position_ids" not in inspect.signature(model.forward).parameters:
+        return Rotary()
+    path = paths.pop()
+    near, far = (_rotated(model, path, ids, begin, attentions) for begin in (0, shift))
+    bound = 20 * _ERRORS[model.dtype]
+    for arguments in near.rotations.keys() & far.rotations.keys():
+        pairs = zip(near.rotated_back(arguments), far.rotated_back(arguments), strict=True)
+        if all(float((one - other).norm()) <= bound * float(one.norm()) for one, other in pairs):
+            return Rotary(path, arguments)
+    return Rotary()
+
+
+@dataclass
+class _Rotated:
+    """Queries and keys (batch, head, token, d_key) of a text, and the rotations that a rotary module gave for it.
+
+    `rotations` maps the module's further arguments to cosines and sines (batch, token, rotary).
+    """
+
+    vectors: list[Tensor] = field(default_factory=list)
+    rotations: dict[tuple[str, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def add(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Record the output of a rotary module that is a pair of tensors: a forward hook."""
+        if isinstance(output, tuple) and len(output) == 2:
+            texts = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
+            self.rotations[tuple(texts)] = output
+
+    def rotated_back(self, arguments: tuple[str, ...]) -> Iterator[Tensor]:
+        """Yield all vectors rotated back, pairs half the rotary width apart, in float64."""
+        cosine, sine = (part.double().unsqueeze(1) for part in self.rotations[arguments])
+        twice = torch.equal(*cosine.chunk(2, dim=-1))  # most modules give each pair's angle twice
+        pairs = cosine.shape[-1] // (2 if twice else 1)
+        for vectors in self.vectors:
+            size = 2 * pairs
+            one, other = vectors[..., :size].double().chunk(2, dim=-1)
+            cos, sin = cosine[..., :pairs], sine[..., :pairs]
+            yield torch.cat([one * cos + other * sin, other * cos - one * sin, vectors[..., size:].double()], dim=-1)
+
+
+def _rotated(model: Any, path: str, ids: Tensor, begin: int, attentions: Sequence[nn.Module]) -> _Rotated:
+    """Read a text whose first token has the position `begin`; return what its attentions were given."""
+    found = _Rotated()
+
+    def attend(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        found.vectors += args[:2]
+        return stock(module, *args, **kwargs)
+
+    hook = model.get_submodule(path).register_forward_hook(found.add, with_kwargs=True)
+    try:
+        with intercept(implementation(model), attentions, attend):
+            forward(model, ids, position_ids=torch.arange(begin, begin + ids.shape[1], device=ids.device).unsqueeze(0))
+    finally:
+        hook.remove()
+    return found
