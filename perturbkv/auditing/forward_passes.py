@@ -16,7 +16,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline.sample.capture import AttentionFunction, Observer, capture, intercept_attention
+from perturbkv.models.interface import AttentionFunction
+from perturbkv.pipeline.sample.capture import Observer, capture, intercept_attention
 
 Attend = Callable[[int, AttentionFunction, nn.Module, Any, Any], Any]
 """`(layer, stock, module, args, kwargs)`: the function that replaces the model's attention."""

@@ -20,7 +20,7 @@ from perturbkv.auditing.forward_passes import Attend, ForwardPass, Situation, re
 from perturbkv.cache.external_cache import Layers
 from perturbkv.errors import ModelError
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline.sample.capture import AttentionFunction
+from perturbkv.models.interface import AttentionFunction
 
 _KERNEL = "sdpa"
 _TINY = torch.finfo(torch.float64).tiny

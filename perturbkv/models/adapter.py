@@ -58,8 +58,8 @@ class Adapter:
         found, told = self.layer_indices, measured_layers(self.config)
         if found != told:
             raise ModelError(
-                f"the configuration of model '{self.name}' says that layers {format_layers(told)} see the whole prompt, "
-                f"and its code lets layers {format_layers(found)}; an eviction study would misread it"
+                f"the configuration of model '{self.name}' says that layers {format_layers(told)} see the whole "
+                f"prompt, and its code lets layers {format_layers(found)}; an eviction study would misread it"
             )
 
     def __repr__(self) -> str:
@@ -78,9 +78,7 @@ class Adapter:
         try:
             return proof.prove(self.model)
         except proof.Refused as refusal:
-            raise ModelError(
-                f"model '{self.name}' {refusal}; an eviction study would misread it (proof: {refusal.check})"
-            ) from refusal
+            raise ModelError(refusal.message(self.name)) from refusal
 
     @property
     def config(self) -> Any:
@@ -211,7 +209,8 @@ class Adapter:
         obstacle = "layers that do not" if self.is_mixed else "sinks" if self.layer_facts(0).sinks else ""
         if obstacle:
             raise ModelError(
-                f"{feature} expects layers that see the whole prompt and nothing else; model '{self.name}' has {obstacle}"
+                f"{feature} expects layers that see the whole prompt and nothing else; model '{self.name}' has "
+                f"{obstacle}"
             )
 
     def output_projection(self, layer: int) -> Float[Tensor, "d_model head_d_head"]:
@@ -226,19 +225,6 @@ class Adapter:
     def scale(self, layer: int) -> float:
         """Return the factor on the logits before the softmax."""
         return self.layer_facts(layer).scale
-
-
-def check_projections(model: Adapter) -> None:
-    """Raise ModelError for an output projection that is no matrix."""
-    for layer, module in zip(model.layer_indices, model.projections, strict=True):
-        try:
-            projection.check(module, model.heads * model.d_head, model.dtype)
-        except projection.NoMatrixError as error:
-            path = model.facts.layers[layer].projection
-            raise ModelError(
-                f"{path} of layer {layer} of model '{model.name}', a {projection.describe(module)}, {error}; "
-                "use weights that are quantised alone (weight-only), or the model unquantised"
-            ) from error
 
 
 def check_sliding_window(config: Any, tokens: int, sample: str, name: str, after: int = 1) -> None:

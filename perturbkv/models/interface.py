@@ -24,7 +24,9 @@ AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 
 @contextmanager
 def intercept(
-    implementation: str, modules: Collection[nn.Module], replacement: Callable[[AttentionFunction, nn.Module, Any, Any], Any]
+    implementation: str,
+    modules: Collection[nn.Module],
+    replacement: Callable[[AttentionFunction, nn.Module, Any, Any], Any],
 ) -> Iterator[None]:
     """Replace the attention of some modules by `replacement(stock, module, args, kwargs)` inside the block.
 

@@ -27,7 +27,7 @@ from transformers.utils import logging as transformers_logging
 from perturbkv import memory
 from perturbkv.errors import ConfigError, ModelError, UnknownNameError
 from perturbkv.models import gguf, hub, quantisers, stored_weights, user_cache
-from perturbkv.models.adapter import Adapter, OpenArguments, check_projections
+from perturbkv.models.adapter import Adapter, OpenArguments
 from perturbkv.models.aliases import ALIASES
 from perturbkv.models.sanity import check_config, check_shapes, load_whole_model
 from perturbkv.models.sources import (
@@ -314,11 +314,9 @@ def load_weights(
             check_shapes(files.name, files.shapes(), stored_weights.shapes(files.source))
         model = _read_weights(files.source, files.whole_config, dtype, _device_arguments(files, device, spread))
     model = _move_to_device(model, files.name, device, spread)
-    adapter = Adapter(
+    return Adapter(
         model, files.tokenizer, files.name, files.revision, files.random_weights, files.stored, files.open_arguments
     )
-    check_projections(adapter)
-    return adapter
 
 
 def check_memory(files: ModelFiles, dtype: torch.dtype, device: torch.device, extra_bytes: int = 0) -> None:

@@ -1,18 +1,18 @@
 """What a decoder's attention is, found by running it.
 
-A short random text is read by the loaded model under hooks. Each layer must call transformers' attention interface once,
-with keywords that are known here; what the call returns must equal the softmax attention that METHOD's formulas are of;
-its mask must be one of positions alone; random tensors in the output's place must arrive unchanged at one linear map;
-nothing may be remembered outside the cache, and reading in two parts must equal reading at once. What holds is a fact
-that the adapter reads; the first thing that does not is a `Refused`, with the layer and the check. No name of a model
-decides anything.
+A short random text is read by the loaded model under hooks. Each layer must call transformers' attention interface
+once, with keywords that are known here; what the call returns must equal the softmax attention that METHOD's formulas
+are of; its mask must be one of positions alone; random tensors in the output's place must arrive unchanged at one
+linear map; nothing may be remembered outside the cache, and reading in two parts must equal reading at once. What holds
+is a fact that the adapter reads; the first thing that does not is a `Refused`, with the layer and the check. No name of
+a model decides anything.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from perturbkv.models import projection
 from perturbkv.models.interface import AttentionFunction, intercept, intercept_masks
 
 FULL, SLIDING, CHUNKED = "full", "sliding", "chunked"
@@ -36,7 +38,7 @@ _READ = frozenset({"s_aux", "softcap"})
 _ERRORS = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
 """Relative rounding error that recomputed attention may have, by dtype."""
 _LOGIT_ERRORS = {torch.float64: 1e-6, torch.float32: 5e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
-"""Relative rounding error that logits may have which were computed in another order: a whole model's, routing included."""
+"""Relative rounding error that logits may have which were computed in another order, routing to experts included."""
 _FAR = 2**20
 """Position up to which a mask's rule is looked at."""
 
@@ -45,8 +47,13 @@ class Refused(Exception):
     """A decoder whose attention is not what the formulas are of; `check` is the check that failed, `layer` where."""
 
     def __init__(self, check: str, seen: str, layer: int | None = None) -> None:
-        super().__init__(seen if layer is None else f"layer {layer} {seen}")
-        self.check, self.seen, self.layer = check, seen, layer
+        super().__init__(seen)
+        self.check, self.layer = check, layer
+
+    def message(self, name: str) -> str:
+        """Return what was seen of the model `name`, in one line."""
+        where = f"model '{name}'" if self.layer is None else f"layer {self.layer} of model '{name}'"
+        return f"{where} {self}; an eviction study would misread it (proof: {self.check})"
 
 
 @dataclass(frozen=True)
@@ -134,22 +141,39 @@ class _Masks:
         return next(rules, None)
 
 
-@torch.inference_mode()
+_FAILURES = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError)
+"""Exceptions of models that cannot read a text with a cache of transformers."""
+
+
 def prove(model: Any) -> Facts:
     """Return the facts of a loaded causal language model in eval mode. Raises Refused."""
+    try:
+        return _prove(model)
+    except _FAILURES as error:
+        raise Refused(
+            "run", f"cannot read a short text ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+        ) from error
+
+
+@torch.inference_mode()
+def _prove(model: Any) -> Facts:
+    """Return the facts of a model. Raises Refused, and what the model raises while it reads."""
     if getattr(model.config, "is_encoder_decoder", False):
         raise Refused("interface", "is an encoder with a decoder, whose cross-attention is not measured")
     ids = probe_text(model)
     calls, masks, cache = _observe(model, ids)
     path, attentions = _layer_stack(model, calls)
     modules = [call.module for _, call in attentions]
-    projections = _find_projections(model, ids, modules)
+    receivers = _find_projections(model, ids, modules)
     layers = tuple(
-        _read_layer(index, call, masks, cache, attention, projection)
-        for index, ((attention, call), projection) in enumerate(zip(attentions, projections, strict=True))
+        _read_layer(index, call, masks, cache, attention, receiver)
+        for index, ((attention, call), receiver) in enumerate(zip(attentions, receivers, strict=True))
     )
     _check_reading(model, ids)
-    return Facts(path, layers, _find_rotary(model, ids, [modules[index] for index in measured(layers)]))
+    of_measured = [modules[index] for index in measured(layers)]
+    for index in measured(layers):
+        _check_matrix(modules[index], layers[index], index, model.dtype)
+    return Facts(path, layers, _find_rotary(model, ids, of_measured))
 
 
 def measured(layers: Sequence[LayerFacts]) -> tuple[int, ...]:
@@ -161,8 +185,8 @@ def measured(layers: Sequence[LayerFacts]) -> tuple[int, ...]:
 def probe_text(model: Any, seed: int = 0) -> Tensor:
     """Return a random text (1, token) without the configuration's special tokens."""
     config = text_config(model)
-    special = {value for key, value in {**model.config.to_dict(), **config.to_dict()}.items() if key.endswith("_token_id")
-               and isinstance(value, int)}  # fmt: skip
+    told = {**model.config.to_dict(), **config.to_dict()}
+    special = {told[key] for key in told if key.endswith("_token_id") and isinstance(told[key], int)}
     allowed = [token for token in range(min(config.vocab_size, 512)) if token not in special]
     length = min(TOKENS, getattr(config, "max_position_embeddings", TOKENS) // 2)
     drawn = torch.randint(len(allowed), (1, length), generator=torch.Generator().manual_seed(seed))
@@ -209,7 +233,8 @@ def _record(module: nn.Module, args: Any, kwargs: Any, found: Tensor) -> _Call:
     query, key, value, mask = (given.pop(name) for name in names)
     options = {name: option for name, option in given.items() if option is not None and option is not False}
     scale = options.get("scaling", query.shape[-1] ** -0.5)
-    expected = recompute(query, key, value, visible(mask, query, key), scale, options.get("softcap"), options.get("s_aux"))
+    seen = visible(mask, query, key)
+    expected = recompute(query, key, value, seen, scale, options.get("softcap"), options.get("s_aux"))
     error = (found.double() - expected).abs().amax() / expected.abs().amax().clamp(min=1e-30)
     options["scaling"] = float(scale)
     return _Call(module, query, key, value, mask, options, float(error))
@@ -291,21 +316,19 @@ def _check_one_attention(layer: nn.Module, index: int, entries: Sequence[tuple[s
         raise Refused("interface", f"has a second attention, '{others[0]}', which takes no part", index)
 
 
-def _read_layer(
-    index: int, call: _Call, masks: _Masks, cache: Cache, attention: str, projection: str
-) -> LayerFacts:
+def _read_layer(index: int, call: _Call, masks: _Masks, cache: Cache, attention: str, receiver: str) -> LayerFacts:
     """Return a layer's facts. Raises Refused."""
     unknown = sorted(call.options.keys() - _HARMLESS - _READ)
     if unknown:
         raise Refused("keywords", f"gives its attention '{unknown[0]}', which is not known here", index)
+    kind, window = _mask_kind(index, call, masks)
     if not call.error <= _ERRORS[call.query.dtype]:
         raise Refused("output", f"has an attention that is no softmax of its logits (off by {call.error:.1g})", index)
     _check_entries(index, call, cache)
-    kind, window = _mask_kind(index, call, masks)
     heads, kv_heads = call.query.shape[1], call.key.shape[1]
     cap = call.options.get("softcap")
     return LayerFacts(
-        attention, projection, kind, window, heads, kv_heads, call.key.shape[-1], call.value.shape[-1],
+        attention, receiver, kind, window, heads, kv_heads, call.key.shape[-1], call.value.shape[-1],
         call.options["scaling"], None if cap is None else float(cap), _sink_parameter(index, call),
     )  # fmt: skip
 
@@ -316,6 +339,8 @@ def _check_entries(index: int, call: _Call, cache: Cache) -> None:
     keys, values = (getattr(cached, kind, None) for kind in ("keys", "values"))
     if keys is None or values is None:
         raise Refused("cache", "fills no cache of its own", index)
+    if type(cached) not in (DynamicLayer, DynamicSlidingWindowLayer):
+        raise Refused("cache", f"keeps more than keys and values, in a {type(cached).__name__}", index)
     length = keys.shape[2]  # a sliding layer holds the last entries
     for what, held, read in (("keys", keys, call.key), ("values", values, call.value)):
         if held.shape != read[:, :, -length:].shape or not torch.equal(held, read[:, :, -length:]):
@@ -361,7 +386,7 @@ def mask_kind(rule: Callable[..., Any]) -> tuple[str, int | None] | None:
     zero = torch.tensor(0)
 
     def sees(queries: Tensor, keys: Tensor) -> Tensor:
-        return torch.as_tensor(rule(zero, zero, queries, keys)).expand(torch.broadcast_shapes(queries.shape, keys.shape))
+        return torch.as_tensor(rule(zero, zero, queries, keys)).expand_as(queries)
 
     first = torch.arange(_FAR)
     hidden = (~sees(first, torch.zeros_like(first))).nonzero()
@@ -412,47 +437,93 @@ def _find_projections(model: Any, ids: Tensor, attentions: Sequence[nn.Module]) 
             stack.enter_context(receiver)
         stack.enter_context(intercept(implementation(model), attentions, attend))
         forward(model, ids.expand(4, -1))
-    return [receiver.find(drawn[id(receiver.attention)], index) for index, receiver in enumerate(receivers)]
+        found = [receiver.find(drawn[id(receiver.attention)], index) for index, receiver in enumerate(receivers)]
+        for receiver, name in zip(receivers, found, strict=True):
+            receiver.silence(name)
+        drawn.clear()
+        forward(model, ids.expand(4, -1))
+    for index, receiver in enumerate(receivers):
+        receiver.check_silent(index)
+    return found
 
 
 class _Receivers:
     """The maps inside an attention module, with what they receive in the block."""
 
     def __init__(self, attention: nn.Module) -> None:
-        self.attention, self.received = attention, dict[str, Tensor]()
+        self.attention, self.received, self.output = attention, dict[str, Tensor](), torch.empty(0)
 
     def __enter__(self) -> None:
         self._stack = ExitStack()
         hook = self.attention.register_forward_pre_hook(_repeat_row_0, with_kwargs=True)
         self._stack.callback(hook.remove)
+        self._stack.callback(self.attention.register_forward_hook(self._keep_output).remove)
         for name, module in self.attention.named_modules():
-            if name and getattr(module, "weight", None) is not None and not list(module.children()):
+            if name and not isinstance(module, nn.Dropout | nn.Identity):
                 self._stack.callback(module.register_forward_pre_hook(partial(self._receive, name)).remove)
 
     def __exit__(self, *about: object) -> None:
         self._stack.close()
 
     def _receive(self, name: str, module: nn.Module, args: Any) -> None:
-        self.received[name] = args[0]
+        if args and isinstance(args[0], Tensor) and args[0].dtype.is_floating_point:
+            self.received[name] = args[0]
 
     def find(self, drawn: Tensor, index: int) -> str:
-        """Return the name of the map that received `drawn`, heads side by side. Raises Refused."""
+        """Return the name of the module that received `drawn`, heads side by side. Raises Refused.
+
+        A module inside another that received them is a part of that one.
+        """
         flat = drawn.flatten(2)
         alike = {name: got.reshape(flat.shape) for name, got in self.received.items() if got.numel() == flat.numel()
                  and got.shape[-1] == flat.shape[-1]}  # fmt: skip
-        plain = [name for name, got in alike.items() if torch.equal(got, flat)]
+        plain = _outermost(name for name, got in alike.items() if torch.equal(got, flat))
         if len(plain) == 1:
             return plain[0]
         if plain:
             raise Refused("projection", f"gives its heads' outputs to {len(plain)} maps, {' and '.join(plain)}", index)
-        gated = [name for name, got in alike.items() if _is_gate(got, flat)]
+        gated = _outermost(name for name, got in alike.items() if _is_gate(got, flat))
         if gated:
             raise Refused("projection", f"multiplies its heads' outputs by a gate before '{gated[0]}'", index)
         raise Refused("projection", "changes its heads' outputs before any map receives them", index)
 
+    def _keep_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.output = output[0] if isinstance(output, tuple) else output
+
+    def silence(self, name: str) -> None:
+        """Let the module of this name put out zeros in the block."""
+        module = self.attention.get_submodule(name)
+        self._stack.callback(module.register_forward_hook(lambda *about: torch.zeros_like(about[-1])).remove)
+
+    def check_silent(self, index: int) -> None:
+        """Raise Refused unless all rows, of other heads' outputs each, are equal behind the silenced map."""
+        rows = self.output.double()
+        if not float((rows - rows[:1]).abs().amax()) <= _ERRORS[self.output.dtype] * float(rows.abs().amax()):
+            raise Refused("projection", "lets its heads' outputs past the map that receives them", index)
+
+
+def _check_matrix(attention: nn.Module, facts: LayerFacts, index: int, dtype: torch.dtype) -> None:
+    """Raise Refused unless the module that receives a layer's heads' outputs is a matrix."""
+    module = attention.get_submodule(facts.projection)
+    try:
+        projection.check(module, facts.heads * facts.d_value, dtype)
+    except projection.NoMatrixError as error:
+        raise Refused(
+            "projection",
+            f"gives its heads' outputs to '{facts.projection}', a {projection.describe(module)}, "
+            f"which {error} (weights that are quantised alone, or none, can be read)",
+            index,
+        ) from error
+
+
+def _outermost(names: Iterable[str]) -> list[str]:
+    """Return the names of modules that are in no other named one."""
+    found = list(names)
+    return [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
+
 
 def _is_gate(received: Tensor, drawn: Tensor) -> bool:
-    """Return whether random outputs arrive times the numbers that ones arrive as: row 0 is real, then two, then ones."""
+    """Return whether random outputs, rows 1 and 2, arrive times the numbers that ones, row 3, arrive as."""
     gate = received[3:].double()
     expected = gate * drawn[1:3].double()
     error = (received[1:3].double() - expected).abs().amax() / expected.abs().amax().clamp(min=1e-30)
@@ -483,7 +554,7 @@ def _check_reading(model: Any, ids: Tensor) -> None:
         forward(model, ids[:, :-tail], cache)
         if between is not None:
             forward(model, between, DynamicCache(config=model.config))
-        read = [forward(model, part, cache)[0, -1].double() for part in ids[:, -tail:].split([tail - 1, 1], dim=1)][-1]
+        read = [forward(model, part, cache)[0, -1].double() for part in (ids[:, -tail:-1], ids[:, -1:])][-1]
         if not (read - whole).norm() <= bound:
             raise Refused(check, f"{seen} (logits off by {float((read - whole).norm() / bound):.1g} bounds)")
 
@@ -501,7 +572,7 @@ def _find_rotary(model: Any, ids: Tensor, attentions: Sequence[nn.Module]) -> Ro
     path = paths.pop()
     near, far = (_rotated(model, path, ids, begin, attentions) for begin in (0, shift))
     bound = 20 * _ERRORS[model.dtype]
-    for arguments in near.rotations.keys() & far.rotations.keys():
+    for arguments in [given for given in near.rotations if given in far.rotations and near.fits(given)]:
         pairs = zip(near.rotated_back(arguments), far.rotated_back(arguments), strict=True)
         if all(float((one - other).norm()) <= bound * float(one.norm()) for one, other in pairs):
             return Rotary(path, arguments)
@@ -524,13 +595,22 @@ class _Rotated:
             texts = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
             self.rotations[tuple(texts)] = output
 
+    def pairs(self, arguments: tuple[str, ...]) -> int:
+        """Return the number of pairs of components that are rotated."""
+        cosine = self.rotations[arguments][0]
+        twice = torch.equal(*cosine.chunk(2, dim=-1))  # most modules give each pair's angle twice
+        return int(cosine.shape[-1]) // (2 if twice else 1)
+
+    def fits(self, arguments: tuple[str, ...]) -> bool:
+        """Return whether all vectors have as many components as are rotated."""
+        return all(vectors.shape[-1] >= 2 * self.pairs(arguments) for vectors in self.vectors)
+
     def rotated_back(self, arguments: tuple[str, ...]) -> Iterator[Tensor]:
         """Yield all vectors rotated back, pairs half the rotary width apart, in float64."""
         cosine, sine = (part.double().unsqueeze(1) for part in self.rotations[arguments])
-        twice = torch.equal(*cosine.chunk(2, dim=-1))  # most modules give each pair's angle twice
-        pairs = cosine.shape[-1] // (2 if twice else 1)
+        pairs = self.pairs(arguments)
+        size = 2 * pairs
         for vectors in self.vectors:
-            size = 2 * pairs
             one, other = vectors[..., :size].double().chunk(2, dim=-1)
             cos, sin = cosine[..., :pairs], sine[..., :pairs]
             yield torch.cat([one * cos + other * sin, other * cos - one * sin, vectors[..., size:].double()], dim=-1)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from perturbkv.errors import ModelError
 from perturbkv.models import stored_weights
-from perturbkv.models.adapter import Adapter, check_projections
-from perturbkv.models.sanity import check_class, plain_tensors
+from perturbkv.models.adapter import Adapter
+from perturbkv.models.sanity import plain_tensors
 from perturbkv.models.stored_weights import WeightStorage
 
 GIVEN = "given"
@@ -32,7 +32,6 @@ def adapt(model: Any, tokenizer: Any) -> Adapter:
     name = str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
     if tokenizer is None:
         raise ModelError(f"model '{name}' is given without its tokenizer; give it as load_model(model, tokenizer=…)")
-    check_class(model.config, name)
     if getattr(model, "get_output_embeddings", lambda: None)() is None:
         raise ModelError(
             f"expected a causal language model (AutoModelForCausalLM), got '{name}', a {type(model).__name__}"
@@ -42,9 +41,7 @@ def adapt(model: Any, tokenizer: Any) -> Adapter:
             f"expected model '{name}' with all its weights in memory, got some on the meta device; load it whole"
         )
     with eval_mode(model):
-        adapter = Adapter(model, tokenizer, name, GIVEN, stored=_stored_weights(model))
-        check_projections(adapter)
-    return adapter
+        return Adapter(model, tokenizer, name, GIVEN, stored=_stored_weights(model))
 
 
 def _stored_weights(model: Any) -> WeightStorage:
@@ -54,7 +51,6 @@ def _stored_weights(model: Any) -> WeightStorage:
         return stored
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return replace(stored, nbytes=sum(plain.nbytes for named in tensors for _, plain in plain_tensors(*named)))
-
 
 
 def fingerprint(model: Adapter) -> str:

@@ -36,7 +36,8 @@ from perturbkv.configs.audit_settings import SLOT_MAGIC, is_slot
 from perturbkv.configs.resources import Shape
 from perturbkv.errors import UnreadableCacheError
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline.sample.capture import AttentionFunction, intercept_attention
+from perturbkv.models.interface import AttentionFunction
+from perturbkv.pipeline.sample.capture import intercept_attention
 
 _VERSION = 4
 _REQUEST = "slot"

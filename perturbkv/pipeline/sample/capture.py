@@ -23,6 +23,7 @@ from perturbkv.models.adapter import Adapter
 from perturbkv.models.interface import AttentionFunction, intercept
 from perturbkv.models.proof import implementation
 
+
 @dataclass(frozen=True)
 class Observer:
     """Callbacks for the measured layers; each gets the layer's index first, `final` only the tensor.

@@ -36,8 +36,9 @@ from perturbkv.configs.precision import FULL_BITS
 from perturbkv.configs.resources import CHUNK_BYTES, Resources
 from perturbkv.devices import block_bytes, stack_on_device, synchronise, to_device
 from perturbkv.models.adapter import Adapter
+from perturbkv.models.interface import AttentionFunction
 from perturbkv.pipeline.sample import measure
-from perturbkv.pipeline.sample.capture import LOGITS, AttentionFunction, intercept_attention
+from perturbkv.pipeline.sample.capture import LOGITS, intercept_attention
 from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.measure import LayerMasks
 from perturbkv.pipeline.sample.prefill import layer_value_norms

@@ -1,0 +1,299 @@
+"""What a decoder's attention is, is found by running it; what would be measured wrongly is refused by a check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
+
+from perturbkv.configs import layer_types
+from perturbkv.errors import ModelError
+from perturbkv.models import proof
+from perturbkv.models.aliases import ALIASES
+from perturbkv.models.loading import ByteTokenizer, open_model
+from perturbkv.models.sanity import check_config
+from perturbkv.models.user_model import adapt
+from tests.support.models import MIXED, tiny_adapter, tiny_model
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_every_alias_has_the_shapes_of_its_family(alias: str) -> None:
+    config = open_model(f"random:{alias}").config
+    assert config.model_type == ALIASES[alias].family
+    for key, value in ALIASES[alias].shapes.items():
+        if key != "rope_parameters":
+            assert getattr(config, key) == value, key
+
+
+def test_the_layers_of_gemma_that_see_everything_are_every_sixth() -> None:
+    assert layer_types.format_measured(open_model("random:gemma-3-270m").config) == "5 11 17 of 18"
+    assert layer_types.format_measured(open_model("random:gemma-3-1b").config) == "5 11 17 23 of 26"
+    assert layer_types.format_measured(open_model("random:llama-3.1-8b").config) == ""
+
+
+@pytest.mark.parametrize("family", MIXED)
+def test_a_model_says_how_many_of_its_layers_are_measured(family: str) -> None:
+    adapter = tiny_adapter(family)
+    assert "4 layers (2 measured) × 4 heads" in repr(adapter)
+    assert adapter.layer_indices == (1, 3)
+    assert [adapter.layer_of(attention) for attention in adapter.attentions] == [0, 1]
+
+
+class Changed(LlamaAttention):
+    """Llama's attention with something else before, in or after its softmax; the parts are attributes to replace."""
+
+    def before(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Any, ...]:
+        return query, key, value, mask
+
+    def after(self, output: Tensor, hidden: Tensor) -> Tensor:
+        return output
+
+    def project(self, output: Tensor) -> Tensor:
+        return self.o_proj(output)
+
+    def attend(self, *given: Any, **options: Any) -> Tensor:
+        return ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation](self, *given, **options)[0]
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: Any = None, attention_mask: Any = None,
+        past_key_values: Any = None, **kwargs: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query, key, value = (
+            part(hidden_states).view(shape).transpose(1, 2) for part in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        given = self.before(query, key, value, attention_mask)
+        output = self.attend(*given, dropout=0.0, scaling=self.scaling)
+        output = self.after(output, hidden_states)
+        return self.project(output.reshape(*hidden_states.shape[:-1], -1)), None
+
+
+def changed_model(**parts: Callable[..., Any]) -> Any:
+    """Return a tiny Llama whose second layer's attention has other parts: functions of the module and their inputs."""
+    model = tiny_model("llama", layers=2)
+    plain = model.model.layers[1].self_attn
+    kind = type("Changed", (Changed,), parts)
+    other = kind(model.config, 1).eval()
+    other.load_state_dict(plain.state_dict())
+    model.model.layers[1].self_attn = other
+    return model
+
+
+def refusal(model: Any) -> str:
+    with pytest.raises(ModelError) as raised:
+        adapt(model, ByteTokenizer())
+    return str(raised.value)
+
+
+def test_the_plain_attention_of_these_tests_is_accepted() -> None:
+    assert adapt(changed_model(), ByteTokenizer()).facts == adapt(tiny_model("llama"), ByteTokenizer()).facts
+
+
+def later(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Any, ...]:
+    return query, key, value, torch.ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool)
+
+
+def without_sinks(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Any, ...]:
+    mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(key.shape[2] - query.shape[2])
+    mask[8:, :4] = False
+    return query, key, value, mask[None, None]
+
+
+def without_sinks_in_place(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Any, ...]:
+    if mask is not None:
+        mask[..., 8:, :4] = False
+    return query, key, value, mask
+
+
+def by_values(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Any, ...]:
+    causal = torch.full((query.shape[2], key.shape[2]), -1e9).triu(1 + key.shape[2] - query.shape[2])
+    return query, key, value, causal[None, None] + value.norm(dim=-1).mean(dim=1)[:, None, None]
+
+
+def twice(module: Any, *given: Any, **options: Any) -> Tensor:
+    return Changed.attend(module, *given, **options) + Changed.attend(module, *given, **options)
+
+
+def with_memory(module: Any, output: Tensor, hidden: Tensor) -> Tensor:
+    module.__dict__.setdefault("seen", torch.zeros(hidden.shape[-1]))
+    found = output + 0.5 * module.seen.view(1, 1, *output.shape[2:])
+    module.seen = hidden[0, -1].detach().clone()
+    return found
+
+
+def past_the_map(module: Any, output: Tensor) -> Tensor:
+    return module.o_proj(output) + output.flip(-1)
+
+
+TURN = torch.linalg.qr(torch.randn(8, 8, generator=torch.Generator().manual_seed(0)))[0]
+
+
+@pytest.mark.parametrize(
+    ("parts", "check", "words"),
+    [
+        ({"after": lambda module, output, hidden: output.tanh()}, "projection", "changes its heads' outputs before"),
+        ({"after": lambda module, output, hidden: output.flip(2)}, "projection", "changes its heads' outputs before"),
+        ({"after": lambda module, output, hidden: output @ TURN}, "projection", "changes its heads' outputs before"),
+        ({"after": lambda module, output, hidden: output * output.sigmoid()}, "projection", "changes its heads'"),
+        ({"after": with_memory}, "projection", "changes its heads' outputs before any map receives them"),
+        ({"project": past_the_map}, "projection", "lets its heads' outputs past the map that receives them"),
+        ({"before": without_sinks}, "mask", "has a mask that transformers did not make from positions"),
+        ({"before": without_sinks_in_place}, "mask", "has a mask that is not what its rule says"),
+        ({"before": by_values}, "mask", "has a mask that transformers did not make from positions"),
+        ({"before": later}, "mask", "has a mask that transformers did not make from positions"),
+        ({"before": lambda module, query, key, value, mask: (query, key, key, mask)}, "cache",
+         "attends to other values than its cache holds"),
+        ({"before": lambda module, query, key, value, mask: (query, key, value.roll(1, 2), mask)}, "cache",
+         "attends to other values than its cache holds"),
+        ({"attend": twice}, "interface", "calls the attention interface 2 times"),
+        ({"attend": lambda module, query, key, value, mask, **options: Changed.attend(
+            module, query, key, value, mask, position_bias=torch.ones(1), **options)}, "keywords",
+         "gives its attention 'position_bias', which is not known here"),
+        ({"attend": lambda module, query, key, value, mask, **options: torch.zeros_like(query).transpose(1, 2)},
+         "interface", "never calls the attention interface"),
+    ],
+    ids=["post-processed", "permuted", "rotated", "output-gate", "memory-of-outputs", "past-the-map", "sinks-hidden",
+         "sinks-hidden-in-place", "mask-of-values", "later-tokens", "keys-as-values", "values-moved",
+         "second-attention", "unknown-keyword", "none"],
+)  # fmt: skip
+def test_attention_that_would_be_measured_wrongly_is_refused(parts: dict[str, Any], check: str, words: str) -> None:
+    found = refusal(changed_model(**parts))
+    assert f"of model 'LlamaForCausalLM' {words}" in found
+    assert found.endswith(f"; an eviction study would misread it (proof: {check})")
+
+
+def test_a_state_outside_the_cache_is_refused() -> None:
+    model = tiny_model("llama")
+    norm = model.model.layers[0].input_layernorm
+
+    def remembered(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        before = module.__dict__.get("seen", 0.0)
+        module.__dict__["seen"] = output[0, -1].detach().clone()
+        return output if output.shape[1] > 1 else output + before
+
+    norm.register_forward_hook(remembered)
+    found = refusal(model)
+    assert "reads a text in two parts otherwise than at once" in found or "remembers another text" in found
+
+
+def test_a_decoder_of_a_class_of_somebodys_own_is_accepted() -> None:
+    """With parts under names of its own, and a configuration that transformers does not know."""
+
+    class OwnConfig(transformers.LlamaConfig):
+        model_type = "somebodys_own"
+
+    class OwnAttention(Changed):
+        def __init__(self, config: Any, layer_idx: int) -> None:
+            super().__init__(config, layer_idx)
+            self.back = self.o_proj
+            del self.o_proj
+
+        def project(self, output: Tensor) -> Tensor:
+            return self.back(output)
+
+    config = OwnConfig(**tiny_model("llama").config.to_diff_dict() | {"model_type": "somebodys_own"})
+    config._attn_implementation = "sdpa"
+    model = LlamaForCausalLM(config).eval()
+    for index, layer in enumerate(model.model.layers):
+        layer.attention_of_mine = OwnAttention(config, index)
+        layer.__dict__["self_attn"] = layer.attention_of_mine
+        del layer._modules["self_attn"]
+    facts = adapt(model.eval(), ByteTokenizer()).facts
+    assert [(layer.attention, layer.projection) for layer in facts.layers] == [("attention_of_mine", "back")] * 2
+
+
+@pytest.mark.parametrize(
+    ("family", "path", "projection"),
+    [
+        ("gpt2", "transformer.h", "c_proj"),
+        ("opt", "model.decoder.layers", "out_proj"),
+        ("gpt_neox", "gpt_neox.layers", "dense"),
+        ("modernbert-decoder", "model.layers", "Wo"),
+        ("gemma2", "model.layers", "o_proj"),
+    ],
+)
+def test_parts_are_found_where_they_are(family: str, path: str, projection: str) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "ffn_dim": 48, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "vocab_size": 260, "word_embed_proj_dim": 32, "max_position_embeddings": 64,
+             "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+    config = AutoConfig.for_model(family, **sizes)
+    facts = adapt(AutoModelForCausalLM.from_config(config).eval(), ByteTokenizer()).facts
+    assert facts.path == path
+    assert {layer.projection for layer in facts.layers} == {projection}
+    assert {layer.cap for layer in facts.layers} == {50.0 if family == "gemma2" else None}
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "cohere", "glm"])
+def test_keys_that_are_not_rotated_by_halves_have_no_rotary_module(family: str) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "ffn_dim": 48, "num_hidden_layers": 2, "head_dim": 8,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 260, "word_embed_proj_dim": 32,
+             "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+    config = AutoConfig.for_model(family, **sizes)
+    assert adapt(AutoModelForCausalLM.from_config(config).eval(), ByteTokenizer()).rotary is None
+
+
+@pytest.mark.parametrize(
+    ("rule", "kind"),
+    [
+        (lambda b, h, q, k: k <= q, ("full", None)),
+        (lambda b, h, q, k: (k <= q) & (k > q - 4096), ("sliding", 4096)),
+        (lambda b, h, q, k: (k <= q) & (k // 8192 == q // 8192), ("chunked", 8192)),
+        (lambda b, h, q, k: (k <= q) & ((k > q - 512) | (k < 4)), None),
+        (lambda b, h, q, k: k < q + 2, None),
+        (lambda b, h, q, k: (k <= q) & (k != 5), None),
+        (lambda b, h, q, k: (k <= q) & (k > q - 100 - q // 1000), None),
+    ],
+)
+def test_the_kind_of_a_mask_is_told_by_its_rule_far_beyond_the_probe(rule: Any, kind: Any) -> None:
+    assert proof.mask_kind(rule) == kind
+
+
+@pytest.mark.parametrize("kind", ["LlamaModel", "LlamaForTokenClassification", "LlamaForQuestionAnswering"])
+def test_a_model_that_predicts_no_tokens_is_refused(kind: str) -> None:
+    """Its last numbers are no logits of tokens."""
+    model = getattr(transformers, kind)(tiny_model("llama").config)
+    with pytest.raises(ModelError, match=f"expected a causal language model .AutoModelForCausalLM., got .*a {kind}"):
+        adapt(model, ByteTokenizer())
+
+
+def test_a_model_of_another_number_of_layers_than_it_says_is_refused() -> None:
+    model = tiny_model("gemma3_text")
+    model.model.layers = model.model.layers[:2]
+    assert "has 2 layers and its configuration says 4; change num_hidden_layers too" in refusal(model)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"layer_types": ["full_attention"]}, "layer_types .* the kinds of its 2 layers"),
+        ({"layer_types": "full_attention"}, "layer_types .* a list of texts"),
+    ],
+)
+def test_kinds_of_layers_that_are_no_list_of_all_are_refused(changed: dict[str, Any], words: str) -> None:
+    config = tiny_model("llama").config
+    for key, value in changed.items():
+        object.__setattr__(config, key, value)
+    with pytest.raises(ModelError, match=words):
+        check_config(config, "m")
+
+
+def test_kinds_of_layers_that_a_familys_code_passes_over_are_refused() -> None:
+    model = tiny_model("llama")
+    object.__setattr__(model.config, "layer_types", ["sliding_attention", "full_attention"])
+    object.__setattr__(model.config, "sliding_window", 64)
+    assert "says that layers 1 see the whole prompt, and its code lets layers 0-1" in refusal(model)
+
+
+def test_a_family_without_a_causal_language_model_is_refused_before_anything_is_read() -> None:
+    with pytest.raises(ModelError, match="is of the family 'vit', of which transformers .* makes no causal"):
+        check_config(AutoConfig.for_model("vit"), "m")
