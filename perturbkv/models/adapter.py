@@ -206,10 +206,12 @@ class Adapter:
 
     def check_all_measured(self, feature: str) -> None:
         """Raise ModelError for a model with unmeasured layers or sinks, which `feature` does not support."""
-        obstacle = "layers that do not" if self.is_mixed else "sinks" if self.layer_facts(0).sinks else ""
+        obstacle = "layers that see a part of it" if self.is_mixed else ""
+        if self.layer_facts(0).sinks:
+            obstacle = "sinks in its softmax"
         if obstacle:
             raise ModelError(
-                f"{feature} expects layers that see the whole prompt and nothing else; model '{self.name}' has "
+                f"{feature} expects layers that all see the whole prompt and nothing else; model '{self.name}' has "
                 f"{obstacle}"
             )
 
