@@ -1,4 +1,4 @@
-"""A tiny model of the same class as a configuration, all of it drawn at random, to see what its attention does.
+"""A tiny model of the same class as a configuration, with random parameters, to see what its attention does.
 
 Each number of a configuration is made small by what its name says it is (a count of heads, a width, a window), never
 by the family. Of the layers, the first of each kind stays. A window, a chunk, an indexer's choice and a cap are so
@@ -19,61 +19,54 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from perturbkv.errors import ModelError
 
-LAYERS = 4
-"""Fewest layers of a twin; it has more where its configuration has more kinds of them."""
-WINDOW = 8
-"""Entries of a sliding window or a chunk; position from which on scaled rotations differ."""
-CHOICE = 6
-"""Entries that an indexer chooses."""
-CAP = 2.0
-"""Where caps and clips begin; what they bend is of order 1 to 5."""
-MULTIPLIER = 0.4
-"""Factor of attention's logits, where a configuration gives one."""
-VOCABULARY = 256
-POSITIONS = 256
 TEXT = 24
-"""Tokens that a twin reads before it is returned."""
+"""Tokens that exceed what is small."""
+LAYERS = 4
+"""Fewest layers; there are more where a configuration has more kinds of them."""
+WINDOW = 8
+"""Entries of a window or a chunk; position from which on scaled rotations differ."""
+VOCABULARY = 256
 MOST_PARAMETERS = 5_000_000
 MOST_HEADS = 8
-"""Most heads of a kind in a layer; a longer vector is not one number for each head."""
+"""Most heads of a layer; a longer vector is not one number for each head."""
 
 _HIDDEN = r"hidden_size|d_model|n_embd|emb_dim"
-_MAIN_LAYER_COUNTS = (r"num_layers_per_stack", r"(num_)?decoder_layers", r"(num_|n_)?(hidden_)?(layers?|blocks)|depth")
-"""Names of counts of layers, those that count the decoder's before those that may not."""
-_LAYER_COUNT = "|".join([*_MAIN_LAYER_COUNTS, r"(num_)?encoder_layers"])
-_QUERY_HEADS = r"attention_heads|^n_heads?$|^num_heads$|heads_per_layer$"
+_MAIN_COUNTS = (r"num_layers_per_stack", r"(num_)?decoder_layers", r"(num_|n_)?(hidden_)?(layers?|blocks)|depth")
+"""Names of a count of layers, those first that leave an encoder's out."""
+_LAYER_COUNT = "|".join([*_MAIN_COUNTS, r"(num_)?encoder_layers"])
+_LAYER_INDICES = r"layer|index|idx|indices"
+_FROM_START = r"first_k_dense|num_dense_layers|max_window_layers|layer_(start|end)_index"
+"""Counts of the first layers, which are of another kind."""
+_FROM_END = r"kv_shared_layers$"
+"""Counts of the last layers, which are of another kind."""
 _MAIN_HEADS = r"(num_)?(decoder_)?attention_heads|n_heads?|num_heads|num_decoder_attention_heads"
-_HEADS = r"(?<!d_)heads?(_per_layer)?$|num_query_groups$"
+_QUERY_HEADS = r"attention_heads|^n_heads?$|^num_heads$|heads_per_layer$"
+_HEADS = r"((?<!d_)heads?(_per_layer)?|num_query_groups)$"
 _KEY_VALUE = r"key_value|kv|query_groups"
-_SSM, _RECURRENT = r"mamba|ssm", r"^linear_|mamba|ssm"
-_KEY_VALUE_HEADS = rf"({_KEY_VALUE}).*{_HEADS}"
-_RECURRENT_HEADS = rf"({_RECURRENT}).*{_HEADS}"
+_SSM = r"mamba|ssm"
+_RECURRENT = rf"^linear_|{_SSM}"
 _HEAD_WIDTH = r"head_?(dim|size)$|d_head$|dim_head$|d_kv$|kv_channels$|rotary_dim$"
 _RANK = r"rank$"
 _WIDTH = r"size|dim|width|channels|inner|ffn?_|dff|embd|d_model|d_ff|d_rel|d_ssm"
 _NO_WIDTH = r"kernel|patch|image|stride|conv_size|factor|state|divisible"
-_LAYER_INDICES = r"layer|index|idx|indices"
-_FROM_START = r"first_k_dense|num_dense_layers|max_window_layers|layer_(start|end)_index"
-_FROM_END = r"kv_shared_layers$"
 _TOKEN = r"(pad|bos|eos|sep|cls|mask|unk|eod|decoder_start|forced_\w+)_(token_)?(id|index)$"
-
-
+_COMPRESSED = r"compress_(rates?|ratio)"
 _OFFSET = r"layer_offset$"
-_BENT = {
-    r"soft_?cap|logit_cap|clip_qkv|clip_threshold|swiglu_limit": CAP,
-    r"attention_multiplier$": MULTIPLIER,
+_LOGITS = {
+    r"soft_?cap|logit_cap|clip_qkv|clip_threshold|swiglu_limit": 2.0,
+    r"attention_multiplier$": 0.4,
     r"query_pre_attn_scalar$": 12,
 }
-"""Names of what bends or scales logits -> its number in a twin."""
+"""Names of what caps or scales numbers of order 1 to 5 -> its value in a twin."""
 _MOST = {
     r"vocab|codebook_size": VOCABULARY,
     r"original_max_position|floor_scale|n_floor": WINDOW,
-    r"positions?$|position_embeddings$|max_seq_len|n_ctx$|context_length|max_length$": POSITIONS,
+    r"positions?$|position_embeddings$|max_seq_len|n_ctx$|context_length|max_length$": 256,
     r"index_block_size$": 4,
-    r"index_topk_blocks$|experts_per_tok|(?<!index_)top_?k$|moe_k$|n_groups?$|expert_group$|o_groups$": 2,
+    r"index_topk_blocks$|experts_per_tok|(?<!index_)top_?k(_experts)?$|moe_k$|n_groups?$|expert_group$|o_groups$": 2,
     r"topk_group$": 1,
-    r"index_topk$": CHOICE,
-    r"(window|chunk|block)(_size|_len|_length)?$|window_len$|chunk_?size$|rel_extent$|indexer_budget$": WINDOW,
+    r"index_topk$": 6,
+    r"(window|chunk|block)(_size|_len|_length)?$|window_len$|rel_extent$|indexer_budget$": WINDOW,
     r"local_attention$": 2 * WINDOW,
     r"period$|interval$|every_n_layers$|pattern$|sparse_step$|layer_step$|layer_group_size$": LAYERS,
     r"shared_experts$": 2,
@@ -86,8 +79,8 @@ _MOST = {
 def make_twin(config: Any, seed: int = 0) -> Any:
     """Return a tiny model of the class that `config` has, all its parameters drawn, in float32 on the CPU.
 
-    Where its first attempt does not run it has two layers of each kind, which share what the first alone cannot, or
-    wider heads; of a model whose other parts are not small or cannot be built it is the part that reads text.
+    If the first attempt does not run, two layers of each kind stay (one may share what is another's), then heads are
+    twice as wide; last, of a model whose parts for images or sound are missing, the part that reads text is tried.
 
     Raises:
         ModelError: transformers has no causal model for this configuration, or none that is small runs.
@@ -99,21 +92,31 @@ def make_twin(config: Any, seed: int = 0) -> Any:
     for part in [config] if text is config else [config, text]:
         for layers, times in ((1, 1), (2, 1), (1, 2)):
             try:
-                return _attempt(twin_config(part, layers, times), seed)
-            except Exception as error:  # whatever a family's code raises at sizes that it does not take
+                return _attempt(_small_config(part, layers, times), seed)
+            except Exception as error:  # a family's code raises what it likes at sizes that it does not take
                 errors.append(error)
-    kind, first = type(errors[0]).__name__, errors[0]
-    raise ModelError(f"expected a small model of the type '{config.model_type}' that runs, got {kind}: {first}") from first
+    raise _refusal(config, errors[0]) from errors[0]
 
 
-def twin_config(config: Any, layers: int = 1, times: int = 1) -> Any:
+def twin_config(config: Any) -> Any:
     """Return `config` with small sizes, and with its options, ratios and kinds of layers.
 
-    Args:
-        config: the configuration of a model.
-        layers: how many layers of each kind stay.
-        times: factor of the widths of heads.
+    Raises:
+        ModelError: the configuration's class refuses the small sizes.
     """
+    try:
+        return _small_config(config)
+    except Exception as error:
+        raise _refusal(config, error) from error
+
+
+def _refusal(config: Any, error: Exception) -> ModelError:
+    what = f"{type(error).__name__}: {error}"
+    return ModelError(f"expected a model of the type '{config.model_type}' that runs when it is small, got {what}")
+
+
+def _small_config(config: Any, layers: int = 1, times: int = 1) -> Any:
+    """Return `config` with small sizes; `layers` of each kind stay, and widths of heads are multiplied by `times`."""
     fields = config.to_dict()
     fields.pop("quantization_config", None)
     streams = _streams(fields, times)
@@ -147,7 +150,7 @@ def _begin(config: Any, seed: int) -> Any:
 
 
 def _draw(model: Any, other: Any, generator: torch.Generator) -> None:
-    """Draw each parameter around where it begins: a constant where `other` begins alike, else 0."""
+    """Draw each parameter around where it begins: what also `other` begins with, or 0 where that differs."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         noise = torch.randn(one.shape, generator=generator) * _spread(one, id(one) in embeddings)
@@ -155,9 +158,9 @@ def _draw(model: Any, other: Any, generator: torch.Generator) -> None:
 
 
 def _spread(parameter: torch.Tensor, is_embedding: bool) -> float:
-    """Return a standard deviation with which activations stay of order 1; what a head has one of is to be seen."""
+    """Return a standard deviation with which activations stay of order 1."""
     if parameter.dim() < 2:
-        return 0.3 if len(parameter.flatten()) > MOST_HEADS else 1.0
+        return 0.3 if parameter.numel() > MOST_HEADS else 0.5
     return 0.5 if is_embedding else 1.2 * float(parameter.shape[-1] * parameter.shape[-2]) ** -0.25
 
 
@@ -199,7 +202,7 @@ class _Layers:
 
     @classmethod
     def read(cls, fields: dict[str, Any], of_kind: int) -> _Layers:
-        count = next(filter(None, (_first(fields, pattern) for pattern in _MAIN_LAYER_COUNTS)), 0)
+        count = next(filter(None, (_first(fields, pattern) for pattern in _MAIN_COUNTS)), 0)
         kinds: dict[str, list[int]] = {}
         for layer in range(count):
             kinds.setdefault(repr(list(_kind(fields, layer, count))), []).append(layer)
@@ -208,14 +211,9 @@ class _Layers:
         return cls(count, sorted(first + others[: max(0, LAYERS - len(first))]))
 
     def chosen(self, name: str, value: Any) -> Any:
-        """Return the value for the layers that stay: a count of layers, a list with one entry each, indices."""
+        """Return the value for the layers that stay: a count, a list with an entry for each, a list of indices."""
         if isinstance(value, list):
-            if _are_indices(name, value, self.count):
-                return [new for new, old in enumerate(self.kept) if old in value]
-            if _is_repeated(value):
-                repeated = _repeated(value)
-                return [[[repeated[layer] for layer in self.kept], 1]] if len(repeated) == self.count else value
-            return [value[layer] for layer in self.kept] if len(value) == self.count else value
+            return self._chosen_entries(name, value)
         if type(value) is not int or value < 1:
             return value
         if re.fullmatch(_LAYER_COUNT, name):
@@ -226,8 +224,19 @@ class _Layers:
             return sum(layer >= self.count - value for layer in self.kept)
         return value
 
+    def _chosen_entries(self, name: str, value: list[Any]) -> list[Any]:
+        """Return the entries of the layers that stay; a list may also be made of [pattern, how often]."""
+        if _are_indices(name, value, self.count):
+            return [new for new, old in enumerate(self.kept) if old in value]
+        if len(value) == self.count:
+            return [value[layer] for layer in self.kept]
+        if value and all(isinstance(each, list) and len(each) == 2 and isinstance(each[0], list) for each in value):
+            entries = [each for pattern, times in value for each in pattern * times]
+            return [[self._chosen_entries(name, entries), 1]]
+        return value
+
     def renamed(self, values: dict[Any, Any]) -> Iterator[tuple[Any, Any]]:
-        """Yield the keys of layers that stay: in the twin, and as it is."""
+        """Yield the new and the old key of each layer that stays and has values of its own."""
         for new, old in enumerate(self.kept):
             yield from ((f"{new:02d}" if isinstance(key, str) else new, key) for key in values if int(key) == old)
 
@@ -249,7 +258,7 @@ def _kind(fields: dict[str, Any], layer: int, count: int) -> Iterator[Any]:
 
 
 def _are_indices(name: str, value: list[Any], count: int) -> bool:
-    """Whether a list holds the indices of some layers."""
+    """Return whether a list holds the indices of some layers."""
     return (
         re.search(_LAYER_INDICES, name) is not None
         and all(type(each) is int for each in value)
@@ -259,18 +268,9 @@ def _are_indices(name: str, value: list[Any], count: int) -> bool:
     )
 
 
-def _is_repeated(value: list[Any]) -> bool:
-    """Whether a list has entries [pattern, how often]."""
-    return bool(value) and all(isinstance(each, list) and len(each) == 2 and isinstance(each[0], list) for each in value)
-
-
-def _repeated(value: list[Any]) -> list[Any]:
-    return [each for pattern, times in value for each in pattern * times]
-
-
 @dataclass(frozen=True)
 class _Sizes:
-    """How sizes are made small, so that those which are equal, or multiples of each other, stay so.
+    """Sizes and what they become, so that those which are equal, or multiples of each other, stay so.
 
     Attributes:
         hidden: width of the residual stream.
@@ -302,8 +302,8 @@ class _Sizes:
             return None
         numbers = set(_numbers(fields))
         queries = _named(numbers, _QUERY_HEADS, f"{_KEY_VALUE}|{_RECURRENT}")
-        heads = _small_heads(queries, _named(numbers, _KEY_VALUE_HEADS))
-        recurrent = _named(numbers, _RECURRENT_HEADS)
+        heads = _small_heads(queries, _named(numbers, rf"({_KEY_VALUE}).*{_HEADS}"))
+        recurrent = _named(numbers, rf"({_RECURRENT}).*{_HEADS}")
         widths = _named(numbers, _HEAD_WIDTH, _SSM)
         count = _first(fields, _MAIN_HEADS) or LAYERS
         of_one = hidden // count
@@ -335,7 +335,7 @@ class _Sizes:
             return [self.small(name, each) for each in value]
         if type(value) not in (int, float) or value <= 0:
             return value
-        for pattern, number in _BENT.items():
+        for pattern, number in _LOGITS.items():
             if re.search(pattern, name):
                 return number
         return self._count(name, value) if type(value) is int else value
@@ -344,11 +344,13 @@ class _Sizes:
         """Return a whole number made small."""
         if re.search(_TOKEN, name):
             return value if value < VOCABULARY else 1 + ("bos" not in name)
+        if re.search(_COMPRESSED, name):
+            return min(value, 2 if value < 32 else WINDOW)
         for pattern, most in _MOST.items():
             if re.search(pattern, name):
                 return min(value, most)
         if re.search(_HEADS, name):
-            counts = self.recurrent if re.search(_RECURRENT_HEADS, name) else self.heads
+            counts = self.recurrent if re.search(_RECURRENT, name) else self.heads
             return counts.get(value, min(value, 4))
         if re.search(_HEAD_WIDTH, name):
             return self._head_width(name, value)
@@ -378,14 +380,14 @@ class _Sizes:
 
     def rotation(self, value: dict[str, Any]) -> dict[str, Any]:
         """Return the parameters of rotations for small heads."""
-        small = {}
+        small: dict[str, Any] = {}
         for name, each in value.items():
             if isinstance(each, dict):
                 small[name] = self.rotation(each)
             elif isinstance(each, list):
                 small[name] = self._of_pairs(each)
             else:
-                small[name] = {"original_max_position_embeddings": WINDOW, "max_position_embeddings": POSITIONS}.get(name, each)
+                small[name] = self.small(name, each) if "position" in name else each
         return small
 
     def _of_pairs(self, value: list[Any]) -> list[Any]:
@@ -432,5 +434,7 @@ def _named(numbers: set[tuple[str, int]], pattern: str, other: str = "$^") -> se
 
 def _first(fields: dict[str, Any], pattern: str) -> int:
     """Return the first whole number above 0 whose name is `pattern`; 0 without one."""
-    found = (value for name, value in fields.items() if re.fullmatch(pattern, name) and type(value) is int and value > 0)
+    found = (
+        value for name, value in fields.items() if re.fullmatch(pattern, name) and type(value) is int and value > 0
+    )
     return next(found, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -31,6 +32,10 @@ def twin_of(family: str) -> Any:
     return make_twin(model_config(family))
 
 
+def tokens() -> torch.Tensor:
+    return torch.randint(3, 200, (1, TEXT), generator=torch.Generator().manual_seed(0))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_twin_is_a_small_model_of_the_same_class(family: str) -> None:
     twin = twin_of(family)
@@ -52,11 +57,21 @@ def test_all_parameters_of_a_twin_are_drawn(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_of_a_twin_are_moderate(family: str) -> None:
-    tokens = torch.randint(3, 200, (1, TEXT), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        logits = twin_of(family)(input_ids=tokens).logits
+        logits = twin_of(family)(input_ids=tokens()).logits
     assert logits.isfinite().all()
     assert 0.05 < logits.std() < 20
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_of_a_twin_is_neither_uniform_nor_on_one_entry(family: str) -> None:
+    with torch.no_grad():
+        layers = twin_of(family)(input_ids=tokens(), output_attentions=True).attentions
+    for weights in layers:
+        last = weights[0, :, -1].double()
+        seen = (last > 0).sum(-1)
+        entries = last.square().sum(-1).reciprocal() * last.sum(-1).square()
+        assert 1.2 < entries.mean() < 0.95 * seen.double().mean()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -75,23 +90,50 @@ def test_a_twin_has_each_kind_of_layer_in_the_order_of_its_model(family: str) ->
 
 
 @pytest.mark.parametrize(
-    ("family", "fields", "kept"),
+    ("family", "fields", "holds"),
     [
-        ("llama", {"num_attention_heads": 32, "num_key_value_heads": 8}, lambda c: c.num_attention_heads > c.num_key_value_heads > 1),
-        ("llama", {"num_attention_heads": 32, "num_key_value_heads": 32}, lambda c: c.num_attention_heads == c.num_key_value_heads),
-        ("llama", {"num_attention_heads": 32, "num_key_value_heads": 1}, lambda c: c.num_key_value_heads == 1 < c.num_attention_heads),
-        ("llama", {"hidden_size": 4096}, lambda c: c.hidden_size == c.num_attention_heads * c.head_dim),
-        ("gpt_oss", {}, lambda c: c.hidden_size != c.num_attention_heads * c.head_dim),
-        ("deepseek_v3", {}, lambda c: c.qk_nope_head_dim + c.qk_rope_head_dim != c.v_head_dim),
+        ("llama", {"num_key_value_heads": 8}, lambda c: c.num_attention_heads > c.num_key_value_heads > 1),
+        ("llama", {"num_key_value_heads": 32}, lambda c: c.num_attention_heads == c.num_key_value_heads),
+        ("llama", {"num_key_value_heads": 1}, lambda c: c.num_attention_heads > c.num_key_value_heads == 1),
+        ("llama", {}, lambda c: c.hidden_size == c.num_attention_heads * c.head_dim),
+        ("gpt_oss", {}, lambda c: c.hidden_size < c.num_attention_heads * c.head_dim),
+        ("deepseek_v3", {}, lambda c: c.qk_nope_head_dim + c.qk_rope_head_dim > c.v_head_dim),
+        ("qwen3_next", {}, lambda c: c.linear_num_value_heads == 2 * c.linear_num_key_heads),
         ("falcon_h1", {}, lambda c: c.mamba_n_heads * c.mamba_d_head == c.mamba_d_ssm),
-        ("mamba2", {}, lambda c: c.hidden_size * c.expand == c.num_heads * c.head_dim),
+        ("mamba2", {}, lambda c: c.num_heads * c.head_dim == c.expand * c.hidden_size),
         ("gemma3n_text", {}, lambda c: 0 < c.num_kv_shared_layers < c.num_hidden_layers),
-        ("gemma2", {}, lambda c: 0 < c.attn_logit_softcapping < 5),
+        ("gemma2", {}, lambda c: c.attn_logit_softcapping > 0 and c.hidden_activation == "gelu_pytorch_tanh"),
     ],
-)  # fmt: skip
-def test_relations_between_sizes_stay(family: str, fields: dict[str, Any], kept: Any) -> None:
+)
+def test_relations_between_sizes_and_options_stay(family: str, fields: dict[str, Any], holds: Any) -> None:
     real = model_config(family, **fields)
-    assert kept(twin_config(real))
+    assert holds(real)
+    assert holds(twin_config(real))
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("gemma2", "sliding_window"),
+        ("gemma2", "attn_logit_softcapping"),
+        ("gemma2", "final_logit_softcapping"),
+        ("llama4_text", "attention_chunk_size"),
+        ("llama4_text", "floor_scale"),
+        ("gpt_oss", "sliding_window"),
+        ("deepseek_v32", "index_topk"),
+    ],
+)
+def test_what_is_small_changes_a_short_text(family: str, name: str) -> None:
+    twin = twin_of(family)
+    config = copy.deepcopy(twin.config)
+    small = getattr(config, name)
+    setattr(config, name, type(small)(100 * small))
+    large = type(twin)(config).eval()
+    large.load_state_dict(twin.state_dict())
+    large.set_attn_implementation("eager")
+    with torch.no_grad():
+        one, two = (model(input_ids=tokens()).logits for model in (twin, large))
+    assert (one - two).abs().max() > 0.005 * one.abs().max()
 
 
 def test_readers_of_shared_entries_stay_of_each_kind() -> None:
