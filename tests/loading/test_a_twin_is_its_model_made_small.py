@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, ViTConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from perturbkv.errors import ModelError
@@ -24,6 +25,8 @@ TEXT = 24
 
 def model_config(family: str, **fields: Any) -> Any:
     """The configuration that a family has by default, which is as large as its models."""
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {family}")
     return AutoConfig.for_model(family, **fields)
 
 
@@ -150,6 +153,15 @@ def test_the_same_seed_draws_the_same_twin_and_leaves_the_global_numbers() -> No
     for a, b, c in zip(one.parameters(), same.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
         assert not torch.equal(a, c)
+
+
+def test_a_model_whose_vision_cannot_be_small_is_the_part_that_reads_text() -> None:
+    assert type(twin_of("gemma3n")) is type(twin_of("gemma3n_text"))
+
+
+def test_heads_are_wider_where_a_model_does_not_run_with_narrow_ones() -> None:
+    real = model_config("xlstm")
+    assert twin_of("xlstm").config.hidden_size > twin_config(real).hidden_size
 
 
 def test_a_configuration_without_a_causal_model_is_refused() -> None:
