@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -34,6 +34,7 @@ _HARMLESS = frozenset({
     "position_ids", "return_dict", "scaling", "sliding_window", "use_cache",
 })  # fmt: skip
 """Keywords that change no output beside the mask and the scale, which are read."""
+_ARGUMENTS = ("query", "key", "value", "attention_mask")
 _READ = frozenset({"s_aux", "softcap"})
 _ERRORS = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
 """Relative rounding error that recomputed attention may have, by dtype."""
@@ -147,12 +148,28 @@ _FAILURES = (RuntimeError, ValueError, TypeError, KeyError, IndexError, Attribut
 
 def prove(model: Any) -> Facts:
     """Return the facts of a loaded causal language model in eval mode. Raises Refused."""
-    try:
+    with _explained_failures():
         return _prove(model)
+
+
+def prove_evicted(model: Any, facts: Facts) -> None:
+    """Check that a small model decodes from an evicted cache as a forward pass in which the evicted are masked.
+
+    Each query head of a measured layer keeps other entries; what no head of a group keeps is NaN in the cache. Raises
+    Refused.
+    """
+    with _explained_failures():
+        _check_evicted(model, facts)
+
+
+@contextmanager
+def _explained_failures() -> Iterator[None]:
+    """Turn what a model raises while it reads a short text into a Refused."""
+    try:
+        yield
     except _FAILURES as error:
-        raise Refused(
-            "run", f"cannot read a short text ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
-        ) from error
+        words = " ".join(str(error).split())[:200]
+        raise Refused("run", f"cannot read a short text ({type(error).__name__}: {words})") from error
 
 
 @torch.inference_mode()
@@ -228,9 +245,8 @@ def forward(model: Any, ids: Tensor, cache: Cache | None = None, **more: Any) ->
 
 def _record(module: nn.Module, args: Any, kwargs: Any, found: Tensor) -> _Call:
     """Return a call of the interface with the relative error of recomputing what it returned."""
-    names = ("query", "key", "value", "attention_mask")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    query, key, value, mask = (given.pop(name) for name in names)
+    given = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
+    query, key, value, mask = (given.pop(name) for name in _ARGUMENTS)
     options = {name: option for name, option in given.items() if option is not None and option is not False}
     scale = options.get("scaling", query.shape[-1] ** -0.5)
     seen = visible(mask, query, key)
@@ -561,6 +577,44 @@ def _check_reading(model: Any, ids: Tensor) -> None:
         read = [forward(model, part, cache)[0, -1].double() for part in (ids[:, -tail:-1], ids[:, -1:])][-1]
         if not (read - whole).norm() <= bound:
             raise Refused(check, f"{seen} (logits off by {float((read - whole).norm() / bound):.1g} bounds)")
+
+
+@torch.inference_mode()
+def _check_evicted(model: Any, facts: Facts) -> None:
+    """Raise Refused unless decoding from an evicted cache equals a forward pass in which the evicted are masked."""
+    ids, layers = probe_text(model), model.get_submodule(facts.path)
+    generator, kept = torch.Generator().manual_seed(0), dict[nn.Module, Tensor]()
+    for index in measured(facts.layers):
+        drawn = torch.rand(facts.layers[index].heads, ids.shape[1], generator=generator) < 0.4
+        drawn[:, -1] = True
+        kept[layers[index].get_submodule(facts.layers[index].attention)] = drawn.to(ids.device)
+
+    def attend(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        query, key, value, mask = (*args, *(kwargs[name] for name in _ARGUMENTS[len(args) :]))[:4]
+        seen = visible(mask, query, key).expand(*query.shape[:2], -1, -1).clone()
+        seen[:, :, -1] &= kept[module][:, -key.shape[2] :]
+        cap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+        scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
+        return recompute(query, key, value.nan_to_num(), seen, scale, cap, sinks).to(query.dtype), None
+
+    with intercept(implementation(model), list(kept), attend):
+        expected = forward(model, ids)[0, -1].double()
+        cache = DynamicCache(config=model.config)
+    forward(model, ids[:, :-1], cache)
+    for index, masks in zip(measured(facts.layers), kept.values(), strict=True):
+        _empty_evicted(cache.layers[index], masks)
+    with intercept(implementation(model), list(kept), attend):
+        found = forward(model, ids[:, -1:], cache)[0, -1].double()
+    if not float((found - expected).norm()) <= 1e-3 * float((expected - expected.mean()).norm()):
+        raise Refused("evicted", "decodes from an evicted cache otherwise than with the evicted entries masked")
+
+
+def _empty_evicted(cached: Any, kept: Tensor) -> None:
+    """Set to NaN the entries of a cache layer that no query head of a group keeps; `kept` is (head, token)."""
+    entries = cached.keys.shape[2]
+    held = kept.view(cached.keys.shape[1], -1, kept.shape[1]).any(dim=1)[:, -entries - 1 : -1]
+    for tensor in (cached.keys, cached.values):
+        tensor[0][~held] = math.nan
 
 
 def _find_rotary(model: Any, ids: Tensor, attentions: Sequence[nn.Module]) -> Rotary:

@@ -76,7 +76,7 @@ _MOST = {
 """Names of counts and lengths -> the most that a twin has."""
 
 
-def make_twin(config: Any, seed: int = 0) -> Any:
+def make_twin(config: Any, seed: int = 0, kind: Any = AutoModelForCausalLM) -> Any:
     """Return a tiny model of the class that `config` has, all its parameters drawn, in float32 on the CPU.
 
     If the first attempt does not run, two layers of each kind stay (one may share what is another's), then heads are
