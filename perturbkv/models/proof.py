@@ -14,7 +14,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,7 @@ FULL, SLIDING, CHUNKED = "full", "sliding", "chunked"
 TOKENS = 24
 """Length of the probe's text."""
 _HARMLESS = frozenset({
-    "cache_position", "dropout", "is_causal", "output_attentions", "output_hidden_states", "output_router_logits",
+    "cache_position", "dropout", "is_causal", "logits_to_keep", "output_attentions", "output_hidden_states", "output_router_logits",
     "position_ids", "return_dict", "scaling", "sliding_window", "use_cache",
 })  # fmt: skip
 """Keywords that change no output beside the mask and the scale, which are read."""
@@ -181,11 +181,9 @@ def _prove(model: Any) -> Facts:
     calls, masks, cache = _observe(model, ids)
     path, attentions = _layer_stack(model, calls)
     modules = [call.module for _, call in attentions]
+    read = [_read_layer(index, call, masks, cache, name) for index, (name, call) in enumerate(attentions)]
     receivers = _find_projections(model, ids, modules)
-    layers = tuple(
-        _read_layer(index, call, masks, cache, attention, receiver)
-        for index, ((attention, call), receiver) in enumerate(zip(attentions, receivers, strict=True))
-    )
+    layers = tuple(replace(layer, projection=name) for layer, name in zip(read, receivers, strict=True))
     _check_reading(model, ids)
     of_measured = [modules[index] for index in measured(layers)]
     for index in measured(layers):
@@ -332,8 +330,8 @@ def _check_one_attention(layer: nn.Module, index: int, entries: Sequence[tuple[s
         raise Refused("interface", f"has a second attention, '{others[0]}', which takes no part", index)
 
 
-def _read_layer(index: int, call: _Call, masks: _Masks, cache: Cache, attention: str, receiver: str) -> LayerFacts:
-    """Return a layer's facts. Raises Refused."""
+def _read_layer(index: int, call: _Call, masks: _Masks, cache: Cache, attention: str) -> LayerFacts:
+    """Return a layer's facts, with an empty path of its projection. Raises Refused."""
     unknown = sorted(call.options.keys() - _HARMLESS - _READ)
     if unknown:
         raise Refused("keywords", f"gives its attention '{unknown[0]}', which is not known here", index)
@@ -346,7 +344,7 @@ def _read_layer(index: int, call: _Call, masks: _Masks, cache: Cache, attention:
     heads, kv_heads = call.query.shape[1], call.key.shape[1]
     cap = call.options.get("softcap")
     return LayerFacts(
-        attention, receiver, kind, window, heads, kv_heads, call.key.shape[-1], call.value.shape[-1],
+        attention, "", kind, window, heads, kv_heads, call.key.shape[-1], call.value.shape[-1],
         call.options["scaling"], None if cap is None else float(cap), _sink_parameter(index, call),
     )  # fmt: skip
 
