@@ -30,8 +30,8 @@ FULL, SLIDING, CHUNKED = "full", "sliding", "chunked"
 TOKENS = 24
 """Length of the probe's text."""
 _HARMLESS = frozenset({
-    "cache_position", "dropout", "is_causal", "logits_to_keep", "output_attentions", "output_hidden_states", "output_router_logits",
-    "position_ids", "return_dict", "scaling", "sliding_window", "use_cache",
+    "cache_position", "dropout", "is_causal", "logits_to_keep", "output_attentions", "output_hidden_states",
+    "output_router_logits", "position_ids", "return_dict", "scaling", "sliding_window", "use_cache",
 })  # fmt: skip
 """Keywords that change no output beside the mask and the scale, which are read."""
 _ARGUMENTS = ("query", "key", "value", "attention_mask")
