@@ -23,6 +23,7 @@ from perturbkv.errors import ModelError
 from perturbkv.models import projection
 from perturbkv.models.families import FAMILIES, Family, check_family, check_layers
 from perturbkv.models.stored_weights import WeightStorage
+from perturbkv.theory import Softmax
 
 
 @dataclass(frozen=True)
@@ -137,8 +138,13 @@ class Adapter:
         return int(self.config.num_key_value_heads)
 
     @property
-    def d_head(self) -> int:
-        """Head size."""
+    def d_key(self) -> int:
+        """Number of components of a head's queries and keys."""
+        return int(self.attentions[0].head_dim)
+
+    @property
+    def d_value(self) -> int:
+        """Number of components of a head's values, and so of its output."""
         return int(self.attentions[0].head_dim)
 
     @property
@@ -175,9 +181,9 @@ class Adapter:
         """Return the cache-layer object of a measured layer in a transformers cache, which covers all layers."""
         return cache.layers[self.layer_indices[layer]]
 
-    def output_projection(self, layer: int) -> Float[Tensor, "d_model head_d_head"]:
-        """Return a layer's output projection, dequantised; columns h·d_h … (h+1)·d_h are W_O^h transposed."""
-        return projection.read(self.attentions[layer].o_proj, self.heads * self.d_head, self.dtype)
+    def output_projection(self, layer: int) -> Float[Tensor, "d_model head_d_value"]:
+        """Return a layer's output projection, dequantised; columns h·d_value … (h+1)·d_value are W_O^h transposed."""
+        return projection.read(self.attentions[layer].o_proj, self.heads * self.d_value, self.dtype)
 
     def sinks(self, layer: int) -> Float[Tensor, " head"] | None:
         """Return every head's sink logit in a layer, (head,); None for a family without sinks."""
@@ -188,6 +194,10 @@ class Adapter:
         """Return the factor on the logits before the softmax."""
         return float(self.attentions[layer].scaling)
 
+    def softmax(self, layer: int) -> Softmax:
+        """Return how a layer's logits become attention weights."""
+        return Softmax(self.scale(layer), sinks=self.sinks(layer))
+
 
 def check_projections(model: Adapter) -> None:
     """Raise ModelError for an output projection that is no matrix, or for sinks in a family without sinks."""
@@ -197,7 +207,7 @@ def check_projections(model: Adapter) -> None:
                 f"layer {layer} of model '{model.name}' has a sink in its softmax; an eviction study would misread it"
             )
         try:
-            projection.check(attention.o_proj, model.heads * model.d_head, model.dtype)
+            projection.check(attention.o_proj, model.heads * model.d_value, model.dtype)
         except projection.NoMatrixError as error:
             raise ModelError(
                 f"o_proj of layer {layer} of model '{model.name}', a {projection.describe(attention.o_proj)}, {error}; "

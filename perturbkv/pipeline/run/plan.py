@@ -174,7 +174,7 @@ def plan(
     for name in compatibility.scores_with_norms_counted_twice(fit):
         _log.info("value norms are in %s already; the selection two-stage multiplies ν in again", name)
     shape = Shape.from_config(files.config, placement.dtype.itemsize, files.weights_bytes(placement.dtype))
-    check_fill([config.precision for config in configs], shape.d_head, files.name)
+    check_fill([config.precision for config in configs], shape.d_key, shape.d_value, files.name)
     if generate and settings.scored:
         resources = _bound_memory(resources, shape, run, prompts, placement, loaded)
     batches = _largest_batches(shape, ResolvedRun.from_run(run, fit), prompts, resources)

@@ -22,10 +22,11 @@ from perturbkv.cache.compact import CompactCache
 from perturbkv.devices import stack_on_device
 from perturbkv.errors import ActivationError, ModelError
 from perturbkv.models.adapter import Adapter
+from perturbkv.theory import Softmax
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 """A function of transformers' attention interface: attention module, query, key, value, mask and options -> output
-(batch, query, head, d_head), and the weights or None."""
+(batch, query, head, d_value), and the weights or None."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,9 @@ class Observer:
     """Callbacks for the measured layers; each gets the layer's index first, `final` only the tensor.
 
     Attributes:
-        attention: query (batch, head, query, d_head), key and value (batch, kv_head, key, d_head) after RoPE.
-        head_output: input of the output projection (batch, query, head · d_head), before it mixes the heads.
+        attention: query (batch, head, query, d_key), key (batch, kv_head, key, d_key) and value (batch, kv_head, key,
+            d_value), after RoPE.
+        head_output: input of the output projection (batch, query, head · d_value), before it mixes the heads.
         hidden: residual stream after the decoder layer (batch, query, d_model).
         final: hidden state after the final norm (batch, query, d_model).
         attention_input: input of the attention module, after its norm (batch, query, d_model).
@@ -114,10 +116,11 @@ def _attend_to_cache(
 ) -> tuple[Tensor, None]:
     """Return the attention output over the module's layer of a compact cache: an attention replacement.
 
-    `cache_layers` are keyed by the identity of the attention modules; models with sinks pass their logits as `s_aux`.
+    `cache_layers` are keyed by the identity of the attention modules. Models pass their soft cap as `softcap`, and the
+    logits of their sinks as `s_aux`.
     """
-    query = args[0]
-    return cache_layers[id(module)].attend(query, kwargs["scaling"], kwargs.get("s_aux")), None
+    softmax = Softmax(kwargs["scaling"], kwargs.get("softcap"), kwargs.get("s_aux"))
+    return cache_layers[id(module)].attend(args[0], softmax), None
 
 
 @contextmanager
