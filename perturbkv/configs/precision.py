@@ -106,6 +106,11 @@ CORRECTION_OPTIONS: Mapping[str, Mapping[str, Option]] = {
 }
 
 
+def needs_plain_logits(correction: Choice) -> bool:
+    """Return whether a correction holds only where logits are linear in the query, without a soft cap."""
+    return correction.options.get("mass") == LINEAR
+
+
 def correction_bits(correction: Choice, evicted: int, heads: int, d_key: int, d_value: int) -> int:
     """Return the bits of a correction for a kept set with `evicted` evicted entries and `heads` query heads.
 

@@ -71,6 +71,12 @@ REFUSED = {
 _SOFT_CAPS = ("attn_logit_softcapping", "attn_logit_softcap", "logit_softcap")
 
 
+def soft_cap(config: Any) -> float | None:
+    """Return the soft cap that a model's configuration names for the logits of its attention; None without one."""
+    caps = (getattr(config, name, None) for name in _SOFT_CAPS)
+    return next(filter(None, caps), None)
+
+
 def check_family(config: Any, name: str) -> None:
     """Raise ModelError unless the model is of a supported family and its attention is a plain softmax."""
     kind = config.model_type

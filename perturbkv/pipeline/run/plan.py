@@ -21,6 +21,7 @@ from perturbkv.datasets.prompts import Prompts, check_answers, metrics_of
 from perturbkv.devices import dtype_name
 from perturbkv.errors import BudgetError
 from perturbkv.models.adapter import check_long_rotations, check_sliding_window
+from perturbkv.models.families import soft_cap
 from perturbkv.models.loading import ModelFiles, check_memory, device_exists, load_weights
 from perturbkv.pipeline.variants import presses
 from perturbkv.pipeline.variants.readers import maker_of
@@ -142,6 +143,7 @@ def plan(
     resolved = tuple(map(resolve, configs))
     entries.check_positions(resolved, files.config, files.name)
     presses.check_sources(resolved, files.config, files.name)
+    compatibility.check_soft_cap(resolved, soft_cap(files.config), files.name)
     alpha_table.check_tables([config.alpha for config in configs], files.config)
     generate = _answer_length(prompts) if settings.generate is None else settings.generate
     cache_contents.check_sparse_prefill(

@@ -27,6 +27,7 @@ from perturbkv.pipeline.sample.replay import append_replay_scores
 from perturbkv.scoring.compute import layer_scores
 from perturbkv.scoring.layer_view import LayerView, Rotation
 from perturbkv.scoring.value_norms import euclidean_value_norms, projected_value_norms
+from perturbkv.selection.compatibility import check_soft_cap
 from perturbkv.selection.kept_sets import Group, Rankings, kept_groups, move_rankings, rankings
 from perturbkv.selection.layer_statistics import LayerStatistics, join_layers
 from perturbkv.selection.ranking import Scores
@@ -236,8 +237,11 @@ def prefill(
     `external` are the sources of external kept sets. With a `visitor` that does not need the full cache, a layer's keys
     and values are freed when the layer is done. Scores that need a replay are computed last.
 
-    NaN and Inf are recorded in `Prefill.finite`, and raise nothing here.
+    NaN and Inf are recorded in `Prefill.finite`, and raise nothing here. Raises ModelError for a configuration that
+    needs plain logits, where the model caps them.
     """
+    caps = [adapter.softmax(layer).cap for layer in range(len(adapter.layers))]
+    check_soft_cap(run.configs, next(filter(None, caps), None), adapter.name)
     (token_ids, _), configs, sample = prompt.parts(run.scenario), run.configs, prompt.sample_id
     scored: dict[ScoreRequest, list[Tensor]] = {request: [] for config in configs for request in config.requests}
     shape = (len(token_ids), adapter.kv_heads, len(adapter.layers))

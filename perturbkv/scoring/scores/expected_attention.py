@@ -39,6 +39,7 @@ class ExpectedAttention(Score):
     own_defaults: ClassVar[tuple[str, ...]] = ("pool", "epsilon")
     by_place: ClassVar[tuple[str, ...]] = ("sinks",)
     holds_norms: ClassVar[bool] = True
+    plain_logits: ClassVar[str] = "it takes a logit for normal where queries are"
     n_future: int = option(512, "positions after the prompt whose rotation is averaged", low=1, high=2**20)
     sinks: int = option(4, "first entries that stay and are looked at by nothing")
     use_covariance: bool = option(True, "whether the queries' covariance counts beside their mean")
