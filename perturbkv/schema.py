@@ -1,7 +1,7 @@
 """The variables of a trace: names, axes, units and types, declared once.
 
 The pipeline fills a `SampleTrace` from this declaration, the storage writes and reads it, analyses take a `Trace`. Axis
-names everywhere: sample config step layer head answer_token d_head d_model key kept_byte prompt_entry lost_entry. A
+names everywhere: sample config step layer head answer_token d_value d_model key kept_byte prompt_entry lost_entry. A
 trace file holds these variables and the state of each sample.
 """
 
@@ -52,7 +52,7 @@ class Variable:
     @property
     def raw(self) -> bool:
         """True if the variable holds head outputs, hidden states or attention, stored only with `--save outputs`."""
-        return not {"d_head", "d_model", "key"}.isdisjoint(self.dims)
+        return not {"d_value", "d_model", "key"}.isdisjoint(self.dims)
 
 
 _HEADS = ("config", "step", "layer", "head")
@@ -219,10 +219,10 @@ VARIABLES: dict[str, Variable] = {
         ("config",), "1", "share of the answer's leading digits that the evicted cache gives", optional=True
     ),
     "head_output_full": Variable(
-        ("step", "layer", "head", "d_head"), "1", "full-cache head output before W_O", "float32", optional=True
+        ("step", "layer", "head", "d_value"), "1", "full-cache head output before W_O", "float32", optional=True
     ),
     "head_output": Variable(
-        ("config", "step", "layer", "head", "d_head"), "1", "evicted head output before W_O", "float32", optional=True
+        ("config", "step", "layer", "head", "d_value"), "1", "evicted head output before W_O", "float32", optional=True
     ),
     "hidden_full": Variable(
         ("step", "layer", "d_model"), "1", "full-cache residual stream after the layer", "float32", optional=True
@@ -282,7 +282,7 @@ AXES = {
     "layer": "decoder layer",
     "head": "query head",
     "answer_token": "place in a generated answer",
-    "d_head": "component of a head's output",
+    "d_value": "component of a head's output",
     "d_model": "component of a hidden state",
     "key": "position of a cache entry",
     "kept_byte": "place in kept_code",

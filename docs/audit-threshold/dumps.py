@@ -91,7 +91,7 @@ def transformers_dumps(count: int, dtype: str, folder: Path) -> Iterator[Dump]:
                 new = [int(logits[0, -1].argmax())]
                 ids += new
         rows = [{"keys.a": layer.keys[0].clone(), "values.a": layer.values[0].clone()} for layer in cache.layers]
-        made = {"kv_heads": adapter.kv_heads, "head_size": adapter.d_head, "compute": dtype}
+        made = {"kv_heads": adapter.kv_heads, "head_size": adapter.d_key, "compute": dtype}
         yield read_dump(write_dump(folder / str(seed), [{"id": "a", "token_ids": ids[:-1]}], rows, **made))
 
 

@@ -119,7 +119,7 @@ def settings(half: str, count: int) -> Iterator[Setting]:
 def read_prompts(
     setting: Setting, model: Any, input_ids: Tensor, attention_mask: Tensor
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return keys and values (row, kv_head, token, d_head) per layer, the way the setting reads."""
+    """Return keys and values (row, kv_head, token, width) per layer, the way the setting reads."""
     if setting.reader == "rows alone" and len(input_ids) > 1:
         rows = []
         for ids, mask in zip(input_ids, attention_mask, strict=True):

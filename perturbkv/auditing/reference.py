@@ -25,7 +25,7 @@ from perturbkv.models.interface import AttentionFunction
 _KERNEL = "sdpa"
 _TINY = torch.finfo(torch.float64).tiny
 Arrange = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
-"""Keys and values (row, kv_head, entry, d_head) and mask (row, head, new, entry) → the same, arranged otherwise."""
+"""Keys and values (row, kv_head, entry, width) and mask (row, head, new, entry) → the same, arranged otherwise."""
 
 
 @dataclass(frozen=True)
@@ -227,9 +227,9 @@ def entry_floors(
 
 
 def entry_distances(
-    entries: Float[Tensor, "kv_head entry d_head"],
-    expected: Float[Tensor, "kv_head entry d_head"],
-    full: Float[Tensor, "kv_head token d_head"],
+    entries: Float[Tensor, "kv_head entry width"],
+    expected: Float[Tensor, "kv_head entry width"],
+    full: Float[Tensor, "kv_head token width"],
 ) -> Float[Tensor, "kv_head entry"]:
     """Return distances of entries from those expected, over the root mean square norm of all entries of the head.
 

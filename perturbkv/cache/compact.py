@@ -26,6 +26,7 @@ from perturbkv.configs.resources import SLACK
 from perturbkv.devices import to_device
 from perturbkv.errors import ConfigError
 from perturbkv.models.adapter import Adapter
+from perturbkv.theory import Softmax
 
 _NO_STAND_INS: Mapping[int, StandIn] = MappingProxyType({})
 
@@ -95,13 +96,13 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         self.kept_entries = sum(sum(row.lengths) for row in entries)
 
     def attend(
-        self, query: Float[Tensor, "row head query d_head"], scale: float, sinks: Float[Tensor, " head"] | None = None
-    ) -> Tensor:
-        """Return the newest tokens' attention output (row, query, head, d_head), in the dtype of `query`."""
-        output, logsumexp = merge_sinks(*self._attend_tail(query, scale), sinks)
-        output, logsumexp = merge_stand_ins(self.stand_ins, output, logsumexp, query, scale)
+        self, query: Float[Tensor, "row head query d_key"], softmax: Softmax
+    ) -> Float[Tensor, "row query head d_value"]:
+        """Return the newest tokens' attention output, in the dtype of `query`."""
+        output, logsumexp = merge_sinks(*self._attend_tail(query, softmax), softmax.sinks)
+        output, logsumexp = merge_stand_ins(self.stand_ins, output, logsumexp, query, softmax)
         for block in self.blocks:  # of different heads or rows, so that each is merged once
-            block_output, block_sum = block.attend(query, scale)
+            block_output, block_sum = block.attend(query, softmax)
             block_output, block_sum = block_output.to(output.dtype), block_sum.to(logsumexp.dtype).unsqueeze(-1)
             before = logsumexp[block.query_index].unsqueeze(-1)
             joint = torch.logaddexp(before, block_sum)
@@ -110,17 +111,19 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
             )
         return output.to(query.dtype).transpose(1, 2).contiguous()
 
-    def _attend_tail(self, query: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Return attention outputs (row, head, query, d_head) over the decoded tokens, and logits' log-sum-exps."""
+    def _attend_tail(
+        self, query: Float[Tensor, "row head query d_key"], softmax: Softmax
+    ) -> tuple[Float[Tensor, "row head query d_value"], Float[Tensor, "row head query"]]:
+        """Return attention outputs over the decoded tokens, and logits' log-sum-exps."""
         work = torch.promote_types(query.dtype, torch.float32)
-        rows, heads, queries, d_head = query.shape
+        rows, heads, queries, d_key = query.shape
         keys, values = (tail[:, :, : self.length].to(work) for tail in (self.keys, self.values))
-        scaled = (query.to(work) * scale).reshape(rows, keys.shape[1], -1, d_head)
-        logits = (scaled @ keys.transpose(2, 3)).view(rows, heads, queries, self.length)
+        grouped = query.to(work).reshape(rows, keys.shape[1], -1, d_key)
+        logits = softmax.logits_of_scaled(grouped, keys).view(rows, heads, queries, self.length)
         logits.masked_fill_(self._tail_exclusion_mask(queries, query.device), -torch.inf)
         logsumexp = logits.logsumexp(dim=-1)
         weights = (logits - logsumexp.unsqueeze(-1)).exp_().view(rows, keys.shape[1], -1, self.length)
-        return (weights @ values).view(rows, heads, queries, d_head), logsumexp
+        return (weights @ values).view(rows, heads, queries, -1), logsumexp
 
     def _tail_exclusion_mask(self, queries: int, device: torch.device) -> Bool[Tensor, "row 1 query tail"]:
         """Return a mask, True for tail entries hidden from a query: later ones, and those in a block of the row."""
@@ -278,7 +281,7 @@ class SharedCache(Cache):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append row 0's keys and values, and return all keys and values of the layer (1, kv_head, key, d_head)."""
+        """Append row 0's keys and values, and return all keys and values of the layer (1, kv_head, key, …)."""
         stored: tuple[Tensor, Tensor] = super().update(key_states[:1], value_states[:1], layer_idx, *args, **kwargs)
         return stored
 
@@ -328,7 +331,7 @@ def restore_windows(cache: Cache, windows: Mapping[int, Window]) -> None:
 def rebuild_cache(
     adapter: Adapter, entries: Sequence[tuple[Tensor, Tensor]], windows: Mapping[int, Window]
 ) -> DynamicCache:
-    """Return a full cache made of the measured layers' `entries`, each (kv_head, entry, d_head), and of the windows."""
+    """Return a full cache made of the measured layers' `entries`, keys and values of each, and of the windows."""
     cache = full_cache(adapter)
     for index, (keys, values) in zip(adapter.layer_indices, entries, strict=True):
         cache.update(keys.unsqueeze(0), values.unsqueeze(0), index)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+_SOFT_CAPS = ("attn_logit_softcapping", "attn_logit_softcap", "logit_softcap")
 
 
 def measured_layers(config: Any) -> tuple[int, ...]:
@@ -61,3 +62,12 @@ def configured_window(config: Any) -> int | None:
     """Return the number of entries that a sliding layer sees, the query's own included; None without a window."""
     window = getattr(config, "sliding_window", None)
     return None if window is None else int(window)
+
+
+def soft_cap(config: Any) -> float | None:
+    """Return the soft cap that a model's configuration names for the logits of its attention; None without one.
+
+    It serves a refusal before the weights are read; which cap a layer has is found by running it.
+    """
+    caps = (getattr(config, name, None) for name in _SOFT_CAPS)
+    return next(filter(None, caps), None)

@@ -21,6 +21,7 @@ from perturbkv.errors import ModelError
 from perturbkv.models import projection, proof
 from perturbkv.models.proof import Facts, LayerFacts
 from perturbkv.models.stored_weights import WeightStorage
+from perturbkv.theory import Softmax
 
 
 @dataclass(frozen=True)
@@ -165,9 +166,14 @@ class Adapter:
         return self.layer_facts(0).kv_heads
 
     @property
-    def d_head(self) -> int:
-        """Head size."""
+    def d_key(self) -> int:
+        """Number of components of a head's queries and keys."""
         return self.layer_facts(0).d_key
+
+    @property
+    def d_value(self) -> int:
+        """Number of components of a head's values, and so of its output."""
+        return self.layer_facts(0).d_value
 
     @property
     def d_model(self) -> int:
@@ -179,7 +185,7 @@ class Adapter:
         """The model's sizes from which the memory of weights and caches is computed."""
         float_bytes = sum(weight.numel() for weight in self.model.parameters()) * self.dtype.itemsize
         told = Shape.from_config(self.config, self.dtype.itemsize, self.stored.nbytes or float_bytes)
-        return replace(told, heads=self.heads, kv_heads=self.kv_heads, d_head=self.d_head)
+        return replace(told, heads=self.heads, kv_heads=self.kv_heads, d_key=self.d_key, d_value=self.d_value)
 
     @property
     def positions(self) -> int:
@@ -215,9 +221,9 @@ class Adapter:
                 f"{obstacle}"
             )
 
-    def output_projection(self, layer: int) -> Float[Tensor, "d_model head_d_head"]:
-        """Return a layer's output projection, dequantised; columns h·d_h … (h+1)·d_h are W_O^h transposed."""
-        return projection.read(self.projections[layer], self.heads * self.d_head, self.dtype)
+    def output_projection(self, layer: int) -> Float[Tensor, "d_model head_d_value"]:
+        """Return a layer's output projection, dequantised; columns h·d_value … (h+1)·d_value are W_O^h transposed."""
+        return projection.read(self.projections[layer], self.heads * self.d_value, self.dtype)
 
     def sinks(self, layer: int) -> Float[Tensor, " head"] | None:
         """Return every head's sink logit in a layer, (head,); None for a model without sinks."""
@@ -227,6 +233,10 @@ class Adapter:
     def scale(self, layer: int) -> float:
         """Return the factor on the logits before the softmax."""
         return self.layer_facts(layer).scale
+
+    def softmax(self, layer: int) -> Softmax:
+        """Return how a layer's logits become attention weights."""
+        return Softmax(self.scale(layer), self.layer_facts(layer).cap, self.sinks(layer))
 
 
 def check_sliding_window(config: Any, tokens: int, sample: str, name: str, after: int = 1) -> None:

@@ -179,7 +179,7 @@ def test_a_kernel_of_packed_entries_is_joined_with_the_sink_once(
     granularity: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CUDA's kernel gives log-sum-exps over entries alone; here its stand-in does."""
-    monkeypatch.setattr(ragged, "kernel_for", lambda like: varlen)
+    monkeypatch.setattr(ragged, "kernel_for", lambda keys, values: varlen)
     adapter, counts = tiny_adapter("gpt_oss"), (EVEN[granularity], UNEVEN[granularity])
     positions = [[None, *(kept_positions(one, 10 * layer + row) for row, one in enumerate(counts))] for layer in (0, 1)]
     parts = [[token] for token in token_ids(6, seed=5)]

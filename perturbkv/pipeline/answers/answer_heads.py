@@ -33,7 +33,7 @@ from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers.generation import end_tokens
 from perturbkv.pipeline.sample.capture import FiniteCheck, Observer, capture
 from perturbkv.scoring.window_attention import causal_logits
-from perturbkv.theory import WORK, softmax_with_sinks
+from perturbkv.theory import WORK, Softmax
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def score_prompt(adapter: Adapter, evidence: Evidence) -> tuple[Float[Tensor, "l
     masses: list[list[Tensor]] = [[] for _ in adapter.layers]
 
     def observe(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-        mass = span_attention(query[0, :, -1:], key[0], adapter.scale(layer), span, adapter.sinks(layer))
+        mass = span_attention(query[0, :, -1:], key[0], adapter.softmax(layer), span)
         masses[layer].append(mass)
 
     finite = FiniteCheck()
@@ -113,17 +113,16 @@ def _generate_answer(adapter: Adapter, prompt: Sequence[int], most: int, ends: C
 
 
 def span_attention(
-    query: Float[Tensor, "head query d_head"],
-    key: Float[Tensor, "kv_head key d_head"],
-    scale: float,
+    query: Float[Tensor, "head query d_key"],
+    key: Float[Tensor, "kv_head key d_key"],
+    softmax: Softmax,
     span: range,
-    sinks: Float[Tensor, " head"] | None = None,
 ) -> Float[Tensor, " head"]:
     """Return each head's attention mass on entries of `span` that are among its |span| largest, as a mean of queries.
 
-    The queries are the newest: the last one attends to all entries. `sinks` are logits of attention sinks, if any.
+    The queries are the newest: the last one attends to all entries.
     """
-    weights, _ = softmax_with_sinks(causal_logits(query.to(WORK), key.to(WORK), scale), sinks)
+    weights, _ = softmax.weights(causal_logits(query.to(WORK), key.to(WORK), softmax))
     largest = weights.topk(min(len(span), key.shape[1]), dim=-1)
     inside = (largest.indices >= span.start) & (largest.indices < span.stop)
     return (largest.values * inside).sum(dim=-1).mean(dim=-1)

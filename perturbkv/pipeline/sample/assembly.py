@@ -219,7 +219,8 @@ def cached_bytes(batches: Sequence[BatchResult], shape: Shape, prompt_tokens: in
 
     Numbers count 16 bits unless they are quantised.
     """
-    full = stored_bits(Choice(FULL), prompt_tokens, 0, shape.d_head) * shape.kv_heads * shape.layers
+    per_set = stored_bits(Choice(FULL), prompt_tokens, 0, shape.d_key, shape.d_value)
+    full = per_set * shape.kv_heads * shape.layers
     bits = {index: size for batch in batches for index, size in batch.bits.items()}
     sizes = [bits[index] for index in range(len(bits))]
     return {"held_bytes": np.array(sizes, dtype=np.float64) / 8, "full_bytes": np.array(full / 8)}

@@ -22,6 +22,7 @@ from perturbkv.errors import ActivationError
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.interface import AttentionFunction, intercept
 from perturbkv.models.proof import implementation
+from perturbkv.theory import Softmax
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,9 @@ class Observer:
     """Callbacks for the measured layers; each gets the layer's index first, `final` only the tensor.
 
     Attributes:
-        attention: query (batch, head, query, d_head), key and value (batch, kv_head, key, d_head) after RoPE.
-        head_output: input of the output projection (batch, query, head · d_head), before it mixes the heads.
+        attention: query (batch, head, query, d_key), key (batch, kv_head, key, d_key) and value (batch, kv_head, key,
+            d_value), after RoPE.
+        head_output: input of the output projection (batch, query, head · d_value), before it mixes the heads.
         hidden: residual stream after the decoder layer (batch, query, d_model).
         final: hidden state after the final norm (batch, query, d_model).
         attention_input: input of the attention module, after its norm (batch, query, d_model).
@@ -89,10 +91,11 @@ def _attend_to_cache(
 ) -> tuple[Tensor, None]:
     """Return the attention output over the module's layer of a compact cache: an attention replacement.
 
-    `cache_layers` are keyed by the identity of the attention modules; models with sinks pass their logits as `s_aux`.
+    `cache_layers` are keyed by the identity of the attention modules. Models pass their soft cap as `softcap`, and the
+    logits of their sinks as `s_aux`.
     """
-    query = args[0]
-    return cache_layers[id(module)].attend(query, kwargs["scaling"], kwargs.get("s_aux")), None
+    softmax = Softmax(kwargs["scaling"], kwargs.get("softcap"), kwargs.get("s_aux"))
+    return cache_layers[id(module)].attend(args[0], softmax), None
 
 
 @contextmanager

@@ -31,16 +31,16 @@ class StepRecord:
     """One decode step of a batch of rows; lists are per layer.
 
     Attributes:
-        query: decoding query after RoPE (row, head, d_head).
-        head_output: input of the output projection (row, head, d_head).
+        query: decoding query after RoPE (row, head, d_key).
+        head_output: input of the output projection (row, head, d_value).
         hidden: residual stream after the layer (row, d_model).
         final: after the final norm (row, d_model).
         logits: (row, vocab).
         entries: number of entries that the query attends to in the full cache, its own included.
     """
 
-    query: list[Float[Tensor, "row head d_head"]] = field(default_factory=list)
-    head_output: list[Float[Tensor, "row head d_head"]] = field(default_factory=list)
+    query: list[Float[Tensor, "row head d_key"]] = field(default_factory=list)
+    head_output: list[Float[Tensor, "row head d_value"]] = field(default_factory=list)
     hidden: list[Float[Tensor, "row d_model"]] = field(default_factory=list)
     final: Float[Tensor, "row d_model"] = field(default_factory=lambda: torch.empty(0, 0))
     logits: Float[Tensor, "row vocab"] = field(default_factory=lambda: torch.empty(0, 0))
@@ -62,7 +62,7 @@ class _StepRecorder:
 
     def record_head_output(self, layer: int, mixed: Tensor) -> None:
         """Record the last token's head outputs in a layer: an `Observer.head_output`."""
-        self.record.head_output.append(mixed[:, -1].view(self.rows, self.adapter.heads, self.adapter.d_head))
+        self.record.head_output.append(mixed[:, -1].view(self.rows, self.adapter.heads, self.adapter.d_value))
 
     def record_hidden(self, layer: int, output: Tensor) -> None:
         """Record the last token's hidden state after a layer: an `Observer.hidden`."""

@@ -27,6 +27,7 @@ from perturbkv.pipeline.sample.replay import append_replay_scores
 from perturbkv.scoring.compute import layer_scores
 from perturbkv.scoring.layer_view import LayerView, Rotation
 from perturbkv.scoring.value_norms import euclidean_value_norms, projected_value_norms
+from perturbkv.selection.compatibility import check_soft_cap
 from perturbkv.selection.kept_sets import Group, Rankings, kept_groups, move_rankings, rankings
 from perturbkv.selection.layer_statistics import LayerStatistics, join_layers
 from perturbkv.selection.ranking import Scores
@@ -67,7 +68,7 @@ class Rotations:
 Realised = Callable[[int], Float[Tensor, "head key"]]
 """Function from a layer's index to its attention weights A under the first decoding query, for hindsight selections."""
 Source = Callable[
-    [int, Float[Tensor, "kv_head key d_head"], Float[Tensor, "kv_head key d_head"]], Bool[Tensor, "kv_head key"]
+    [int, Float[Tensor, "kv_head key d_key"], Float[Tensor, "kv_head key d_value"]], Bool[Tensor, "kv_head key"]
 ]
 """Function from a layer's index, full keys and full values to an external kept set."""
 
@@ -86,8 +87,8 @@ class Statistics:
         head_scores: the user's scores of all query heads; empty where there are none.
         external: configuration with external kept sets -> their source.
         model_results: cached results of `compute_over_layers`, and of rankings that layers share.
-        mean_queries: window -> per layer the mean of its queries after rotation (head, d_head), for corrections.
-        queries: positions -> per layer their queries after rotation (head, query, d_head), for sparse prefills.
+        mean_queries: window -> per layer the mean of its queries after rotation (head, d_key), for corrections.
+        queries: positions -> per layer their queries after rotation (head, query, d_key), for sparse prefills.
     """
 
     sample: str
@@ -107,8 +108,8 @@ class Statistics:
         self,
         configs: Sequence[ResolvedConfig],
         layer: int,
-        key: Float[Tensor, "kv_head key d_head"],
-        value: Float[Tensor, "kv_head key d_head"],
+        key: Float[Tensor, "kv_head key d_key"],
+        value: Float[Tensor, "kv_head key d_value"],
         realised: Realised | None = None,
     ) -> list[Group]:
         """Return the groups of all configurations with their kept sets in one layer, from its n entries."""
@@ -236,8 +237,11 @@ def prefill(
     `external` are the sources of external kept sets. With a `visitor` that does not need the full cache, a layer's keys
     and values are freed when the layer is done. Scores that need a replay are computed last.
 
-    NaN and Inf are recorded in `Prefill.finite`, and raise nothing here.
+    NaN and Inf are recorded in `Prefill.finite`, and raise nothing here. Raises ModelError for a configuration that
+    needs plain logits, where the model caps them.
     """
+    caps = [adapter.softmax(layer).cap for layer in range(len(adapter.layers))]
+    check_soft_cap(run.configs, next(filter(None, caps), None), adapter.name)
     (token_ids, _), configs, sample = prompt.parts(run.scenario), run.configs, prompt.sample_id
     scored: dict[ScoreRequest, list[Tensor]] = {request: [] for config in configs for request in config.requests}
     shape = (len(token_ids), adapter.kv_heads, len(adapter.layers))
@@ -327,14 +331,13 @@ class _PromptReader:
             values=value,
             norms=norms,
             projection=projection,
-            scale=self.adapter.scale(layer),
+            softmax=self.adapter.softmax(layer),
             layer=layer,
             layers=self.statistics.layers,
             sample=self.statistics.sample,
             window=0,
             attention_input=self.input,
             rotary=None if self.needs.isdisjoint(ROTATION_NEEDS) else partial(self.rotations, device=query.device),
-            sinks=self.adapter.sinks(layer),
             template=self.template,
         )
 
@@ -362,6 +365,6 @@ class _PromptReader:
 def layer_value_norms(value: Tensor, w_o: Tensor, resources: Resources) -> Tensor:
     """Return the projected value norms ν of a layer's entries (head, key), computed with the run's kernel.
 
-    `value` is (kv_head, key, d_head), and `w_o` the output projection's weight of the heads that share these.
+    `value` is (kv_head, key, d_value), and `w_o` the output projection's weight of the heads that share these.
     """
     return projected_value_norms(value, w_o, resources.chunk_bytes, resources.norm_kernel)

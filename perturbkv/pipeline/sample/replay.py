@@ -146,12 +146,11 @@ class _Pass:
             values=self._visible_entries(value[0], count),
             hidden=self.input,
             projection=self.adapter.output_projection(layer),
-            scale=self.adapter.scale(layer),
+            softmax=self.adapter.softmax(layer),
             sinks=self.sinks,
             chunk=self.part.stop - self.part.start,
             layer=layer,
             sample=self.sample,
-            sink_logits=self.adapter.sinks(layer),
         )
         for score, layers in self.results.items():
             layers[layer].append(compute_replay(score, view))
@@ -159,7 +158,7 @@ class _Pass:
     def _visible_entries(self, entries: Tensor, count: int) -> Tensor:
         """Return the entries visible to the scores: the context's first ones, the repeated part and the pass's `count`.
 
-        `entries` are keys or values (kv_head, key, d_head).
+        `entries` are keys or values (kv_head, key, …).
         """
         return torch.cat([entries[:, : self.sinks], entries[:, self.part], entries[:, -count:]], dim=1)
 

@@ -55,7 +55,7 @@ def press_source(adapter: Adapter, token_ids: Sequence[int], config: ResolvedCon
         cached, masked = _run_press(adapter, press, token_ids, name)
 
     def kept_set(
-        layer: int, key: Float[Tensor, "kv_head key d_head"], value: Float[Tensor, "kv_head key d_head"]
+        layer: int, key: Float[Tensor, "kv_head key d_key"], value: Float[Tensor, "kv_head key d_value"]
     ) -> Bool[Tensor, "kv_head key"]:
         press_entries, cached[layer] = cached[layer], (key[:0], value[:0])  # frees the press's layer, read once
         recovered = _recover_layer(press_entries, key, value, layer, name)
