@@ -12,6 +12,7 @@ from perturbkv import memory
 from perturbkv.cache import entries
 from perturbkv.configs import alpha_table, cache_contents
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.layer_types import soft_cap
 from perturbkv.configs.option import check_configurations
 from perturbkv.configs.precision import check_fill
 from perturbkv.configs.resources import Batches, Resources, Shape, plan_batches
