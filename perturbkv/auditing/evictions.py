@@ -24,6 +24,7 @@ from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.option import KINDS
 from perturbkv.configs.plugins import external_code, format_error, load_module
 from perturbkv.errors import ConfigError, PerturbkvError, UnknownNameError, UnreadableCacheError
+from perturbkv.models.forward import run_with_cache
 from perturbkv.pipeline.variants.presses import set_ratio
 from perturbkv.selection.policies import kvpress
 from perturbkv.selection.policies.kvpress import is_press
@@ -124,7 +125,7 @@ def callable_eviction(
 
         def evict(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
             cache, padding = target(**arguments), _padding_arguments(attention_mask)
-            model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **padding)
+            run_with_cache(model, input_ids, cache, logits_to_keep=1, **padding)
             return cache
 
         return Eviction(name, CLASS, evict, decode, masks)
@@ -184,7 +185,7 @@ def press_eviction(text: str, budget: Budget) -> Eviction:
         set_ratio(press, tokens, min(tokens, budget.tokens(tokens)))
         padding = _padding_arguments(attention_mask)
         with kvpress.quiet(), torch.inference_mode(False), torch.no_grad(), press(model):
-            model.model(input_ids=input_ids.clone(), past_key_values=cache, **padding)
+            run_with_cache(model.model, input_ids.clone(), cache, **padding)
         return cache
 
     return Eviction(text, PRESS, evict)

@@ -40,6 +40,7 @@ from perturbkv.configs.audit_settings import IN_CACHE, ORIGINAL, AuditSettings
 from perturbkv.configs.plugins import external_code
 from perturbkv.errors import UnreadableCacheError
 from perturbkv.models.adapter import Adapter
+from perturbkv.models.forward import run_with_cache
 
 _MOST_SHIFT = 4096
 """Largest number of positions that keys of new tokens are tested to lag behind."""
@@ -354,9 +355,7 @@ class ExternalRun:
         if self.eviction.decode is not None:
             return self.eviction.logits(self.adapter.model, cache, ids, decoded, what)
         with external_code(f"{what} raises", FailedError):  # the cache is not ours
-            output = self.adapter.model(
-                input_ids=ids, position_ids=self.situation.positions(chunk), past_key_values=cache, use_cache=True
-            )
+            output = run_with_cache(self.adapter.model, ids, cache, position_ids=self.situation.positions(chunk))
         return output.logits  # type: ignore[no-any-return]
 
 

@@ -36,6 +36,7 @@ from perturbkv.configs.audit_settings import SLOT_MAGIC, is_slot
 from perturbkv.configs.resources import Shape
 from perturbkv.errors import UnreadableCacheError
 from perturbkv.models.adapter import Adapter
+from perturbkv.models.forward import run_with_cache
 from perturbkv.pipeline.sample.capture import AttentionFunction, intercept_attention
 
 _VERSION = 4
@@ -379,7 +380,7 @@ def rounded_entries(
         cache = _RoundingCache(stored, factor, flash)
         noise = torch.Generator().manual_seed(seed)
         with _RoundedProducts(adapter, factor), _noisy_sums(adapter, stored, noise if flash else None):
-            adapter.model.model(input_ids=ids, past_key_values=cache, use_cache=True)
+            run_with_cache(adapter.model.model, ids, cache)
         yield [(layer.keys, layer.values) for layer in cache.layers]
 
 

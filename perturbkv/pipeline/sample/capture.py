@@ -97,7 +97,7 @@ def _eager_attention(attention: nn.Module, name: str) -> AttentionFunction | Non
 
 @contextmanager
 def decode_from(adapter: Adapter, cache: CompactCache) -> Iterator[None]:
-    """Let the model decode from `cache` inside the block, passed as `past_key_values`; rows are configurations."""
+    """Let the model decode from `cache` inside the block, with `run_with_cache`; rows are configurations."""
     cache_layers = {
         id(layer.self_attn): cached for layer, cached in zip(adapter.every_layer, cache.layers, strict=True)
     }
