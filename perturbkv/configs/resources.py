@@ -97,7 +97,8 @@ class Shape:
         layers = len(layer_types.measured_layers(config))
         return cls(
             layers, heads, int(kv_heads), int(d_head), int(d_head), d_model, int(config.vocab_size), itemsize,
-            weights_bytes, int(config.num_hidden_layers) - layers, layer_types.configured_window(config) or 0, int(d_mlp),
+            weights_bytes, int(config.num_hidden_layers) - layers, layer_types.configured_window(config) or 0,
+            int(d_mlp),
         )  # fmt: skip
 
     def full_cache_bytes(self, tokens: int) -> int:

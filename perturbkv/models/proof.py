@@ -16,14 +16,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from perturbkv.errors import ModelError
 from perturbkv.models import projection
+from perturbkv.models.forward import run_with_cache
 from perturbkv.models.interface import AttentionFunction, intercept, intercept_masks
 
 FULL, SLIDING, CHUNKED = "full", "sliding", "chunked"
@@ -142,7 +144,7 @@ class _Masks:
         return next(rules, None)
 
 
-_FAILURES = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError)
+_FAILURES = (ModelError, RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError)
 """Exceptions of models that cannot read a text with a cache of transformers."""
 
 
@@ -237,8 +239,9 @@ def implementation(model: Any) -> str:
 
 def forward(model: Any, ids: Tensor, cache: Cache | None = None, **more: Any) -> Tensor:
     """Return the logits (batch, token, vocab) of tokens that follow a cache."""
-    logits: Tensor = model(input_ids=ids, past_key_values=cache, use_cache=cache is not None, **more).logits
-    return logits
+    if cache is not None:
+        return cast("Tensor", run_with_cache(model, ids, cache, **more).logits)
+    return cast("Tensor", model(input_ids=ids, use_cache=False, **more).logits)
 
 
 def _record(module: nn.Module, args: Any, kwargs: Any, found: Tensor) -> _Call:

@@ -26,6 +26,7 @@ from perturbkv.cache import ragged
 from perturbkv.cache.compact import CompactCache, CompactLayer
 from perturbkv.cache.entries import KeptEntries
 from perturbkv.models.adapter import Adapter
+from perturbkv.models.forward import run_with_cache
 from perturbkv.models.loading import ByteTokenizer
 from perturbkv.pipeline.sample.capture import Observer, capture, decode_from, intercept_attention
 from perturbkv.selfcheck.checks import Check
@@ -59,7 +60,7 @@ def full_cache(adapter: Adapter, count: int) -> DynamicCache:
     """Return the full cache of a random prompt of `count` tokens."""
     cache = DynamicCache()
     with torch.inference_mode():
-        adapter.model(input_ids=random_tokens(count, 0, adapter.device)[None], past_key_values=cache, logits_to_keep=1)
+        run_with_cache(adapter.model, random_tokens(count, 0, adapter.device)[None], cache, logits_to_keep=1)
     return cache
 
 
@@ -247,7 +248,7 @@ def _decode(
 
     with torch.inference_mode(), attention(), capture(adapter, Observer(head_output=record)):
         for token in random_tokens(sizes.steps, 1, adapter.device):
-            adapter.model(input_ids=token.expand(_ROWS, 1), past_key_values=cache, logits_to_keep=1)
+            run_with_cache(adapter.model, token.expand(_ROWS, 1), cache, logits_to_keep=1)
     return _stack_outputs(outputs, sizes)
 
 
@@ -260,7 +261,7 @@ def _decode_at_once(adapter: Adapter, cache: CompactCache, sizes: Sizes) -> Tens
 
     tokens = random_tokens(sizes.steps, 1, adapter.device).expand(_ROWS, -1)
     with torch.inference_mode(), decode_from(adapter, cache), capture(adapter, Observer(head_output=record)):
-        adapter.model(input_ids=tokens, past_key_values=cache, logits_to_keep=1)
+        run_with_cache(adapter.model, tokens, cache, logits_to_keep=1)
     return torch.stack(outputs).permute(1, 0, 3, 2, 4)
 
 

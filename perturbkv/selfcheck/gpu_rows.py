@@ -21,6 +21,7 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.devices import synchronise
 from perturbkv.models.adapter import Adapter
+from perturbkv.models.forward import run_with_cache
 from perturbkv.models.loading import load_model, pick_device
 from perturbkv.pipeline.progress import time_phases
 from perturbkv.pipeline.sample.capture import decode_from
@@ -154,7 +155,7 @@ def run_plain(adapter: Adapter, token_ids: Sequence[int], decodes: int) -> None:
     cache, ids = DynamicCache(), torch.tensor([list(token_ids)], device=adapter.device)
     with torch.inference_mode():
         for _ in range(decodes + 1):
-            logits = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            logits = run_with_cache(adapter.model, ids, cache, logits_to_keep=1).logits
             ids = logits[:, -1:].argmax(dim=-1)
 
 
@@ -249,7 +250,7 @@ def _keep_last(adapter: Adapter, keys: Tensor, values: Tensor, budget: int) -> C
 def _greedy_steps(adapter: Adapter, cache: Any, ids: Tensor, steps: int) -> None:
     """Decode `steps` tokens greedily from a cache."""
     for _ in range(steps):
-        logits = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        logits = run_with_cache(adapter.model, ids, cache, logits_to_keep=1).logits
         ids = logits[:, -1:].argmax(dim=-1)
 
 

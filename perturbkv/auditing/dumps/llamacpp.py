@@ -36,6 +36,7 @@ from perturbkv.configs.audit_settings import SLOT_MAGIC, is_slot
 from perturbkv.configs.resources import Shape
 from perturbkv.errors import UnreadableCacheError
 from perturbkv.models.adapter import Adapter
+from perturbkv.models.forward import run_with_cache
 from perturbkv.models.interface import AttentionFunction
 from perturbkv.pipeline.sample.capture import intercept_attention
 
@@ -385,7 +386,7 @@ def rounded_entries(
         cache = _RoundingCache(stored, factor, flash)
         noise = torch.Generator().manual_seed(seed)
         with _RoundedProducts(adapter, factor), _noisy_sums(adapter, stored, noise if flash else None):
-            adapter.base(input_ids=ids, past_key_values=cache, use_cache=True)
+            run_with_cache(adapter.base, ids, cache)
         yield [(layer.keys, layer.values) for layer in cache.layers]
 
 

@@ -21,6 +21,7 @@ from perturbkv.auditing.reference import decode, entry_distances, prompt_entries
 from perturbkv.cache.entries import rotate_keys
 from perturbkv.cache.external_cache import Layers
 from perturbkv.models.adapter import Adapter
+from perturbkv.models.forward import run_with_cache
 
 _TOKENS_PER_PASS = 256
 _COARSE = 0.3
@@ -203,7 +204,7 @@ def token_logprobs(
     ids = torch.tensor([list(token_ids)], device=adapter.device)
     for first in range(0, ids.shape[1], at_once):
         part = ids[:, first : first + at_once]
-        logits = adapter.model(input_ids=part, past_key_values=cache, use_cache=True).logits[0].double()
+        logits = run_with_cache(adapter.model, part, cache).logits[0].double()
         before = logits[:-1] if last is None else torch.cat([last, logits[:-1]])
         targets = part[0, 1:] if last is None else part[0]
         found.append(before.log_softmax(dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1).cpu())

@@ -30,6 +30,7 @@ from perturbkv.datasets.encode import Prompt
 from perturbkv.devices import full_precision, stack_on_device
 from perturbkv.errors import DatasetError
 from perturbkv.models.adapter import Adapter
+from perturbkv.models.forward import run_with_cache
 from perturbkv.pipeline.answers.generation import end_tokens
 from perturbkv.pipeline.sample.capture import FiniteCheck, Observer, capture
 from perturbkv.scoring.window_attention import causal_logits
@@ -104,7 +105,7 @@ def _generate_answer(adapter: Adapter, prompt: Sequence[int], most: int, ends: C
     cache, tokens, answer = full_cache(adapter), list(prompt), list[int]()
     while len(answer) < most:
         ids = torch.tensor([tokens], device=adapter.device)
-        logits = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        logits = run_with_cache(adapter.model, ids, cache, logits_to_keep=1).logits
         tokens = [int(logits[0, -1].argmax())]
         answer += tokens
         if tokens[0] in ends or "\n" in adapter.tokenizer.decode(tokens):

@@ -22,6 +22,7 @@ from perturbkv.datasets.encode import Prompt
 from perturbkv.devices import full_precision, to_device
 from perturbkv.errors import ConfigError
 from perturbkv.models.adapter import Adapter
+from perturbkv.models.forward import run_with_cache
 from perturbkv.pipeline.answers.recompression import CacheSize, Compression, Compressor, EvictedPrompt
 from perturbkv.pipeline.answers.teacher_forcing import Divergence, teacher_force
 from perturbkv.pipeline.run.plan import plan_prompt_batches
@@ -206,7 +207,7 @@ def generate(
 
 def _next_tokens(adapter: Adapter, cache: CompactCache, ids: Tensor, check: FiniteCheck) -> Tensor:
     """Read tokens (row, token) into the cache, and return the greedy next token per row."""
-    logits: Tensor = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    logits: Tensor = run_with_cache(adapter.model, ids, cache, logits_to_keep=1).logits
     check.check(LOGITS, logits)
     return logits[:, -1].argmax(dim=-1)
 

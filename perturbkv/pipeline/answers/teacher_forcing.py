@@ -19,6 +19,7 @@ from perturbkv import theory
 from perturbkv.cache.compact import CompactCache, SharedCache, rebuild_cache
 from perturbkv.devices import to_device
 from perturbkv.models.adapter import Adapter
+from perturbkv.models.forward import run_with_cache
 from perturbkv.pipeline.answers.recompression import Compressor
 from perturbkv.pipeline.sample.capture import LOGITS, FiniteCheck, Observer, capture, decode_from, decode_shared
 
@@ -89,7 +90,7 @@ def _full_cache_of_first_row(adapter: Adapter, cache: CompactCache) -> Cache:
 
 def _read_tokens(adapter: Adapter, cache: Cache, ids: Tensor, check: FiniteCheck) -> Float[Tensor, "row token vocab"]:
     """Read tokens (row, token) into the cache, and return the logits after every token."""
-    logits: Tensor = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+    logits: Tensor = run_with_cache(adapter.model, ids, cache).logits
     check.check(LOGITS, logits)
     return logits
 

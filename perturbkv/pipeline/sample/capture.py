@@ -74,7 +74,7 @@ def intercept_attention(
 
 @contextmanager
 def decode_from(adapter: Adapter, cache: CompactCache) -> Iterator[None]:
-    """Let the model decode from `cache` inside the block, passed as `past_key_values`; rows are configurations."""
+    """Let the model decode from `cache` inside the block, with `run_with_cache`; rows are configurations."""
     cache_layers = {
         id(attention): cached for attention, cached in zip(adapter.every_attention, cache.layers, strict=True)
     }

@@ -14,6 +14,7 @@ from transformers import Cache
 from perturbkv.cache.compact import CompactCache, SharedCache
 from perturbkv.devices import copy_to_device, to_device
 from perturbkv.models.adapter import Adapter
+from perturbkv.models.forward import run_with_cache
 from perturbkv.pipeline.sample.capture import (
     FINAL_NORM,
     LOGITS,
@@ -152,9 +153,7 @@ def _decode_step(
         recorder.record_query, recorder.record_head_output, recorder.record_hidden, recorder.record_final
     )
     with attention, capture(adapter, observer):
-        record.logits = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[
-            :, -1
-        ]
+        record.logits = run_with_cache(adapter.model, ids, cache, logits_to_keep=1).logits[:, -1]
     finite.check(LOGITS, record.logits)
     record.entries = cache.get_seq_length()
     return record

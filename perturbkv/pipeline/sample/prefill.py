@@ -21,6 +21,7 @@ from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
 from perturbkv.devices import copy_to_device, to_device
 from perturbkv.models.adapter import Adapter
+from perturbkv.models.forward import run_with_cache
 from perturbkv.pipeline.progress import phase
 from perturbkv.pipeline.sample.capture import FINAL_NORM, LOGITS, FiniteCheck, Observer, capture
 from perturbkv.pipeline.sample.replay import append_replay_scores
@@ -252,7 +253,7 @@ def prefill(
     reader = _PromptReader(adapter, statistics, resources, visitor, euclidean, prompt.template_tail)
     ids = torch.tensor([list(token_ids)], device=adapter.device)
     with phase("prefill"), capture(adapter, reader.observer()):
-        logits = adapter.model(input_ids=ids, past_key_values=reader.cache, use_cache=True, logits_to_keep=1).logits
+        logits = run_with_cache(adapter.model, ids, reader.cache, logits_to_keep=1).logits
     reader.finite.check(LOGITS, logits)
     append_replay_scores(adapter, token_ids, reader.cache, statistics.scored, sample, reader.finite)
     windows = sliding_windows(adapter, reader.cache)

@@ -17,6 +17,7 @@ from perturbkv.datasets.sample import text_after_turn
 from perturbkv.devices import to_device
 from perturbkv.errors import DatasetError
 from perturbkv.models.adapter import Adapter, check_long_rotations, check_sliding_window
+from perturbkv.models.forward import run_with_cache
 from perturbkv.pipeline.progress import phase
 from perturbkv.pipeline.sample.capture import FiniteCheck, Observer, capture
 from perturbkv.scoring.compute import compute_replay
@@ -130,7 +131,7 @@ class _Pass:
         )
         ids = to_device([tokens], self.adapter.device)
         with capture(self.adapter, observer):
-            self.adapter.base(input_ids=ids, past_key_values=self.cache, use_cache=True)
+            run_with_cache(self.adapter.base, ids, self.cache)
         restore_windows(self.cache, self.windows)
 
     def _keep_input(self, layer: int, hidden: Tensor) -> None:

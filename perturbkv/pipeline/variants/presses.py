@@ -25,6 +25,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.plugins import external_code
 from perturbkv.errors import ConfigError, UnreadableCacheError
 from perturbkv.models.adapter import Adapter
+from perturbkv.models.forward import run_with_cache
 from perturbkv.pipeline.progress import phase
 from perturbkv.pipeline.sample.prefill import Source
 from perturbkv.selection.policies import kvpress
@@ -105,7 +106,7 @@ def _run_press(adapter: Adapter, press: Any, token_ids: Sequence[int], name: str
     with restore_model(adapter), _isolate_random_numbers(token_ids, adapter.device):
         with external_code(f"press '{name}' cannot be run:", ConfigError):
             with torch.inference_mode(False), torch.no_grad(), press(adapter.model):
-                adapter.base(input_ids=ids.clone(), past_key_values=cache)
+                run_with_cache(adapter.base, ids.clone(), cache)
         masked = [getattr(attention, _MASKED, None) for attention in adapter.attentions]
     return [(layer.keys, layer.values) for layer in cache.layers], masked
 

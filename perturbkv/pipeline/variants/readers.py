@@ -36,6 +36,7 @@ from perturbkv.configs.precision import FULL_BITS
 from perturbkv.configs.resources import CHUNK_BYTES, Resources
 from perturbkv.devices import block_bytes, stack_on_device, synchronise, to_device
 from perturbkv.models.adapter import Adapter
+from perturbkv.models.forward import run_with_cache
 from perturbkv.models.interface import AttentionFunction
 from perturbkv.pipeline.sample import measure
 from perturbkv.pipeline.sample.capture import LOGITS, intercept_attention
@@ -255,7 +256,7 @@ def _time_prefill(adapter: Adapter, token_ids: Sequence[int], cache: Any) -> tup
     ids = torch.tensor([list(token_ids)], device=adapter.device)
     synchronise(adapter.device)
     begin = time.perf_counter()
-    logits = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    logits = run_with_cache(adapter.model, ids, cache, logits_to_keep=1).logits
     synchronise(adapter.device)
     return time.perf_counter() - begin, logits
 
