@@ -7,6 +7,7 @@ small that a text of 24 tokens exceeds them.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -79,8 +80,8 @@ _MOST = {
 def make_twin(config: Any, seed: int = 0, kind: Any = AutoModelForCausalLM) -> Any:
     """Return a tiny model of the class that `config` has, all its parameters drawn, in float32 on the CPU.
 
-    If the first attempt does not run, two layers of each kind stay (one may share what is another's), then heads are
-    twice as wide; last, of a model whose parts for images or sound are missing, the part that reads text is tried.
+    If one layer of each kind does not run, two of each are tried, since one may share another's parameters; last, where
+    the parts for images or sound are large or cannot be built, the part that reads text alone.
 
     Raises:
         ModelError: transformers has no causal model for this configuration, or none that is small runs.
@@ -88,14 +89,13 @@ def make_twin(config: Any, seed: int = 0, kind: Any = AutoModelForCausalLM) -> A
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(f"expected a configuration of a causal language model, got {type(config).__name__}")
     text = config.get_text_config(decoder=True)
-    errors = []
-    for part in [config] if text is config else [config, text]:
-        for layers, times in ((1, 1), (2, 1), (1, 2)):
-            try:
-                return _attempt(_small_config(part, layers, times), seed)
-            except Exception as error:  # a family's code raises what it likes at sizes that it does not take
-                errors.append(error)
-    raise _refusal(config, errors[0]) from errors[0]
+    parts = [config] if text is config else [config, text]
+    for part, of_kind in itertools.product(parts, (1, 2)):
+        try:
+            return _attempt(_small_config(part, of_kind), seed)
+        except Exception as error:  # a family's code raises what it likes at sizes that it does not take
+            refusal = _refusal(config, error)
+    raise refusal
 
 
 def twin_config(config: Any) -> Any:
@@ -115,15 +115,15 @@ def _refusal(config: Any, error: Exception) -> ModelError:
     return ModelError(f"expected a model of the type '{config.model_type}' that runs when it is small, got {what}")
 
 
-def _small_config(config: Any, layers: int = 1, times: int = 1) -> Any:
-    """Return `config` with small sizes; `layers` of each kind stay, and widths of heads are multiplied by `times`."""
+def _small_config(config: Any, of_kind: int = 1) -> Any:
+    """Return `config` with small sizes and with `of_kind` layers of each kind."""
     fields = config.to_dict()
     fields.pop("quantization_config", None)
-    streams = _streams(fields, times)
+    streams = _streams(fields)
     if not streams:
         raise ValueError(f"no field is the width of its residual stream ({_HIDDEN})")
-    sizes = _Sizes.read(fields, times, streams) or _Sizes(*next(iter(streams.items())), streams=streams)
-    return type(config).from_dict(_shrink(fields, layers, sizes))
+    sizes = _Sizes.read(fields, streams) or _Sizes(*next(iter(streams.items())), streams=streams)
+    return type(config).from_dict(_shrink(fields, of_kind, sizes))
 
 
 def _attempt(config: Any, seed: int) -> Any:
@@ -164,15 +164,15 @@ def _spread(parameter: torch.Tensor, is_embedding: bool) -> float:
     return 0.5 if is_embedding else 1.2 * float(parameter.shape[-1] * parameter.shape[-2]) ** -0.25
 
 
-def _shrink(fields: dict[str, Any], layers: int, sizes: _Sizes) -> dict[str, Any]:
+def _shrink(fields: dict[str, Any], of_kind: int, sizes: _Sizes) -> dict[str, Any]:
     """Return the fields of a configuration made small, and of those inside it."""
-    kept = _Layers.read(fields, layers)
+    kept = _Layers.read(fields, of_kind)
     small: dict[str, Any] = {}
     for name, value in fields.items():
         if name == "per_layer_config":
             small[name] = {new: sizes.small(name, value[old]) for new, old in kept.renamed(value)}
         elif _is_config(value):
-            small[name] = _shrink(value, layers, _Sizes.read(value, sizes.times, sizes.streams) or sizes)
+            small[name] = _shrink(value, of_kind, _Sizes.read(value, sizes.streams) or sizes)
         elif name.startswith("rope_") and isinstance(value, dict):
             small[name] = sizes.rotation(value)
         else:
@@ -184,12 +184,12 @@ def _is_config(value: Any) -> bool:
     return isinstance(value, dict) and "model_type" in value
 
 
-def _streams(fields: dict[str, Any], times: int) -> dict[int, int]:
+def _streams(fields: dict[str, Any]) -> dict[int, int]:
     """Return the widths of the residual streams of a configuration and those inside it -> small widths."""
-    own = _Sizes.read(fields, times)
+    own = _Sizes.read(fields)
     found = {} if own is None else {own.hidden: own.small_hidden}
     for value in filter(_is_config, fields.values()):
-        found = {**_streams(value, times), **found}
+        found = {**_streams(value), **found}
     return found
 
 
@@ -280,7 +280,6 @@ class _Sizes:
         widths: width of a head -> small width.
         rotated: width of a head that is rotated.
         rank: smallest rank.
-        times: factor of small widths of heads.
         streams: widths of the residual streams of all parts -> small widths.
     """
 
@@ -291,11 +290,10 @@ class _Sizes:
     widths: dict[int, int] = field(default_factory=dict)
     rotated: int = 1
     rank: int = 1
-    times: int = 1
     streams: dict[int, int] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, fields: dict[str, Any], times: int, streams: dict[int, int] | None = None) -> _Sizes | None:
+    def read(cls, fields: dict[str, Any], streams: dict[int, int] | None = None) -> _Sizes | None:
         """Return the sizes of a configuration; None without a residual stream of its own."""
         hidden = _first(fields, _HIDDEN)
         if not hidden:
@@ -308,7 +306,7 @@ class _Sizes:
         count = _first(fields, _MAIN_HEADS) or LAYERS
         of_one = hidden // count
         related = not widths or any(math.log2(of_one / width).is_integer() for width in widths)
-        small_widths = _small_widths(widths | {of_one} if related else widths, times)
+        small_widths = _small_widths(widths | {of_one} if related else widths)
         width = of_one if related else fields.get("head_dim") or max(widths)
         small = heads.get(count, 4) * small_widths[width]
         if not related:
@@ -323,7 +321,6 @@ class _Sizes:
             widths=small_widths,
             rotated=fields.get("qk_rope_head_dim") or fields.get("head_dim") or of_one,
             rank=min(_named(numbers, _RANK), default=1),
-            times=times,
             streams=streams or {},
         )
 
@@ -408,12 +405,12 @@ def _small_heads(queries: set[int], keys: set[int]) -> dict[int, int]:
     return small
 
 
-def _small_widths(widths: set[int], times: int) -> dict[int, int]:
+def _small_widths(widths: set[int]) -> dict[int, int]:
     """Return small widths in the ratios of `widths`, where these are simple."""
     unit, widest = math.gcd(*widths), max(widths)
     if widest // unit > 12:
-        return {width: times * max(4, 4 * round(8 * width / widest)) for width in widths}
-    return {width: times * width // unit * (16 if widest == unit else 8) for width in widths}
+        return {width: max(4, 4 * round(8 * width / widest)) for width in widths}
+    return {width: width // unit * (16 if widest == unit else 8) for width in widths}
 
 
 def _numbers(fields: dict[str, Any]) -> Iterator[tuple[str, int]]:

@@ -159,9 +159,9 @@ def test_a_model_whose_vision_cannot_be_small_is_the_part_that_reads_text() -> N
     assert type(twin_of("gemma3n")) is type(twin_of("gemma3n_text"))
 
 
-def test_heads_are_wider_where_a_model_does_not_run_with_narrow_ones() -> None:
-    real = model_config("xlstm")
-    assert twin_of("xlstm").config.hidden_size > twin_config(real).hidden_size
+def test_a_second_layer_stays_where_it_shares_the_parameters_of_the_first() -> None:
+    twin = make_twin(model_config("zamba", use_mamba_kernels=False))
+    assert twin.config.layers_block_type.count("hybrid") == 2
 
 
 def test_a_configuration_without_a_causal_model_is_refused() -> None:
