@@ -20,6 +20,7 @@ from perturbkv.devices import dtype_name
 from perturbkv.errors import ModelError
 from perturbkv.models import projection, proof
 from perturbkv.models.proof import Facts, LayerFacts
+from perturbkv.models.proven_twin import check_twin
 from perturbkv.models.stored_weights import WeightStorage
 from perturbkv.theory import Softmax
 
@@ -62,6 +63,10 @@ class Adapter:
                 f"the configuration of model '{self.name}' says that layers {format_layers(told)} see the whole "
                 f"prompt, and its code lets layers {format_layers(found)}; an eviction study would misread it"
             )
+        try:
+            check_twin(self.model)
+        except proof.Refused as refusal:
+            raise ModelError(refusal.message(self.name)) from refusal
 
     def __repr__(self) -> str:
         dtype = dtype_name(self.dtype)

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from perturbkv.errors import ModelError
@@ -77,8 +76,10 @@ _MOST = {
 """Names of counts and lengths -> the most that a twin has."""
 
 
-def make_twin(config: Any, seed: int = 0, kind: Any = AutoModelForCausalLM) -> Any:
-    """Return a tiny model of the class that `config` has, all its parameters drawn, in float32 on the CPU.
+def make_twin(config: Any, seed: int = 0, kind: Any = None) -> Any:
+    """Return a tiny model of the class `kind`, all its parameters drawn, in float32 on the CPU.
+
+    Without `kind` it is transformers' causal model of the configuration's family.
 
     If one layer of each kind does not run, two of each are tried, since one may share another's parameters; last, where
     the parts for images or sound are large or cannot be built, the part that reads text alone.
@@ -86,13 +87,13 @@ def make_twin(config: Any, seed: int = 0, kind: Any = AutoModelForCausalLM) -> A
     Raises:
         ModelError: transformers has no causal model for this configuration, or none that is small runs.
     """
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelError(f"expected a configuration of a causal language model, got {type(config).__name__}")
     text = config.get_text_config(decoder=True)
-    parts = [config] if text is config else [config, text]
-    for part, of_kind in itertools.product(parts, (1, 2)):
+    parts = [(config, kind or _causal_class(config))] + ([] if text is config else [(text, _causal_class(text))])
+    if parts[0][1] is None:
+        raise ModelError(f"expected a configuration of a causal language model, got {type(config).__name__}")
+    for (part, class_), of_kind in itertools.product(parts, (1, 2)):
         try:
-            return _attempt(_small_config(part, of_kind), seed)
+            return _attempt(class_, _small_config(part, of_kind), seed)
         except Exception as error:  # a family's code raises what it likes at sizes that it does not take
             refusal = _refusal(config, error)
     raise refusal
@@ -126,13 +127,18 @@ def _small_config(config: Any, of_kind: int = 1) -> Any:
     return type(config).from_dict(_shrink(fields, of_kind, sizes))
 
 
-def _attempt(config: Any, seed: int) -> Any:
+def _causal_class(config: Any) -> Any:
+    """Return transformers' class of causal models of a configuration; None where it has none."""
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else None
+
+
+def _attempt(kind: Any, config: Any, seed: int) -> Any:
     """Return the model of a small configuration, drawn, after it has read a text."""
     with torch.device("meta"):
-        count = sum(parameter.numel() for parameter in _begin(config, seed).parameters())
+        count = sum(parameter.numel() for parameter in _begin(kind, config, seed).parameters())
     if count > MOST_PARAMETERS:
         raise ValueError(f"{count:,} parameters")
-    model, other = (_begin(config, each) for each in (seed, seed + 1))
+    model, other = (_begin(kind, config, each) for each in (seed, seed + 1))
     with torch.no_grad():
         _draw(model, other, torch.Generator().manual_seed(seed))
         logits = model(input_ids=torch.arange(TEXT)[None] + 3, use_cache=False).logits
@@ -141,11 +147,11 @@ def _attempt(config: Any, seed: int) -> Any:
     return model
 
 
-def _begin(config: Any, seed: int) -> Any:
+def _begin(kind: Any, config: Any, seed: int) -> Any:
     """Return the model as transformers begins it with the random numbers of `seed`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+        model = kind._from_config(config, dtype=torch.float32, attn_implementation="eager")
     return model.eval()
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
@@ -13,9 +11,7 @@ from perturbkv.configs.resources import Resources
 from perturbkv.configs.run import RunConfig, Settings
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ModelError
-from perturbkv.models import families
 from perturbkv.models.adapter import Adapter
-from perturbkv.models.families import FAMILIES, Family
 from perturbkv.pipeline.run import plan
 from perturbkv.scoring import score_registry
 from perturbkv.selection.compatibility import check_soft_cap
@@ -44,20 +40,11 @@ Case = tuple[Adapter, SampleTrace, Reference]
 
 
 @pytest.fixture(scope="module", params=["capped", "wide"])
-def case(request: pytest.FixtureRequest) -> Iterator[Case]:
+def case(request: pytest.FixtureRequest) -> Case:
     """A Gemma 2, whose every second layer slides, or a llama whose values have 5 components and keys 8."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(FAMILIES, "gemma2", Family("Gemma 2", by_layer=True))
-        patch.setattr(families, "_SOFT_CAPS", (), raising=False)
-        patch.setattr(
-            Adapter, "softmax",
-            lambda self, layer: Softmax(
-                self.scale(layer), getattr(self.attentions[layer], "attn_logit_softcapping", None)
-            ),
-        )  # fmt: skip
-        adapter = wide_adapter() if request.param == "wide" else exact_adapter("gemma2", 4, 2)
-        run = RunConfig("m", "d", CONFIGS, steps=STEPS)
-        yield adapter, trace_sample(adapter, PROMPT, run), Reference(adapter.model, PROMPT.token_ids, run)
+    adapter = wide_adapter() if request.param == "wide" else exact_adapter("gemma2", 4, 2)
+    run = RunConfig("m", "d", CONFIGS, steps=STEPS)
+    return adapter, trace_sample(adapter, PROMPT, run), Reference(adapter.model, PROMPT.token_ids, run)
 
 
 def test_kept_sets_and_isolated_quantities_are_the_naive_decoders(case: Case) -> None:

@@ -6,13 +6,11 @@ import functools
 import importlib
 import inspect
 import sys
-from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from perturbkv.configs.resources import Shape
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.loading import ByteTokenizer
 
@@ -173,17 +171,7 @@ def wide_adapter(d_value: int = 5, **more: Any) -> Adapter:
                 projection.weight, std=0.25, generator=torch.Generator().manual_seed(attention.layer_idx)
             )
         attention.forward = functools.partial(_wide_attention, attention)
-    return _WideAdapter(exact(model), ByteTokenizer(), "exact-wide", "test", True)
-
-
-class _WideAdapter(Adapter):
-    @property
-    def d_value(self) -> int:
-        return int(self.attentions[0].o_proj.in_features) // self.heads
-
-    @functools.cached_property
-    def shape(self) -> Shape:
-        return replace(super().shape, d_value=self.d_value)
+    return Adapter(exact(model), ByteTokenizer(), "exact-wide", "test", True)
 
 
 def _wide_attention(attention: Any, hidden_states: torch.Tensor, position_embeddings: Any, **more: Any) -> Any:
