@@ -192,7 +192,7 @@ class Narrow(Cache):
         super().__init__(layers=[NarrowLayer() for _ in range(layers)])
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        return super().update(key_states, value_states, layer_idx, kwargs={})
+        return self.layers[layer_idx].update(key_states, value_states, kwargs={})
 
 
 def narrow_after_reading(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
