@@ -135,6 +135,15 @@ class Adapter:
         """Return what the attention of a measured layer is."""
         return self.facts.layers[self.layer_indices[layer]]
 
+    def has_gate(self, layer: int) -> bool:
+        """Return whether a gate stands between a measured layer's attention and its output projection."""
+        return self.layer_facts(layer).gated
+
+    @cached_property
+    def gated(self) -> bool:
+        """True if any measured layer has a gate."""
+        return any(self.has_gate(layer) for layer in range(len(self.layers)))
+
     @property
     def rotary(self) -> Any:
         """The rotary embedding, a module that returns the cosines and sines of positions; None without rotations.
