@@ -3,9 +3,9 @@
 A short random text is read by the loaded model under hooks. Each layer must call transformers' attention interface
 once, with keywords that are known here; what the call returns must equal the softmax attention that METHOD's formulas
 are of; its mask must be one of positions alone; random tensors in the output's place must arrive unchanged at one
-linear map, or each of their numbers times one that depends neither on them nor on cached entries: a gate; nothing may be
-remembered outside the cache, and reading in two parts must equal reading at once. What holds is a fact that the adapter reads; the first thing that does not is a `Refused`, with the layer and the check. No name of
-a model decides anything.
+linear map, or times a gate that depends neither on them nor on cached entries; nothing may be remembered outside the
+cache, and reading in two parts must equal reading at once. What holds is a fact that the adapter reads; the first thing
+that does not is a `Refused`, with the layer and the check. No name of a model decides anything.
 """
 
 from __future__ import annotations

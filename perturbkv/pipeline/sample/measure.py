@@ -270,7 +270,7 @@ def isolated_perturbations(
 
 def _step_perturbations(layer: FullLayer, record: StepRecord, rows: Mapping[int, OwnEntries]) -> dict[int, Tensor]:
     """Return index -> isolated perturbations (name, head) of rows with entries of their own, at one step."""
-    step, slices, result = layer.full_step(record), layer.slices, {}
+    step, slices, result = layer.full_step(record), layer.slices_at(record), {}
     output = theory.project_outputs(step.mixed, slices)
     for index, entries in rows.items():
         evicted, own, changed = entries.outputs(step)
