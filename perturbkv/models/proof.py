@@ -436,11 +436,11 @@ def _find_projections(model: Any, ids: Tensor, attentions: Sequence[nn.Module]) 
         output = drawn[id(module)]
         return gates.beside_ones(output) if id(module) in gated else output, weights
 
+    cache = DynamicCache(config=model.config)
+    forward(model, torch.cat([probe_text(model, seed) for seed in range(1, 5)]), cache)
     with ExitStack() as stack:
         for receiver in receivers:
             stack.enter_context(receiver)
-        cache = DynamicCache(config=model.config)
-        forward(model, torch.cat([probe_text(model, seed) for seed in range(1, 5)]), cache)
         stack.enter_context(intercept(implementation(model), attentions, attend))
         forward(model, ids.expand(4, -1), cache)
         found = [receiver.find(drawn[id(receiver.attention)], index) for index, receiver in enumerate(receivers)]
@@ -553,7 +553,8 @@ def _row_0(hidden: Tensor) -> Tensor:
 
 def _check_reading(model: Any, ids: Tensor) -> None:
     """Raise Refused unless reading in two parts equals reading at once, also where another text is read in between."""
-    whole, tail = forward(model, ids)[0, -1].double(), 3
+    tail = 3
+    whole = forward(model, ids)[0, -tail:].double()
     bound = _LOGIT_ERRORS[model.dtype] * (whole - whole.mean()).norm()
     for check, between, seen in (
         ("parts", None, "reads a text in two parts otherwise than at once"),
@@ -563,7 +564,7 @@ def _check_reading(model: Any, ids: Tensor) -> None:
         forward(model, ids[:, :-tail], cache)
         if between is not None:
             forward(model, between, DynamicCache(config=model.config))
-        read = [forward(model, part, cache)[0, -1].double() for part in (ids[:, -tail:-1], ids[:, -1:])][-1]
+        read = torch.cat([forward(model, part, cache)[0].double() for part in (ids[:, -tail:-1], ids[:, -1:])])
         if not (read - whole).norm() <= bound:
             raise Refused(check, f"{seen} (logits off by {float((read - whole).norm() / bound):.1g} bounds)")
 
