@@ -86,6 +86,8 @@ def _own(family: str, layers: int) -> dict[str, Any]:
         "qwen3_moe": {**experts, "norm_topk_prob": True, "mlp_only_layers": [0]},
         "mixtral": experts,
         "gpt_oss": {**sliding, **experts},
+        "afmoe": {**sliding, "num_dense_layers": 2 * layers},
+        "beam": {**sliding, **each},
         "laguna": {**sliding, **each, "gating": "per-element", "mlp_layer_types": ["dense"] * 2 * layers},
         "granite": {"attention_multiplier": 0.3, "residual_multiplier": 0.7, "embedding_multiplier": 3.0,
                     "logits_scaling": 2.0},
