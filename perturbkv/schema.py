@@ -100,6 +100,9 @@ VARIABLES: dict[str, Variable] = {
     ),
     "output_norm": Variable(_FLOORS, "L1", "norm of the head's full-cache output o_h"),
     "output_norm_l2": Variable(_FLOORS, "L2", "norm of the head's full-cache output o_h", optional=True),
+    "gate_size": Variable(
+        _FLOORS, "1", "mean size of the head's gate at the step, 1 without one; in models with gates", optional=True
+    ),
     "hidden_drift_l1": Variable(_LAYERS, "L1", "drift of the residual stream after the layer"),
     "hidden_drift_l2": Variable(_LAYERS, "L2", "drift of the residual stream after the layer"),
     "hidden_drift_cosine": Variable(_LAYERS, "1", "cosine distance of the residual stream after the layer"),

@@ -150,6 +150,13 @@ def _grouped_sums(
     return sums.view(*weights.shape[:3], -1).transpose(0, 1).flatten(1, 2)
 
 
+def gated_projection(
+    w_o: Float[Tensor, "d_model head_d_value"], gate: Float[Tensor, " head_d_value"] | None
+) -> Float[Tensor, "d_model head_d_value"]:
+    """Return the output projection with γ before it, diag(γ) W_O, in `WORK`; W_O itself where there is no gate."""
+    return w_o if gate is None else w_o.to(WORK) * gate.to(WORK)
+
+
 def head_slices(w_o: Float[Tensor, "d_model head_d_value"], heads: int) -> Float[Tensor, "head d_value d_model"]:
     """Return W_O^h, every head's slice of the output projection, in `WORK` precision; `w_o` is `o_proj.weight`."""
     return w_o.to(WORK).view(len(w_o), heads, -1).permute(1, 2, 0)
@@ -196,6 +203,10 @@ class Summands:
     def without_values(self) -> Summands:
         """Return the summands without the V columns, as a view."""
         return Summands(self.columns[..., self.d_value :], 0)
+
+    def norms(self) -> Float[Tensor, "head key"]:
+        """Return the value norms ν."""
+        return self.columns[..., self.d_value : -1].transpose(1, 2).flatten(0, 1)
 
     def smallest_norms(self) -> Float[Tensor, " head"]:
         """Return M per head: the smallest value norm ν over the entries."""

@@ -202,6 +202,16 @@ class EvictionConfig:
         return self.selection.options.get("norm") == L2
 
     @property
+    def gate_window(self) -> int:
+        """The number of last queries whose gates ν takes, in a model that has gates: their mean size; 0: none.
+
+        With hindsight it is `FIRST_STEP`: ν takes the gate of the first decode step.
+        """
+        if self.selection.name == "hindsight":
+            return selections.FIRST_STEP
+        return 0 if self.selection.options.get(selections.GATE) == "none" else self.window
+
+    @property
     def quantised(self) -> bool:
         """True if the entries before the window are quantised."""
         return self.precision.name != FULL

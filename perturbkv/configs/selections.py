@@ -53,6 +53,16 @@ _SCORE = {
 L1, L2 = "l1", "l2"
 _NORM = {"norm": Option(L1, "of ν, the projected value: l1 or l2", known=(L1, L2), new=True)}
 """`l1`: ν = ‖V_i W_O^h‖₁ (paper, Theorem 2). `l2`: ‖·‖₂, of which no bound of the paper speaks (its appendix G)."""
+GATE, FIRST_STEP = "gate", -1
+_GATE = {
+    GATE: Option(
+        "window",
+        "that ν takes where a model has one: the window's mean size (window), or none, the paper's ν",
+        known=("window", "none"),
+        omitted=True,
+    )
+}
+"""Gates between attention and projection are of the decoding query, which a selection does not know."""
 _TABLES = {"alpha": AlphaOption(0.25, "share of stage 1, 0 to 1, or a file of shares per layer or head", high=1)}
 _OWN_OPTIONS: Mapping[str, Mapping[str, Option]] = {
     "two-stage": {
@@ -60,9 +70,10 @@ _OWN_OPTIONS: Mapping[str, Mapping[str, Option]] = {
         **_SCORE,
         "epsilon": Option(0.0, "added to the score before the norm multiplies it"),
         **_NORM,
+        **_GATE,
     },
     "two-stage-uniform": {**_TABLES, **_SCORE},
-    "value": _NORM,
+    "value": {**_NORM, **_GATE},
     "hindsight": _NORM,
     "random": {"seed": Option(0, "of the random numbers")},
 }

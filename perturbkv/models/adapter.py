@@ -141,6 +141,15 @@ class Adapter:
         """Return what the attention of a measured layer is."""
         return self.facts.layers[self.layer_indices[layer]]
 
+    def has_gate(self, layer: int) -> bool:
+        """Return whether a gate stands between a measured layer's attention and its output projection."""
+        return self.layer_facts(layer).gated
+
+    @cached_property
+    def gated(self) -> bool:
+        """True if any measured layer has a gate."""
+        return any(self.has_gate(layer) for layer in range(len(self.layers)))
+
     @property
     def rotary(self) -> Any:
         """The rotary embedding, a module that returns the cosines and sines of positions; None without rotations.
@@ -224,6 +233,14 @@ class Adapter:
             raise ModelError(
                 f"{feature} expects layers that all see the whole prompt and nothing else; model '{self.name}' has "
                 f"{obstacle}"
+            )
+
+    def check_no_gates(self, feature: str) -> None:
+        """Raise ModelError for a model with gates, which `feature` does not take into account."""
+        if self.gated:
+            raise ModelError(
+                f"{feature} expects heads' outputs that are projected as they are; model '{self.name}' has a gate "
+                "between attention and projection"
             )
 
     def output_projection(self, layer: int) -> Float[Tensor, "d_model head_d_value"]:

@@ -30,8 +30,9 @@ def intercept(
 ) -> Iterator[None]:
     """Replace the attention of some modules by `replacement(stock, module, args, kwargs)` inside the block.
 
-    `stock` is the module's own attention function, which all other modules in the process keep. Raises ModelError where
-    the attention implementation is not registered with transformers' attention interface.
+    `stock` is the module's own attention function, which all other modules in the process keep; `args` are query, key,
+    value and mask, however the model gives them. Raises ModelError where the attention implementation is not registered
+    with transformers' attention interface.
     """
     registered, replaced = ALL_ATTENTION_FUNCTIONS.get(implementation), {id(module) for module in modules}
     if registered is None and implementation != "eager":
@@ -39,8 +40,10 @@ def intercept(
             f"capture needs an attention registered with transformers, got '{implementation}'; load with 'sdpa'"
         )
 
-    def attend(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        stock = registered or _eager_attention(module)
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *more: Any, **kwargs: Any
+    ) -> Any:
+        stock, args = registered or _eager_attention(module), (query, key, value, attention_mask, *more)
         return replacement(stock, module, args, kwargs) if id(module) in replaced else stock(module, *args, **kwargs)
 
     with _registered(ALL_ATTENTION_FUNCTIONS, implementation, attend):

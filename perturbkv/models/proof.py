@@ -3,9 +3,9 @@
 A short random text is read by the loaded model under hooks. Each layer must call transformers' attention interface
 once, with keywords that are known here; what the call returns must equal the softmax attention that METHOD's formulas
 are of; its mask must be one of positions alone; random tensors in the output's place must arrive unchanged at one
-linear map; nothing may be remembered outside the cache, and reading in two parts must equal reading at once. What holds
-is a fact that the adapter reads; the first thing that does not is a `Refused`, with the layer and the check. No name of
-a model decides anything.
+linear map, or times a gate that depends neither on them nor on cached entries; nothing may be remembered outside the
+cache, and reading in two parts must equal reading at once. What holds is a fact that the adapter reads; the first thing
+that does not is a `Refused`, with the layer and the check. No name of a model decides anything.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from perturbkv.errors import ModelError
-from perturbkv.models import projection
+from perturbkv.models import gates, projection
 from perturbkv.models.forward import run_with_cache
 from perturbkv.models.interface import AttentionFunction, intercept, intercept_masks
 
@@ -73,6 +73,7 @@ class LayerFacts:
         scale: factor on the logits.
         cap: soft cap of the logits; None without one.
         sinks: name of the attention's parameter with the heads' sink logits; empty without sinks.
+        gated: whether the heads' outputs are multiplied by a gate before the projection receives them.
     """
 
     attention: str
@@ -86,6 +87,7 @@ class LayerFacts:
     scale: float
     cap: float | None = None
     sinks: str = ""
+    gated: bool = False
 
 
 @dataclass(frozen=True)
@@ -184,8 +186,10 @@ def _prove(model: Any) -> Facts:
     path, attentions = _layer_stack(model, calls)
     modules = [call.module for _, call in attentions]
     read = [_read_layer(index, call, masks, cache, name) for index, (name, call) in enumerate(attentions)]
-    receivers = _find_projections(model, ids, modules)
-    layers = tuple(replace(layer, projection=name) for layer, name in zip(read, receivers, strict=True))
+    layers = tuple(
+        replace(facts, projection=receiver, gated=gated)
+        for facts, (receiver, gated) in zip(read, _find_projections(model, ids, modules), strict=True)
+    )
     _check_alike([layers[index] for index in measured(layers)])
     _check_reading(model, ids)
     of_measured = [modules[index] for index in measured(layers)]
@@ -342,7 +346,7 @@ def _check_one_attention(layer: nn.Module, index: int, entries: Sequence[tuple[s
 
 
 def _read_layer(index: int, call: _Call, masks: _Masks, cache: Cache, attention: str) -> LayerFacts:
-    """Return a layer's facts, with an empty path of its projection. Raises Refused."""
+    """Return a layer's facts without its projection's. Raises Refused."""
     unknown = sorted(call.options.keys() - _HARMLESS - _READ)
     if unknown:
         raise Refused("keywords", f"gives its attention '{unknown[0]}', which is not known here", index)
@@ -443,30 +447,35 @@ def _pattern(kind: str, window: int | None, queries: Tensor, keys: Tensor) -> Te
     return causal & (keys > queries - window if kind == SLIDING else keys // window == queries // window)
 
 
-def _find_projections(model: Any, ids: Tensor, attentions: Sequence[nn.Module]) -> list[str]:
-    """Return per layer the path, from its attention, of the linear map that receives the heads' outputs.
+def _find_projections(model: Any, ids: Tensor, attentions: Sequence[nn.Module]) -> list[tuple[str, bool]]:
+    """Return per layer the path, from its attention, of the map that receives the heads' outputs, and whether gated.
 
-    Row 0 of the batch runs as it is; in the others random numbers stand in the place of the heads' outputs, while the
-    attention's input is row 0's. Raises Refused where no map or several receive them unchanged.
+    Row 0 of the batch runs as it is; in the others other numbers stand in the place of the heads' outputs, after
+    another text each, while the attention's input is row 0's. Raises Refused where no map or several receive them
+    unchanged, or times a gate.
     """
     receivers = [_Receivers(module) for module in attentions]
-    drawn: dict[int, Tensor] = {}
+    drawn, gated = dict[int, Tensor](), set[int]()
 
     def attend(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
         output, weights = stock(module, *args, **kwargs)
         generator = torch.Generator().manual_seed(len(drawn))
         rows = torch.randn(2, *output.shape[1:], generator=generator).to(output)
-        drawn[id(module)] = torch.cat([output[:1], rows, torch.ones_like(rows[:1])])
-        return drawn[id(module)], weights
+        drawn[id(module)] = torch.cat([output[:1], rows[:1], 4 * rows[1:], torch.ones_like(rows[:1])])
+        output = drawn[id(module)]
+        return gates.beside_ones(output) if id(module) in gated else output, weights
 
+    cache = DynamicCache(config=model.config)
+    forward(model, torch.cat([probe_text(model, seed) for seed in range(1, 5)]), cache)
     with ExitStack() as stack:
         for receiver in receivers:
             stack.enter_context(receiver)
         stack.enter_context(intercept(implementation(model), attentions, attend))
-        forward(model, ids.expand(4, -1))
+        forward(model, ids.expand(4, -1), cache)
         found = [receiver.find(drawn[id(receiver.attention)], index) for index, receiver in enumerate(receivers)]
-        for receiver, name in zip(receivers, found, strict=True):
-            receiver.silence(name)
+        for receiver, place in zip(receivers, found, strict=True):
+            receiver.silence(*place)
+        gated |= {id(module) for module, (_, has_gate) in zip(attentions, found, strict=True) if has_gate}
         drawn.clear()
         forward(model, ids.expand(4, -1))
     for index, receiver in enumerate(receivers):
@@ -496,30 +505,30 @@ class _Receivers:
         if args and isinstance(args[0], Tensor) and args[0].dtype.is_floating_point:
             self.received[name] = args[0]
 
-    def find(self, drawn: Tensor, index: int) -> str:
-        """Return the name of the module that received `drawn`, heads side by side. Raises Refused.
+    def find(self, drawn: Tensor, index: int) -> tuple[str, bool]:
+        """Return the name of the module that received `drawn`, heads side by side, and whether times a gate.
 
-        A module inside another that received them is a part of that one.
+        A module inside another that received them is a part of that one. Raises Refused.
         """
         flat = drawn.flatten(2)
         alike = {name: got.reshape(flat.shape) for name, got in self.received.items() if got.numel() == flat.numel()
                  and got.shape[-1] == flat.shape[-1]}  # fmt: skip
         plain = _outermost(name for name, got in alike.items() if torch.equal(got, flat))
-        if len(plain) == 1:
-            return plain[0]
-        if plain:
-            raise Refused("projection", f"gives its heads' outputs to {len(plain)} maps, {' and '.join(plain)}", index)
-        gated = _outermost(name for name, got in alike.items() if _is_gate(got, flat))
-        if gated:
-            raise Refused("projection", f"multiplies its heads' outputs by a gate before '{gated[0]}'", index)
-        raise Refused("projection", "changes its heads' outputs before any map receives them", index)
+        names = plain or _outermost(name for name, got in alike.items() if _is_gated(got, flat))
+        if not names:
+            raise Refused("projection", "changes its heads' outputs before any map receives them", index)
+        if len(names) > 1:
+            raise Refused("projection", f"gives its heads' outputs to {len(names)} maps, {' and '.join(names)}", index)
+        return names[0], not plain
 
     def _keep_output(self, module: nn.Module, args: Any, output: Any) -> None:
         self.output = output[0] if isinstance(output, tuple) else output
 
-    def silence(self, name: str) -> None:
-        """Let the module of this name put out zeros in the block."""
+    def silence(self, name: str, gated: bool) -> None:
+        """Let the module of this name put out zeros in the block, and receive ones beside its input where `gated`."""
         module = self.attention.get_submodule(name)
+        if gated:
+            self._stack.callback(module.register_forward_pre_hook(lambda _, args: gates.split(args[0])[:1]).remove)
         self._stack.callback(module.register_forward_hook(lambda *about: torch.zeros_like(about[-1])).remove)
 
     def check_silent(self, index: int) -> None:
@@ -549,12 +558,14 @@ def _outermost(names: Iterable[str]) -> list[str]:
     return [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
 
 
-def _is_gate(received: Tensor, drawn: Tensor) -> bool:
-    """Return whether random outputs, rows 1 and 2, arrive times the numbers that ones, row 3, arrive as."""
-    gate = received[3:].double()
-    expected = gate * drawn[1:3].double()
-    error = (received[1:3].double() - expected).abs().amax() / expected.abs().amax().clamp(min=1e-30)
-    return bool(error <= _ERRORS[received.dtype])
+def _is_gated(received: Tensor, drawn: Tensor) -> bool:
+    """Return whether random outputs, rows 1 and 2, arrive times the numbers that ones, row 3, arrive as.
+
+    A norm of the outputs would take from row 2 that it is larger.
+    """
+    expected = received[3:].double() * drawn[1:3].double()
+    errors = (received[1:3].double() - expected).abs().amax(dim=(1, 2)) / expected.abs().amax(dim=(1, 2)).clamp(1e-30)
+    return bool((errors <= _ERRORS[received.dtype]).all())
 
 
 def _repeat_row_0(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -571,7 +582,8 @@ def _row_0(hidden: Tensor) -> Tensor:
 
 def _check_reading(model: Any, ids: Tensor) -> None:
     """Raise Refused unless reading in two parts equals reading at once, also where another text is read in between."""
-    whole, tail = forward(model, ids)[0, -1].double(), 3
+    tail = 3
+    whole = forward(model, ids)[0, -tail:].double()
     if not bool(whole.isfinite().all()):
         return  # which every run says of its samples
     bound = _LOGIT_ERRORS[model.dtype] * (whole - whole.mean()).norm()
@@ -583,7 +595,7 @@ def _check_reading(model: Any, ids: Tensor) -> None:
         forward(model, ids[:, :-tail], cache)
         if between is not None:
             forward(model, between, DynamicCache(config=model.config))
-        read = [forward(model, part, cache)[0, -1].double() for part in (ids[:, -tail:-1], ids[:, -1:])][-1]
+        read = torch.cat([forward(model, part, cache)[0].double() for part in (ids[:, -tail:-1], ids[:, -1:])])
         if not (read - whole).norm() <= bound:
             raise Refused(check, f"{seen} (logits off by {float((read - whole).norm() / bound):.1g} bounds)")
 

@@ -12,6 +12,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.plugins import commands_for_signed
 from perturbkv.configs.precision import needs_plain_logits
 from perturbkv.configs.selections import (
+    GATE,
     GIVEN,
     GRANULARITIES,
     SELECTIONS,
@@ -154,6 +155,26 @@ def scores_with_norms_counted_twice(configs: Iterable[ResolvedConfig]) -> list[s
     """Return the names of scores that include value norms, in configurations whose selection multiplies by ν again."""
     multiplied = [config.score for config in configs if config.selection.name == "two-stage"]
     return list(dict.fromkeys(score.display_name for score in multiplied if score.holds_norms))
+
+
+def check_gates(configs: Iterable[ResolvedConfig], gated: bool, model: str) -> None:
+    """Raise ConfigError where a model is `gated` and a configuration cannot take it into account, or has no gate."""
+    for config in configs:
+        if not gated and GATE in config.selection.options:
+            raise ConfigError(
+                f"selection '{config.selection}' says what ν takes of a gate between attention and projection, and "
+                f"model '{model}' has none; leave gate out"
+            )
+        reasons = {
+            f"policy '{config.policy.name}', whose prefill is sparse": config.has_sparse_prefill,
+            "pages chosen with hindsight": config.reads_pages and config.selection.name == "hindsight",
+            f"score '{config.score.display_name}'": config.score.replay is not None and config.score.holds_norms,
+        }
+        if gated and (wrong := next((reason for reason, applies in reasons.items() if applies), "")):
+            raise ConfigError(
+                f"model '{model}' has a gate between attention and projection, of each query another; {wrong} is not "
+                "measured with it; choose another one or another model"
+            )
 
 
 def _check_sign(config: ResolvedConfig) -> None:

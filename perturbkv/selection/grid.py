@@ -114,7 +114,7 @@ def _options_off_default(choices: Mapping[str, Choice], config: EvictionConfig) 
     for owner, choice in choices.items():
         known = _options(choice.name, owner)
         for name in choice.options:
-            if name in known and getattr(config, owner).options[name] != known[name].default:
+            if name in known and getattr(config, owner).options.get(name, known[name].default) != known[name].default:
                 yield owner, choice.name, name
 
 

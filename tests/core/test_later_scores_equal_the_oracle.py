@@ -100,7 +100,7 @@ def statistics(chosen: ResolvedConfig, heads: int, kv_heads: int, n: int, seed: 
     shapes = [(2.0, 1.0), (0.1, 0.7), (0.5, 0.3)]
     wanted = {one: [made(*shape) for shape in shapes] for one in resolve(chosen).requests}
     norms = [torch.from_numpy(draw.lognormal(size=(heads, n))) for _ in shapes]
-    return Statistics("s", n, kv_heads, LAYERS, wanted, norms)
+    return Statistics("s", n, kv_heads, LAYERS, wanted, {0: norms})
 
 
 def found(chosen: ResolvedConfig, given_scores: Statistics) -> tuple[list[list[list[int]]], list[list[list[int]]]]:

@@ -20,6 +20,7 @@ from perturbkv.models.aliases import ALIASES
 from perturbkv.models.loading import ByteTokenizer, open_model
 from perturbkv.models.sanity import check_config
 from perturbkv.models.user_model import adapt
+from perturbkv.pipeline.sample.capture import Observer, capture
 from tests.support.models import MIXED, tiny_adapter, tiny_model
 
 
@@ -135,6 +136,31 @@ def past_the_map(module: Any, output: Tensor) -> Tensor:
     return module.o_proj(output) + output.flip(-1)
 
 
+def of_earlier_tokens(module: Any, output: Tensor, hidden: Tensor) -> Tensor:
+    """Times a gate from what stood before each token in the same pass, the first of which knows of nothing."""
+    before = hidden.cumsum(dim=1) - hidden
+    return output * before.view(*output.shape).sigmoid()
+
+
+def of_the_last_pass(module: Any, output: Tensor, hidden: Tensor) -> Tensor:
+    """Times a gate from the token before, which the module remembers."""
+    seen = module.__dict__.get("seen", torch.zeros_like(hidden[:1, -1:]))
+    before = torch.cat([seen.expand_as(hidden[:, :1]), hidden[:, :-1]], dim=1)
+    module.__dict__["seen"] = hidden[:1, -1:].detach().clone()
+    return output * before.view(*output.shape).sigmoid()
+
+
+def of_the_entries(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Any, ...]:
+    module.__dict__["mean"] = value.mean(dim=2).repeat_interleave(query.shape[1] // value.shape[1], dim=1).unsqueeze(1)
+    return query, key, value, mask
+
+
+def normed(module: Any, output: Tensor, hidden: Tensor) -> Tensor:
+    """As where a norm stands before the projection; random outputs are about as long as ones."""
+    flat = output.flatten(2)
+    return torch.nn.functional.rms_norm(flat, flat.shape[-1:]).view_as(output)
+
+
 TURN = torch.linalg.qr(torch.randn(8, 8, generator=torch.Generator().manual_seed(0)))[0]
 
 
@@ -145,6 +171,11 @@ TURN = torch.linalg.qr(torch.randn(8, 8, generator=torch.Generator().manual_seed
         ({"after": lambda module, output, hidden: output.flip(2)}, "projection", "changes its heads' outputs before"),
         ({"after": lambda module, output, hidden: output @ TURN}, "projection", "changes its heads' outputs before"),
         ({"after": lambda module, output, hidden: output * output.sigmoid()}, "projection", "changes its heads'"),
+        ({"after": normed}, "projection", "changes its heads' outputs before any map receives them"),
+        ({"after": lambda module, output, hidden: output * output.mean(dim=(2, 3), keepdim=True).sigmoid()},
+         "projection", "changes its heads' outputs before any map receives them"),
+        ({"before": of_the_entries, "after": lambda module, output, hidden: output * module.mean.sigmoid()},
+         "projection", "changes its heads' outputs before any map receives them"),
         ({"after": with_memory}, "projection", "changes its heads' outputs before any map receives them"),
         ({"project": past_the_map}, "projection", "lets its heads' outputs past the map that receives them"),
         ({"before": without_sinks}, "mask", "has a mask that transformers did not make from positions"),
@@ -162,7 +193,8 @@ TURN = torch.linalg.qr(torch.randn(8, 8, generator=torch.Generator().manual_seed
         ({"attend": lambda module, query, key, value, mask, **options: torch.zeros_like(query).transpose(1, 2)},
          "interface", "never calls the attention interface"),
     ],
-    ids=["post-processed", "permuted", "rotated", "output-gate", "memory-of-outputs", "past-the-map", "sinks-hidden",
+    ids=["post-processed", "permuted", "rotated", "output-gate", "norm", "gate-of-all-outputs",
+         "gate-of-entries", "memory-of-outputs", "past-the-map", "sinks-hidden",
          "sinks-hidden-in-place", "mask-of-values", "later-tokens", "keys-as-values", "values-moved",
          "second-attention", "unknown-keyword", "none"],
 )  # fmt: skip
@@ -170,6 +202,59 @@ def test_attention_that_would_be_measured_wrongly_is_refused(parts: dict[str, An
     found = refusal(changed_model(**parts))
     assert f"of model 'LlamaForCausalLM' {words}" in found
     assert found.endswith(f"; an eviction study would misread it (proof: {check})")
+
+
+@pytest.mark.parametrize("gate", [of_earlier_tokens, of_the_last_pass])
+def test_a_gate_of_other_tokens_is_refused_as_decoding_does_not_know_them(gate: Callable[..., Any]) -> None:
+    found = refusal(changed_model(after=gate))
+    assert "reads a text in two parts otherwise than at once" in found or "remembers another text" in found
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        lambda module, output, hidden: output * module.q_proj(hidden).view(*output.shape).sigmoid(),
+        lambda module, output, hidden: output * hidden[..., :4, None].tanh(),
+        lambda module, output, hidden: output * 0.5,
+        lambda module, output, hidden: (output.transpose(1, 2) * hidden[:, None, :, :8]).transpose(1, 2).contiguous(),
+        lambda module, output, hidden: torch.cat([one * 2 for one in output.float().split(2, dim=2)], dim=2).to(hidden),
+    ],
+    ids=["element", "head-and-signed", "constant", "transposed", "in-parts"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_gate_from_the_query_token_is_accepted_and_captured(after: Any, dtype: torch.dtype) -> None:
+    model = changed_model(after=after).to(dtype)
+    attention = model.model.layers[1].self_attn
+    gates, hidden = dict[int, Tensor](), dict[int, Tensor]()
+    adapter = adapt(model, ByteTokenizer())
+    assert [layer.gated for layer in adapter.facts.layers] == [False, True]
+    ids = torch.tensor([list(range(20))])
+    with torch.inference_mode():
+        plain = model(ids).logits
+        with capture(adapter, Observer(gate=gates.__setitem__, attention_input=hidden.__setitem__)):
+            assert torch.equal(model(ids).logits, plain)
+        ones = torch.ones(1, 20, 4, 8, dtype=dtype)
+        assert torch.equal(gates.pop(1), after(attention, ones, hidden[1]).flatten(2))
+    assert not gates
+
+
+@pytest.mark.parametrize("gating", ["per-head", "per-element"])
+def test_the_gates_of_a_family_are_found(gating: str) -> None:
+    adapter = tiny_adapter("laguna", gating=gating)
+    assert adapter.layer_indices == (1, 3)
+    assert all(layer.gated for layer in adapter.facts.layers)
+    assert not tiny_adapter("llama").gated
+
+
+def test_code_that_loses_what_stands_beside_the_output_is_refused_at_the_door() -> None:
+    def through_a_buffer(module: Any, output: Tensor, hidden: Tensor) -> Tensor:
+        made = torch.empty_like(hidden).view(*output.shape)
+        made[:] = output
+        return made * hidden.view(*output.shape).sigmoid()
+
+    assert "expected a projection that receives what follows from attention's output" in refusal(
+        changed_model(after=through_a_buffer)
+    )
 
 
 def test_a_state_outside_the_cache_is_refused() -> None:

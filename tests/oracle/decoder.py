@@ -32,11 +32,15 @@ Along = Callable[[int, list[Array], list[list[Array]], list[list[Array]]], list[
 
 @dataclass
 class Step:
-    """Per measured layer: query (head, d_head), head_output (head, d_value), hidden (d_model); then final, logits."""
+    """Per measured layer: query (head, d_head), head_output (head, d_value), hidden (d_model); then final and logits.
+
+    `gates` are γ (head, d_value) of every measured layer, 1 where there are none; head outputs are multiplied by them.
+    """
 
     query: list[Array] = field(default_factory=list)
     head_output: list[Array] = field(default_factory=list)
     hidden: list[Array] = field(default_factory=list)
+    gates: list[Array] = field(default_factory=list)
     final: Any = None
     logits: Any = None
 
@@ -229,10 +233,19 @@ class Decoder:
             scores += [] if sinks is None else [float(sinks[head])]
             for weight, value_of in zip(softmax(scores), values, strict=False):
                 mixed[head] += weight * value_of
+        gate = self._gate(prefix, hidden)
+        mixed *= gate
         if measured:
             record.query.append(query)
             record.head_output.append(mixed)
+            record.gates.append(gate)
         return self._linear(f"{prefix}.o_proj", mixed.reshape(-1))
+
+    def _gate(self, prefix: str, hidden: Array) -> Array:
+        """γ of a token, (head, d_head): the softplus of a projection of its hidden state; 1 where there is none."""
+        if f"{prefix}.g_proj.weight" not in self.weights:
+            return np.ones((self.heads, self.d_head))
+        return np.logaddexp(0, self._linear(f"{prefix}.g_proj", hidden)).reshape(self.heads, self.d_head)
 
     def _projections(self, prefix: str, hidden: Array) -> tuple[Array, Array, Array]:
         sizes = [self.heads * self.d_head, self.kv_heads * self.d_head, self.kv_heads * self.d_head]

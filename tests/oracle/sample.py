@@ -47,7 +47,7 @@ class Reference:
             "query": self.full[step].query[layer],
             "key": np.array(cell.keys[layer])[:, :entries],
             "value": np.array(cell.values[layer])[:, :entries],
-            "w_o": cell.w_o(layer),
+            "w_o": cell.w_o(layer) * self.full[step].gates[layer].reshape(-1),
             "sinks": cell.sinks(layer),
         }
 
@@ -58,10 +58,17 @@ class Reference:
         return theory.projected_value_norms(held["value"], held["w_o"], self.decoder.heads)
 
     @functools.cache  # noqa: B019
-    def euclidean(self, layer: int) -> np.ndarray:
-        """(head, key) L2 norms of the prompt's entries."""
-        held = self.layer(layer, 0)
-        return theory.projected_value_norms(held["value"][:, : self.n], held["w_o"], self.decoder.heads, euclidean=True)
+    def selecting(self, layer: int, config: EvictionConfig) -> np.ndarray:
+        """(head, n) of the prompt's entries, as a configuration selects by: under the window's mean |γ| unless told."""
+        flattened, gates = flat(config), [np.abs(step.gates[layer]) for step in self.prompt[: self.n]]
+        gate = np.mean(gates[-config.window :], axis=0)
+        if config.selection.name == "hindsight":
+            gate = self.full[0].gates[layer]
+        if config.selection.options.get("gate") == "none":
+            gate = np.ones_like(gate)
+        w_o = self.decoder.w_o(layer) * gate.reshape(-1)
+        value = self.layer(layer, 0)["value"][:, : self.n]
+        return theory.projected_value_norms(value, w_o, self.decoder.heads, euclidean=flattened.norm == "l2")
 
     def kept(self, layer: int, config: EvictionConfig, step: int = 0) -> list[tuple[list[int], list[int]]]:
         """Per query head, what stays and stage 1 of it; where pages are read, what the full run's step reads.
@@ -78,7 +85,7 @@ class Reference:
 
     def _read(self, layer: int, config: EvictionConfig, query: np.ndarray) -> list[tuple[list[int], list[int]]]:
         keys = [list(head[: self.n]) for head in self.decoder.keys[layer]]
-        norms = self.euclidean(layer) if flat(config).norm == "l2" else self.norms(layer, 0)[:, : self.n]
+        norms = self.selecting(layer, config)
         return pages.choose(flat(config), query, keys, norms, self.n, self.decoder.scale)
 
     @functools.cache  # noqa: B019
@@ -90,9 +97,9 @@ class Reference:
             found = self._shared(config)
             return [found[layer, head] for head in range(self.decoder.heads)]
         accumulated, realised = self._accumulated(layer, config), self._realised(layer)
-        norms = self.norms(layer, 0)[:, : self.n]
+        norms = self.selecting(layer, config)
         place = (layer, self.decoder.layers, self.run.head_scores)
-        other = self.euclidean(layer) if flat(config).norm == "l2" else None
+        other = norms if flat(config).norm == "l2" else None
         return selection.select(config, accumulated, norms, realised, self.n, self.decoder.kv_heads, *place, other)
 
     def _accumulated(self, layer: int, config: EvictionConfig) -> np.ndarray:
@@ -112,11 +119,10 @@ class Reference:
     def _shared(self, config: EvictionConfig) -> dict[tuple[int, int], tuple[list[int], list[int]]]:
         """(layer, head) -> what stays and stage 1 of it, where heads or layers share a set."""
         prefix = self.n - min(config.window, self.n)
-        l2 = flat(config).norm == "l2"
         rows = [
             shared.Layer(
                 self._accumulated(layer, config),
-                (self.euclidean(layer) if l2 else self.norms(layer, 0))[:, :prefix],
+                self.selecting(layer, config)[:, :prefix],
                 self._realised(layer)[:, :prefix],
             )
             for layer in range(self.decoder.layers)
@@ -128,7 +134,7 @@ class Reference:
         """Per query head all lines and those of stage 1, as the full prefill's queries choose them."""
         keys = [list(head[: self.n]) for head in self.decoder.keys[layer]]
         queries = [[step.query[layer][head] for step in self.prompt[: self.n]] for head in range(self.decoder.heads)]
-        norms = self.euclidean(layer) if flat(config).norm == "l2" else self.norms(layer, 0)[:, : self.n]
+        norms = self.selecting(layer, config)
         return lines.choose(flat(config), queries, keys, norms, self.decoder.scale)
 
     def read_along(self, config: EvictionConfig) -> Decoder:

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from tests.oracle.decoder import Decoder
-from tests.support.models import FAMILIES, HEADS, exact_adapter, tiny_model, token_ids
+from tests.support.models import FAMILIES, GATED, HEADS, exact_adapter, tiny_model, token_ids
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, GATED])
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 def test_logits_equal_those_of_transformers_in_float64(family: str, heads: tuple[int, int]) -> None:
     model = exact_adapter(family, *heads).model

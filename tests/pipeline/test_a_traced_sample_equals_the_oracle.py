@@ -218,7 +218,7 @@ def test_the_losses_that_move_the_output_most(case: tuple[SampleTrace, Reference
 
 def heads(reference: Reference, step: Step, layer: int) -> list[np.ndarray]:
     """o_h of every head: its contribution to the attention output."""
-    w_o, d_head = reference.layer(layer, 0)["w_o"], reference.decoder.d_head
+    w_o, d_head = reference.decoder.w_o(layer), reference.decoder.d_head
     return [vector @ theory.head_slice(w_o, head, d_head) for head, vector in enumerate(step.head_output[layer])]
 
 

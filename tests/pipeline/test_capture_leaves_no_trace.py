@@ -37,7 +37,7 @@ from tests.pipeline.test_the_compact_cache_really_evicts import (
     masked_logits,
 )
 from tests.support.caches import gather
-from tests.support.models import FAMILIES, exact_adapter, tiny_adapter, token_ids
+from tests.support.models import FAMILIES, GATED, exact_adapter, tiny_adapter, token_ids
 from tests.support.resolved import trace_sample
 from tests.support.varlen import varlen
 
@@ -46,6 +46,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def watcher(seen: list[str]) -> Observer:
     return Observer(
+        gate=lambda layer, gate: seen.append(f"gate {layer}"),
         attention=lambda layer, query, key, value: seen.append(f"attention {layer}"),
         head_output=lambda layer, mixed: seen.append(f"head_output {layer}"),
         hidden=lambda layer, hidden: seen.append(f"hidden {layer}"),
@@ -68,7 +69,7 @@ def registered() -> dict[str, object]:
     return {name: ALL_ATTENTION_FUNCTIONS[name] for name in ALL_ATTENTION_FUNCTIONS}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, GATED])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_logits_are_the_plain_models_bit_for_bit(family: str, dtype: torch.dtype) -> None:
     adapter, seen = tiny_adapter(family, dtype=dtype), []
@@ -77,7 +78,9 @@ def test_logits_are_the_plain_models_bit_for_bit(family: str, dtype: torch.dtype
         watched = prefill_and_decode(adapter.model)
     assert torch.equal(plain, watched)
     one_pass = ["attention 0", "head_output 0", "hidden 0", "attention 1", "head_output 1", "hidden 1", "final"]
-    assert seen == one_pass * 2
+    gates = [f"gate {layer}" for layer in (0, 1) if adapter.has_gate(layer)]
+    assert [event for event in seen if event in gates] == gates * 2
+    assert [event for event in seen if event not in gates] == one_pass * 2
 
 
 def test_hooks_and_attention_are_gone_afterwards() -> None:

@@ -18,6 +18,8 @@ PLAIN = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 MIXED = ("gemma3_text", "olmo3", "gpt_oss")
 """Every second layer slides over a window of `WINDOW` entries; the others are measured."""
 FAMILIES = (*PLAIN, *MIXED, "olmo2", "granite", "qwen3_moe", "mixtral")
+GATED = "laguna"
+"""Its heads' outputs are multiplied by a gate before the projection, component by component; mixed as the others."""
 EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss")
 """Which rows go to an expert together depends on the whole batch, and so does the rounding of its products."""
 WINDOW = 12
@@ -87,6 +89,9 @@ def _own(family: str, layers: int) -> dict[str, Any]:
         "qwen3_moe": {**experts, "norm_topk_prob": True, "mlp_only_layers": [0]},
         "mixtral": experts,
         "gpt_oss": {**sliding, **experts},
+        "afmoe": {**sliding, "num_dense_layers": 2 * layers},
+        "beam": {**sliding, **each},
+        "laguna": {**sliding, **each, "gating": "per-element", "mlp_layer_types": ["dense"] * 2 * layers},
         "granite": {"attention_multiplier": 0.3, "residual_multiplier": 0.7, "embedding_multiplier": 3.0,
                     "logits_scaling": 2.0},
     }.get(family, {})  # fmt: skip
@@ -107,6 +112,8 @@ def exact(model: Any) -> Any:
             module.forward = functools.partial(_exact_norm, module)
         elif kind in ("Qwen3MoeTopKRouter", "MixtralTopKRouter"):
             module.forward = functools.partial(_exact_routing, module)
+        elif kind == "LagunaAttention":
+            module.g_proj.forward = functools.partial(_exact_gate, module.g_proj)
         elif kind.endswith("ScaledWordEmbedding"):
             module.embed_scale = torch.tensor(model.config.hidden_size, dtype=torch.float64).sqrt()
     model.config._experts_implementation = "eager"  # products of groups take no float64
@@ -142,6 +149,15 @@ def _exact_norm(module: Any, hidden: torch.Tensor) -> torch.Tensor:
     gemma = type(module).__name__.startswith("Gemma")
     eps = module.eps if gemma else module.variance_epsilon
     return (module.weight + gemma) * hidden * torch.rsqrt(variance + eps)
+
+
+class _StaysDouble(torch.Tensor):
+    def float(self, *more: Any) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+
+def _exact_gate(module: Any, hidden: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.linear(hidden, module.weight).as_subclass(_StaysDouble)
 
 
 def _exact_routing(module: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

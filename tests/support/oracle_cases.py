@@ -10,7 +10,7 @@ from perturbkv.configs.choice import Choice, parse
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.selection.grid import configuration
-from tests.support.models import FAMILIES
+from tests.support.models import FAMILIES, GATED
 
 WINDOW = 5
 
@@ -186,6 +186,24 @@ def shared_configs(granularity: str) -> tuple[EvictionConfig, ...]:
     return tuple(made)
 
 
+def gate_configs(granularity: str) -> tuple[EvictionConfig, ...]:
+    """Every selection that looks at ν of a model with gates, with them and without, of two windows, in both norms."""
+    fields: dict[str, Any] = {"granularity": granularity, "kernel": 3, "window": WINDOW}
+    names = ("two-stage", "two-stage(gate=none)", "two-stage(norm=l2)", "attention")
+    bare = ("value", "value(gate=none)", "value(norm=l2, gate=none)", "hindsight", "hindsight(norm=l2)")
+    made = [
+        *(configuration(14, selection=name, **fields) for name in names),
+        *(configuration(14, selection=name, window=WINDOW, granularity=granularity) for name in bare),
+        configuration(14, selection="two-stage", **{**fields, "window": 8}),
+        configuration(14, **fields, precision="quantise(bits=4, group=4)"),
+        configuration(14, **fields, correction="corrected"),
+    ]
+    if granularity == "model":
+        return tuple(made)
+    pages = {"policy": "quest(page=4)", "selection": "two-stage(alpha=0.5)", "window": WINDOW}
+    return (*made, configuration(17, granularity=granularity, **pages), configuration(14, policy="adakv", **fields))
+
+
 WAYS = (("query", "context-only"), ("kv", "regular"), ("kv", "context-only"))
 """Granularities and scenarios that every family is held to in two configurations, beside the first in five."""
 CASES = [
@@ -247,6 +265,8 @@ CASES = [
     ("llama", "GQA", "model", "regular", "shared"),
     ("gemma3_text", "GQA", "model", "context-only", "shared"),
     ("gpt_oss", "GQA", "head", "regular", "shared"),
+    *((GATED, "GQA", granularity, scenario, "gates") for granularity, scenario in (("query", "regular"), *WAYS[1:])),
+    (GATED, "GQA", "model", "regular", "gates"),
 ]
 CONFIGS = {
     "pair": pair,
@@ -261,4 +281,5 @@ CONFIGS = {
     "pages": page_configs,
     "templates": template_configs,
     "shared": shared_configs,
+    "gates": gate_configs,
 }

@@ -280,6 +280,8 @@ def _answer_batch(
 ) -> Answers:
     """Return the answers from the caches of `run`; `full_answer`, if known, is that of an earlier batch."""
     limit, question = options.compress_every, prompt.parts(run.scenario)[1]
+    if limit is not None:
+        adapter.check_no_gates("compress_every (--compress-every)")
     evicted = prefill_and_evict(adapter, prompt, run, resources, with_full=True, evict_above=limit or 0)
     entry_shares = _shares_of_full([[size.entries for size in layer] for layer in evicted.sizes])
     byte_shares = _shares_of_full([[size.bits for size in layer] for layer in evicted.sizes])

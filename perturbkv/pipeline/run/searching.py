@@ -61,12 +61,12 @@ def head_views(sample: SampleRun, heads: Sequence[HeadIndex]) -> Iterator[HeadVi
 def _layer_views(sample: SampleRun, layer: FullLayer, heads: Sequence[int]) -> Iterator[HeadView]:
     """Yield the entries and kept sets of the given heads of one layer."""
     step, configs = sample.full.steps[0], sample.run.configs
-    weights, sinks = layer.weights(step)
+    (weights, sinks), slices = layer.weights(step), layer.slices_at(step)
     masks = layer.kept_masks(configs, lambda _: weights)
     always_kept = _always_kept(configs, layer.tokens, step.entries)
     for head in heads:
         value = layer.values[head * len(layer.values) // sample.adapter.heads, : step.entries]
-        projected = value.to(theory.WORK) @ layer.slices[head]
+        projected = value.to(theory.WORK) @ slices[head]
         entries = HeadEntries(weights[head].cpu().numpy(), projected.cpu().numpy(), always_kept, float(sinks[head]))
         yield HeadView(layer.index, head, entries, tuple(_append_decoded(mask[head], step.entries) for mask in masks))
 

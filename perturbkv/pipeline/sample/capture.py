@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from perturbkv.cache.compact import CompactCache
 from perturbkv.devices import stack_on_device
 from perturbkv.errors import ActivationError
+from perturbkv.models import gates
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.interface import AttentionFunction, intercept
 from perturbkv.models.proof import implementation
@@ -36,6 +37,7 @@ class Observer:
         hidden: residual stream after the decoder layer (batch, query, d_model).
         final: hidden state after the final norm (batch, query, d_model).
         attention_input: input of the attention module, after its norm (batch, query, d_model).
+        gate: γ of a layer with a gate (batch, query, head · d_value), after `attention` and before `head_output`.
     """
 
     attention: Callable[[int, Tensor, Tensor, Tensor], None] | None = None
@@ -43,16 +45,15 @@ class Observer:
     hidden: Callable[[int, Tensor], None] | None = None
     final: Callable[[Tensor], None] | None = None
     attention_input: Callable[[int, Tensor], None] | None = None
+    gate: Callable[[int, Tensor], None] | None = None
 
 
 @contextmanager
 def capture(adapter: Adapter, observer: Observer) -> Iterator[None]:
     """Call the methods of `observer` in every forward pass inside the block; all hooks are removed on exit."""
     with ExitStack() as stack:
-        if observer.attention is not None:
-            stack.enter_context(
-                intercept_attention(adapter, partial(_observe_attention, adapter.layer_of, observer.attention))
-            )
+        if observer.attention is not None or observer.gate is not None:
+            stack.enter_context(intercept_attention(adapter, partial(_observe_attention, adapter, observer)))
         for handle in _register_hooks(adapter, observer):
             stack.callback(handle.remove)
         yield
@@ -114,17 +115,17 @@ def _attend_row_0(stock: AttentionFunction, module: nn.Module, args: Any, kwargs
 
 
 def _observe_attention(
-    layer_of: Callable[[nn.Module], int],
-    callback: Callable[[int, Tensor, Tensor, Tensor], None],
-    stock: AttentionFunction,
-    module: nn.Module,
-    args: Any,
-    kwargs: Any,
-) -> Any:
-    """Call `callback` with the attention's inputs, and return the stock attention: an attention replacement."""
-    query, key, value, *_ = args
-    callback(layer_of(module), query, key, value)
-    return stock(module, *args, **kwargs)
+    adapter: Adapter, observer: Observer, stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Return the stock attention, with ones beside it where a gate follows and is observed: an attention replacement.
+
+    `observer.attention` is called with the attention's inputs.
+    """
+    layer, (query, key, value, *_) = adapter.layer_of(module), args
+    if observer.attention is not None:
+        observer.attention(layer, query, key, value)
+    output, weights = stock(module, *args, **kwargs)
+    return gates.beside_ones(output) if observer.gate is not None and adapter.has_gate(layer) else output, weights
 
 
 def _register_hooks(adapter: Adapter, observer: Observer) -> Iterator[RemovableHandle]:
@@ -133,14 +134,27 @@ def _register_hooks(adapter: Adapter, observer: Observer) -> Iterator[RemovableH
         if observer.attention_input is not None:
             hook = _attention_input_hook(index, observer.attention_input)
             yield attention.register_forward_pre_hook(hook, with_kwargs=True)
+        projection = adapter.projections[index]
+        if observer.gate is not None and adapter.has_gate(index):
+            yield projection.register_forward_pre_hook(_gate_hook(index, observer.gate))
         if observer.head_output is not None:
-            projection = adapter.projections[index]
             yield projection.register_forward_pre_hook(_head_output_hook(index, observer.head_output))
         if observer.hidden is not None:
             yield layer.register_forward_hook(_hidden_hook(index, observer.hidden))
     if observer.final is not None:
         callback = observer.final
         yield adapter.base.register_forward_hook(lambda module, args, output: callback(output[0]))
+
+
+def _gate_hook(index: int, callback: Callable[[int, Tensor], None]) -> Callable[..., Any]:
+    """Return a pre-hook of layer `index`'s output projection that calls `callback` with γ, and leaves the rest."""
+
+    def split(module: nn.Module, args: Any) -> Any:
+        received, gate = gates.split(args[0])
+        callback(index, gate.flatten(2))
+        return (received, *args[1:])
+
+    return split
 
 
 def _head_output_hook(index: int, callback: Callable[[int, Tensor], None]) -> Callable[..., None]:

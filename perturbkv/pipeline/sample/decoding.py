@@ -38,6 +38,7 @@ class StepRecord:
         final: after the final norm (row, d_model).
         logits: (row, vocab).
         entries: number of entries that the query attends to in the full cache, its own included.
+        gates: layer -> γ (row, head · d_value), of the layers with a gate.
     """
 
     query: list[Float[Tensor, "row head d_key"]] = field(default_factory=list)
@@ -46,6 +47,7 @@ class StepRecord:
     final: Float[Tensor, "row d_model"] = field(default_factory=lambda: torch.empty(0, 0))
     logits: Float[Tensor, "row vocab"] = field(default_factory=lambda: torch.empty(0, 0))
     entries: int = 0
+    gates: dict[int, Float[Tensor, "row head_d_value"]] = field(default_factory=dict)
 
 
 @dataclass
@@ -64,6 +66,10 @@ class _StepRecorder:
     def record_head_output(self, layer: int, mixed: Tensor) -> None:
         """Record the last token's head outputs in a layer: an `Observer.head_output`."""
         self.record.head_output.append(mixed[:, -1].view(self.rows, self.adapter.heads, self.adapter.d_value))
+
+    def record_gate(self, layer: int, gate: Tensor) -> None:
+        """Record the last token's γ in a layer with a gate: an `Observer.gate`."""
+        self.record.gates[layer] = gate[:, -1]
 
     def record_hidden(self, layer: int, output: Tensor) -> None:
         """Record the last token's hidden state after a layer: an `Observer.hidden`."""
@@ -150,7 +156,11 @@ def _decode_step(
     record = recorder.record
     ids = copy_to_device(tokens, adapter.device).unsqueeze(0).expand(rows, -1)
     observer = Observer(
-        recorder.record_query, recorder.record_head_output, recorder.record_hidden, recorder.record_final
+        recorder.record_query,
+        recorder.record_head_output,
+        recorder.record_hidden,
+        recorder.record_final,
+        gate=recorder.record_gate,
     )
     with attention, capture(adapter, observer):
         record.logits = run_with_cache(adapter.model, ids, cache, logits_to_keep=1).logits[:, -1]
@@ -168,4 +178,5 @@ def _first_row(record: StepRecord) -> StepRecord:
         final=record.final[:1].clone(),
         logits=record.logits[:1].clone(),
         entries=record.entries,
+        gates={layer: tensor[:1].clone() for layer, tensor in record.gates.items()},
     )

@@ -72,6 +72,17 @@ class FullLayer:
         """Slices W_O^h of the output projection, one per head."""
         return theory.head_slices(self.projection, self.adapter.heads)
 
+    def projection_at(self, step: StepRecord) -> Float[Tensor, "d_model mixed"]:
+        """Return W_O of a decode step, with γ of its query before it where the layer has a gate."""
+        gate = step.gates.get(self.index)
+        return theory.gated_projection(self.projection, None if gate is None else gate[0])
+
+    def slices_at(self, step: StepRecord) -> Float[Tensor, "head d_value d_model"]:
+        """Return `slices` of a decode step, likewise."""
+        if self.index not in step.gates:
+            return self.slices
+        return theory.head_slices(self.projection_at(step), self.adapter.heads)
+
     @property
     def softmax(self) -> theory.Softmax:
         """How logits become attention weights."""

@@ -27,7 +27,7 @@ from perturbkv.selection.kept_sets import KeptSets
 from perturbkv.selection.page_selection import AnyGroup
 from perturbkv.selection.resolved_config import ResolvedConfig
 from perturbkv.selection.sparse_lines import SparsePrefillGroup
-from perturbkv.theory import WORK
+from perturbkv.theory import WORK, Summands
 
 LOST_ENTRIES = 10
 """Number of evicted entries that are stored per head."""
@@ -105,14 +105,12 @@ def measure_layer(sample: SampleRun, index: int) -> LayerResult:
     weights = [layer.weights(step) for step in sample.full.steps]
     attention = [entries for entries, _ in weights]
     groups = _select_groups(sample, layer, attention[0])
-    decoded_norms = layer_value_norms(layer.values[:, n:], layer.projection, sample.resources)
-    norms = torch.cat([layer.statistics.norms[index], decoded_norms], dim=-1)
-    summands = theory.stack_summands(layer.values, norms)
+    summands = _summands(sample, layer)
     references = [
-        measure.layer_reference(entries, summands.first_entries(entries.shape[-1]), layer.slices, sink)
-        for entries, sink in weights
+        measure.layer_reference(entries, of_step, layer.slices_at(step), sink)
+        for (entries, sink), of_step, step in zip(weights, summands, sample.full.steps, strict=True)
     ]
-    ranked = rank_outputs(attention[0], norms[:, : attention[0].shape[-1]], n)
+    ranked = rank_outputs(attention[0], summands[0].norms(), n)
     quantities, evicted = [], []
     working = working_bytes(layer.keys.device, sample.resources.chunk_bytes)
     at_steps = [group for group in groups if not isinstance(group, SparsePrefillGroup)]
@@ -126,13 +124,29 @@ def measure_layer(sample: SampleRun, index: int) -> LayerResult:
         evicted.append(largest_evicted_outputs(ranked, masks[0].kept))
     for lines in in_prompt:  # measured once, at queries of the prompt
         alphas = _alpha_per_head(layer, configs, lines, slice(None))
-        quantities.append([readers.isolated_along_lines(layer, lines, summands, alphas)])
+        quantities.append([readers.isolated_along_lines(layer, lines, summands[0], alphas)])
         evicted.append(largest_evicted_outputs(ranked, lines.decoding_mask(heads)))
     isolated = [_join_configs(step) for step in zip(*quantities, strict=True)]
     if in_prompt:
         isolated[0] |= _largest_floors([steps_of_group[0] for steps_of_group in quantities])
     lost = _join_configs(evicted) | {"weighted_norm": references[0].total}
     return LayerResult(groups, isolated, lost, attention if "outputs" in sample.run.save else [])
+
+
+def _summands(sample: SampleRun, layer: FullLayer) -> list[Summands]:
+    """Return the summands of the entries that each step sees; ν of a step is under its own gate, where there is one."""
+    steps, n, resources = sample.full.steps, sample.tokens, sample.resources
+    if sample.adapter.has_gate(layer.index):
+        seen = [layer.values[:, : step.entries] for step in steps]
+        projections = map(layer.projection_at, steps)
+        return [
+            theory.stack_summands(values, layer_value_norms(values, w_o, resources))
+            for values, w_o in zip(seen, projections, strict=True)
+        ]
+    prompt_norms = next(iter(layer.statistics.norms.values()))[layer.index]
+    decoded_norms = layer_value_norms(layer.values[:, n:], layer.projection, resources)
+    everything = theory.stack_summands(layer.values, torch.cat([prompt_norms, decoded_norms], dim=-1))
+    return [everything.first_entries(step.entries) for step in steps]
 
 
 def _select_groups(sample: SampleRun, layer: FullLayer, attention: Float[Tensor, "head key"]) -> list[AnyGroup]:

@@ -175,7 +175,7 @@ def propagated_quantities(adapter: Adapter, full: StepRecord, evicted: StepRecor
     hidden = _drift_variables("hidden", states, stack_on_device(device, evicted.hidden, dim=1), dtype)
     final = _drift_variables("final", full.final[0], evicted.final, dtype)
     norms = _norm_variables("hidden_norm", states.to(WORK)) | {"final_norm": full.final[0].to(WORK).abs().sum()}
-    return heads | hidden | final | norms | _logit_variables(full, evicted, dtype)
+    return heads | hidden | final | norms | _gate_variables(adapter, full) | _logit_variables(full, evicted, dtype)
 
 
 def _head_variables(
@@ -192,6 +192,16 @@ def _head_variables(
         | _distance_variables("perturbation_propagated", distances)
         | _norm_variables("output_norm", output)
     )
+
+
+def _gate_variables(adapter: Adapter, full: StepRecord) -> dict[str, Tensor]:
+    """Return the mean |γ| of each head (layer, head) as a variable, 1 in a layer without a gate; empty without any."""
+    if not full.gates:
+        return {}
+    one = torch.ones(adapter.heads, 1, dtype=WORK)
+    gates = [full.gates[layer][0] if layer in full.gates else one for layer in range(len(adapter.layers))]
+    sizes = (gate.to(WORK).view(adapter.heads, -1).abs().mean(dim=-1) for gate in gates)
+    return {"gate_size": stack_on_device(full.logits.device, sizes)}
 
 
 def _drift_variables(
@@ -270,7 +280,7 @@ def isolated_perturbations(
 
 def _step_perturbations(layer: FullLayer, record: StepRecord, rows: Mapping[int, OwnEntries]) -> dict[int, Tensor]:
     """Return index -> isolated perturbations (name, head) of rows with entries of their own, at one step."""
-    step, slices, result = layer.full_step(record), layer.slices, {}
+    step, slices, result = layer.full_step(record), layer.slices_at(record), {}
     output = theory.project_outputs(step.mixed, slices)
     for index, entries in rows.items():
         evicted, own, changed = entries.outputs(step)

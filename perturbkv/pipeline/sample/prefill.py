@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from transformers import Cache
 
+from perturbkv import theory
 from perturbkv.cache import stand_in
 from perturbkv.cache.compact import full_cache, sliding_windows
 from perturbkv.cache.sliding import Window
@@ -28,7 +29,7 @@ from perturbkv.pipeline.sample.replay import append_replay_scores
 from perturbkv.scoring.compute import layer_scores
 from perturbkv.scoring.layer_view import LayerView, Rotation
 from perturbkv.scoring.value_norms import euclidean_value_norms, projected_value_norms
-from perturbkv.selection.compatibility import check_soft_cap
+from perturbkv.selection import compatibility
 from perturbkv.selection.kept_sets import Group, Rankings, kept_groups, move_rankings, rankings
 from perturbkv.selection.layer_statistics import LayerStatistics, join_layers
 from perturbkv.selection.ranking import Scores
@@ -83,8 +84,8 @@ class Statistics:
         tokens: n.
         kv_heads, layers: numbers of the model's key/value heads and measured layers.
         scored: score and window -> per layer the unpooled scores (rows, n − w).
-        norms: per layer ν (head, n).
-        euclidean: per layer ‖V_i W_O^h‖₂ (head, n); empty where no configuration uses it.
+        norms: `gate_window` -> per layer ν (head, n); 0 alone where the model has no gates.
+        euclidean: likewise ‖V_i W_O^h‖₂ (head, n); empty where no configuration uses it.
         head_scores: the user's scores of all query heads; empty where there are none.
         external: configuration with external kept sets -> their source.
         model_results: cached results of `compute_over_layers`, and of rankings that layers share.
@@ -97,11 +98,11 @@ class Statistics:
     kv_heads: int
     layers: int
     scored: dict[ScoreRequest, list[Tensor]]
-    norms: list[Tensor] = field(default_factory=list)
+    norms: dict[int, list[Tensor]] = field(default_factory=dict)
     head_scores: Sequence[Sequence[float]] = ()
     external: Mapping[ResolvedConfig, Source] = field(default_factory=dict)
     model_results: dict[Hashable, Any] = field(default_factory=dict)
-    euclidean: list[Tensor] = field(default_factory=list)
+    euclidean: dict[int, list[Tensor]] = field(default_factory=dict)
     mean_queries: dict[int, list[Tensor]] = field(default_factory=dict)
     queries: dict[Positions, list[Tensor]] = field(default_factory=dict)
 
@@ -119,11 +120,29 @@ class Statistics:
         return kept_groups(configs, self.scorer(layer, realised), self.tokens, external, shared)
 
     def scorer(self, layer: int, realised: Realised | None = None) -> Callable[[ResolvedConfig], Scores]:
-        """Return a function from a configuration to its scores in one layer, computed once per tuple of requests.
+        """Return a function from a configuration to its scores in one layer, computed once per requests and gate.
 
         `realised` gives A of the first decoding query, where it is known.
         """
-        return _cache_by_requests(lambda requests: self._layer_statistics(requests, layer, realised))
+        return self._cache_by_requests(lambda config: self._layer_statistics(config, layer, realised))
+
+    def gate_window(self, config: ResolvedConfig) -> int:
+        """Return the key of the norms by which a configuration selects."""
+        return config.gate_window if config.gate_window in self.norms else next(iter(self.norms))
+
+    def _cache_by_requests(
+        self, make: Callable[[ResolvedConfig], LayerStatistics]
+    ) -> Callable[[ResolvedConfig], Scores]:
+        """Return a function from a configuration to its scores, made once per tuple of requests and gate."""
+        cached: dict[Hashable, Scores] = {}
+
+        def scores_of(config: ResolvedConfig) -> Scores:
+            key = config.requests, self.gate_window(config)
+            if key not in cached:
+                cached[key] = Scores(make(config))
+            return cached[key]
+
+        return scores_of
 
     def _shared_rankings(
         self, configs: Sequence[ResolvedConfig], realised: Realised | None
@@ -132,9 +151,9 @@ class Statistics:
         sharing = tuple(config for config in configs if config.shares_layers)
         key = ("shared", sharing, realised is None)
         if key not in self.model_results:
-            scores_of = _cache_by_requests(
-                lambda requests: join_layers(
-                    self._layer_statistics(requests, layer, realised) for layer in range(self.layers)
+            scores_of = self._cache_by_requests(
+                lambda config: join_layers(
+                    self._layer_statistics(config, layer, realised) for layer in range(self.layers)
                 )
             )
             self.model_results[key] = {config: rankings(config, scores_of(config)) for config in sharing}
@@ -163,12 +182,11 @@ class Statistics:
         scores = self.scorer(layer)(config).competing_scores(config, counts)
         return scores[:, counts.competing_slice(scores.shape[-1])]
 
-    def _layer_statistics(
-        self, requests: Sequence[ScoreRequest], layer: int, realised: Realised | None
-    ) -> LayerStatistics:
+    def _layer_statistics(self, config: ResolvedConfig, layer: int, realised: Realised | None) -> LayerStatistics:
         """Return one layer's statistics for selection, with the requested scores of policy and own stage 1."""
-        accumulated, *first = (self.scored[request][layer] for request in requests)
-        norms = self.norms[layer][:, : accumulated.shape[1]]
+        accumulated, *first = (self.scored[request][layer] for request in config.requests)
+        window = self.gate_window(config)
+        norms = self.norms[window][layer][:, : accumulated.shape[1]]
         return LayerStatistics(
             accumulated=accumulated,
             norms=norms,
@@ -180,23 +198,8 @@ class Statistics:
             head_scores=self.head_scores,
             first_stage=first[0] if first else None,
             model_wide=self.compute_over_layers,
-            euclidean=self.euclidean[layer][:, : norms.shape[1]] if self.euclidean else None,
+            euclidean=self.euclidean[window][layer][:, : norms.shape[1]] if self.euclidean else None,
         )
-
-
-def _cache_by_requests(
-    make: Callable[[Sequence[ScoreRequest]], LayerStatistics],
-) -> Callable[[ResolvedConfig], Scores]:
-    """Return a function from a configuration to the scores that `make` gives its requests, made once per tuple."""
-    cached: dict[tuple[ScoreRequest, ...], Scores] = {}
-
-    def scores_of(config: ResolvedConfig) -> Scores:
-        requests = config.requests
-        if requests not in cached:
-            cached[requests] = Scores(make(requests))
-        return cached[requests]
-
-    return scores_of
 
 
 @dataclass(frozen=True)
@@ -242,11 +245,14 @@ def prefill(
     needs plain logits, where the model caps them.
     """
     caps = [adapter.softmax(layer).cap for layer in range(len(adapter.layers))]
-    check_soft_cap(run.configs, next(filter(None, caps), None), adapter.name)
+    compatibility.check_soft_cap(run.configs, next(filter(None, caps), None), adapter.name)
     (token_ids, _), configs, sample = prompt.parts(run.scenario), run.configs, prompt.sample_id
     scored: dict[ScoreRequest, list[Tensor]] = {request: [] for config in configs for request in config.requests}
     shape = (len(token_ids), adapter.kv_heads, len(adapter.layers))
-    statistics = Statistics(sample, *shape, scored, [], run.head_scores, external)
+    compatibility.check_gates(configs, adapter.gated, adapter.name)
+    gate_windows = {window for config in configs for window in (config.window, config.gate_window) if window >= 0}
+    norms: dict[int, list[Tensor]] = {window: [] for window in (sorted(gate_windows) if adapter.gated else [0])}
+    statistics = Statistics(sample, *shape, scored, norms, run.head_scores, external)
     statistics.mean_queries.update((window, []) for window in stand_in.correction_windows(configs))
     statistics.queries.update((positions, []) for positions in remembered_positions(configs, len(token_ids), sample))
     euclidean = any(config.euclidean for config in configs)
@@ -288,13 +294,15 @@ class _PromptReader:
         self.requests = [request for request in statistics.scored if request.score.replay is None]
         self.needs = {need for request in self.requests for need in request.score.needs}
         self.input: Tensor | None = None
+        self.attended: tuple[Tensor, ...] = ()
         self.rotations = Rotations(adapter)
 
     def observer(self) -> Observer:
         """Return the observer that records the statistics during the prefill."""
         attention_input = self._keep_input if "hidden" in self.needs else None
         return Observer(
-            attention=self._record_layer,
+            attention=self._record_attention,
+            gate=self._record_gate,
             hidden=self._check_hidden,
             final=self._check_final,
             attention_input=attention_input,
@@ -304,26 +312,43 @@ class _PromptReader:
         """Store a layer's attention input until the layer's scores are computed: an `Observer.attention_input`."""
         self.input = hidden[0]
 
-    def _record_layer(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Record a layer's norms, queries and scores, then call the visitor: an `Observer.attention`."""
-        view = self._view(layer, query[0], key[0], value[0])
-        self.statistics.norms.append(view.norms)
-        if self.needs_euclidean:
-            with phase("norms"):
-                norms = euclidean_value_norms(view.values, view.projection, self.resources.chunk_bytes)
-            self.statistics.euclidean.append(norms)
+    def _record_attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Record a layer, or keep it until its gate is known: an `Observer.attention`."""
+        if self.adapter.has_gate(layer):
+            self.attended = query[0], key[0], value[0]
+        else:
+            self._record_layer(layer, query[0], key[0], value[0])
+
+    def _record_gate(self, layer: int, gate: Tensor) -> None:
+        """Record a layer with a gate: an `Observer.gate`."""
+        query, key, value = self.attended
+        self.attended = ()
+        self._record_layer(layer, query, key, value, gate[0])
+
+    def _record_layer(self, layer: int, query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None = None) -> None:
+        """Record a layer's norms, queries and scores, then call the visitor; `gate` is γ of all queries."""
+        views = {
+            window: self._view(layer, query, key, value, _mean_size(gate, window)) for window in self.statistics.norms
+        }
+        view = next(iter(views.values()))
+        for window, of_window in views.items():
+            self.statistics.norms[window].append(of_window.norms)
+            if self.needs_euclidean:
+                with phase("norms"):
+                    norms = euclidean_value_norms(of_window.values, of_window.projection, self.resources.chunk_bytes)
+                self.statistics.euclidean.setdefault(window, []).append(norms)
         for window, means in self.statistics.mean_queries.items():
-            means.append(query[0, :, -window:].to(WORK).mean(dim=1))
+            means.append(query[:, -window:].to(WORK).mean(dim=1))
         for positions, queries in self.statistics.queries.items():
-            queries.append(query[0][:, to_device(positions, query.device)])
+            queries.append(query[:, to_device(positions, query.device)])
         with phase("scores"):
-            self._score(view)
+            self._score(views)
         if self.visitor is not None:
             self.visitor.visit(self.statistics, view)
 
-    def _view(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> LayerView:
-        """Return a layer's view for scores, with value norms and an empty window."""
-        projection = self.adapter.output_projection(layer)
+    def _view(self, layer: int, query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None) -> LayerView:
+        """Return a layer's view for scores, with value norms under a gate and an empty window."""
+        projection = theory.gated_projection(self.adapter.output_projection(layer), gate)
         with phase("norms"):
             norms = layer_value_norms(value, projection, self.resources)
         return LayerView(
@@ -342,11 +367,16 @@ class _PromptReader:
             template=self.template,
         )
 
-    def _score(self, view: LayerView) -> None:
-        """Record all scores of a layer in the statistics; scores with equal windows share a view."""
+    def _score(self, views: Mapping[int, LayerView]) -> None:
+        """Record all scores of a layer in the statistics; scores with equal windows share a view.
+
+        `views` are by the window of the gate: that of the scores where there is a gate.
+        """
+        first = next(iter(views.values()))
         for window in dict.fromkeys(request.window for request in self.requests):
             scores = [request.score for request in self.requests if request.window == window]
-            for score, rows in layer_scores(view.with_window(window), scores, self.resources.chunk_bytes).items():
+            view = views.get(window, first).with_window(window)
+            for score, rows in layer_scores(view, scores, self.resources.chunk_bytes).items():
                 index = self.adapter.layer_indices[view.layer]
                 self.finite.check_derived(f"the scores '{score.display_name}' of layer {index}", rows)
                 self.statistics.scored[ScoreRequest(score, window)].append(rows)
@@ -363,9 +393,18 @@ class _PromptReader:
         self.finite.check(FINAL_NORM, output)
 
 
+def _mean_size(gate: Float[Tensor, "query head_d_value"] | None, window: int) -> Float[Tensor, " head_d_value"] | None:
+    """Return the mean |γ| over the last `window` queries; None for no window or no gate (METHOD: gates)."""
+    return gate[-window:].to(WORK).abs().mean(dim=0) if gate is not None and window else None
+
+
 def layer_value_norms(value: Tensor, w_o: Tensor, resources: Resources) -> Tensor:
     """Return the projected value norms ν of a layer's entries (head, key), computed with the run's kernel.
 
-    `value` is (kv_head, key, d_value), and `w_o` the output projection's weight of the heads that share these.
+    `value` is (kv_head, key, d_value), and `w_o` the output projection's weight of the heads that share these. Both are
+    computed in float32 at least where a gate has made `w_o` finer than the values.
     """
+    if w_o.dtype != value.dtype:
+        work = torch.promote_types(value.dtype, torch.float32)
+        value, w_o = value.to(work), w_o.to(work)
     return projected_value_norms(value, w_o, resources.chunk_bytes, resources.norm_kernel)

@@ -12,15 +12,17 @@ from torch import Tensor
 
 from perturbkv.cache.makers import Maker
 from perturbkv.configs.resources import Resources
+from perturbkv.configs.selections import FIRST_STEP
 from perturbkv.datasets.encode import Prompt
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers.generation import end_tokens
 from perturbkv.pipeline.progress import phase
 from perturbkv.pipeline.sample.decoding import StepRecord, count_text_steps, decode_full
 from perturbkv.pipeline.sample.full_layer import FullLayer
-from perturbkv.pipeline.sample.prefill import Prefill, prefill
+from perturbkv.pipeline.sample.prefill import Prefill, layer_value_norms, prefill
 from perturbkv.pipeline.variants.presses import KeptMasks, sources
 from perturbkv.pipeline.variants.readers import Reader, maker_of, readers_of
+from perturbkv.scoring.value_norms import euclidean_value_norms
 from perturbkv.selection.resolved_config import ResolvedRun
 
 
@@ -88,7 +90,21 @@ class SampleRun:
         context, question = prompt.parts(run.scenario)
         prefilled = prefill(adapter, prompt, run, resources, sources(adapter, context, run.configs, masks))
         full = full_run(adapter, prefilled, question, run.steps, rows)
-        return cls(adapter, run, resources, prompt, prefilled, full)
+        sample = cls(adapter, run, resources, prompt, prefilled, full)
+        sample._add_hindsight_norms()
+        return sample
+
+    def _add_hindsight_norms(self) -> None:
+        """Add the value norms under the first step's gate to the statistics, where a selection with hindsight is."""
+        if not self.adapter.gated or all(config.gate_window != FIRST_STEP for config in self.run.configs):
+            return
+        statistics, chunk_bytes = self.prefill.statistics, self.resources.chunk_bytes
+        for layer in map(self.layer, range(len(self.adapter.layers))):
+            values, w_o = layer.prompt_values, layer.projection_at(self.full.steps[0])
+            statistics.norms.setdefault(FIRST_STEP, []).append(layer_value_norms(values, w_o, self.resources))
+            if statistics.euclidean:
+                norms = euclidean_value_norms(values, w_o, chunk_bytes)
+                statistics.euclidean.setdefault(FIRST_STEP, []).append(norms)
 
     @cached_property
     def makers(self) -> tuple[Maker, ...]:

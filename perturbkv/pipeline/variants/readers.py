@@ -157,7 +157,7 @@ def line_groups(layer: FullLayer, configs: Sequence[ResolvedConfig]) -> list[Spa
         positions = last_positions(config, statistics.tokens)
         if (key := (positions, config.euclidean)) not in weights:
             queries = statistics.queries[positions][layer.index]
-            norms = (statistics.euclidean if config.euclidean else statistics.norms)[layer.index]
+            norms = (statistics.euclidean if config.euclidean else statistics.norms)[0][layer.index]
             weights[key] = last_query_weights(
                 layer.adapter, layer.index, queries, layer.prompt_keys, norms, statistics.sample
             )
