@@ -616,7 +616,8 @@ def _check_evicted(model: Any, facts: Facts) -> None:
         seen[:, :, -1] &= kept[module][:, -key.shape[2] :]
         cap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
         scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
-        return recompute(query, key, value.nan_to_num(), seen, scale, cap, sinks).to(query.dtype), None
+        found = recompute(query, key, value.nan_to_num(), seen, scale, cap, sinks)
+        return found.to(query.dtype).contiguous(), None
 
     with intercept(implementation(model), list(kept), attend):
         expected = forward(model, ids)[0, -1].double()

@@ -242,10 +242,10 @@ class Decoder:
         return self._linear(f"{prefix}.o_proj", mixed.reshape(-1))
 
     def _gate(self, prefix: str, hidden: Array) -> Array:
-        """γ of a token, (head, d_head): the softplus of a projection of its hidden state; 1 where there is none."""
+        """γ of a token, (head, d_value): the softplus of a projection of its hidden state; 1 where there is none."""
         if f"{prefix}.g_proj.weight" not in self.weights:
-            return np.ones((self.heads, self.d_head))
-        return np.logaddexp(0, self._linear(f"{prefix}.g_proj", hidden)).reshape(self.heads, self.d_head)
+            return np.ones((self.heads, self.d_value))
+        return np.logaddexp(0, self._linear(f"{prefix}.g_proj", hidden)).reshape(self.heads, self.d_value)
 
     def _projections(self, prefix: str, hidden: Array) -> tuple[Array, Array, Array]:
         sizes = [self.heads * self.d_head, self.kv_heads * self.d_head, self.kv_heads * self.d_head]

@@ -82,7 +82,7 @@ def kept(adapter: Adapter, *configs: pk.EvictionConfig) -> list[bytes]:
     arrays = trace_sample(adapter, PROMPT, RunConfig("m", "d", configs)).arrays
     codes, starts, sizes = (arrays[name] for name in ("kept_code", "kept_offset", "kept_length"))
     return [
-        b"".join(
+        b"".join(  # noqa: E501
             codes[start : start + size].tobytes() for start, size in zip(starts[i].flat, sizes[i].flat, strict=True)
         )
         for i in range(len(configs))
@@ -162,7 +162,7 @@ def test_what_does_not_know_gates_is_refused(wrong: pk.EvictionConfig, words: st
         pk.measure(tiny_adapter(GATED), [PROMPT], [wrong], settings=pk.Settings(steps=1), progress=False)
 
 
-def test_caches_that_are_compressed_again_and_dumps_are_refused() -> None:
+def test_caches_that_are_compressed_again_and_dumps_are_refused() -> None:  # noqa: E501
     adapter = tiny_adapter(GATED)
     with pytest.raises(
         ModelError, match=r"compress_every \(--compress-every\) expects .* model 'tiny-laguna' has a gate"
