@@ -3,16 +3,16 @@
 A short random text is read by the loaded model under hooks. Each layer must call transformers' attention interface
 once, with keywords that are known here; what the call returns must equal the softmax attention that METHOD's formulas
 are of; its mask must be one of positions alone; random tensors in the output's place must arrive unchanged at one
-linear map; nothing may be remembered outside the cache, and reading in two parts must equal reading at once. What holds
-is a fact that the adapter reads; the first thing that does not is a `Refused`, with the layer and the check. No name of
-a model decides anything.
+linear map; nothing may be remembered outside the cache, and reading in two parts must equal reading at once. A layer
+without attention keeps a recurrent state in the cache, or nothing. What holds is a fact that the adapter reads; the
+first thing that does not is a `Refused`, with the layer and the check. No name of a model decides anything.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from perturbkv.models import projection
+from perturbkv.models import projection, states
 from perturbkv.models.interface import AttentionFunction, intercept, intercept_masks
 
-FULL, SLIDING, CHUNKED = "full", "sliding", "chunked"
+FULL, SLIDING, CHUNKED, RECURRENT, MEMORYLESS = "full", "sliding", "chunked", "recurrent", "memoryless"
 TOKENS = 24
 """Length of the probe's text."""
 _HARMLESS = frozenset({
@@ -58,18 +58,19 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """The attention of one decoder layer.
+    """The attention of one decoder layer, and what else it remembers.
 
     Attributes:
         attention: path of its attention module, from the layer.
         projection: path of the map that receives the heads' outputs, from the attention module.
-        kind: `full`, `sliding` or `chunked`: which entries a query sees.
-        window: number of entries of a window or chunk; None for `full`.
+        kind: `full`, `sliding` or `chunked`: which entries a query sees; `recurrent` or `memoryless` without attention.
+        window: number of entries of a window or chunk; None for other kinds.
         heads, kv_heads: numbers of query heads and of key/value heads.
         d_key, d_value: widths of a key and of a value.
         scale: factor on the logits.
         cap: soft cap of the logits; None without one.
         sinks: name of the attention's parameter with the heads' sink logits; empty without sinks.
+        state: numbers in the recurrent state of one text, beside attention or in its place; 0 without one.
     """
 
     attention: str
@@ -83,6 +84,17 @@ class LayerFacts:
     scale: float
     cap: float | None = None
     sinks: str = ""
+    state: int = 0
+
+    @classmethod
+    def without_attention(cls, state: int) -> LayerFacts:
+        """Return the facts of a layer that has no attention, and a recurrent state of so many numbers."""
+        return cls("", "", RECURRENT if state else MEMORYLESS, None, 0, 0, 0, 0, 0.0, state=state)
+
+    @property
+    def attends(self) -> bool:
+        """Whether the layer has attention."""
+        return self.kind not in (RECURRENT, MEMORYLESS)
 
 
 @dataclass(frozen=True)
@@ -162,12 +174,14 @@ def _prove(model: Any) -> Facts:
         raise Refused("interface", "is an encoder with a decoder, whose cross-attention is not measured")
     ids = probe_text(model)
     calls, masks, cache = _observe(model, ids)
-    path, attentions = _layer_stack(model, calls)
-    modules = [call.module for _, call in attentions]
+    path, attentions = _layer_stack(model, calls, cache)
+    modules = {index: call.module for index, (_, call) in attentions.items()}
     receivers = _find_projections(model, ids, modules)
     layers = tuple(
-        _read_layer(index, call, masks, cache, attention, receiver)
-        for index, ((attention, call), receiver) in enumerate(zip(attentions, receivers, strict=True))
+        _read_layer(index, attentions[index][1], masks, cache, attentions[index][0], receivers[index])
+        if index in attentions
+        else LayerFacts.without_attention(states.size(cached))
+        for index, cached in enumerate(cache.layers)
     )
     _check_reading(model, ids)
     of_measured = [modules[index] for index in measured(layers)]
@@ -179,7 +193,7 @@ def _prove(model: Any) -> Facts:
 def measured(layers: Sequence[LayerFacts]) -> tuple[int, ...]:
     """Return the indices of the measured layers: those that see the whole prompt, or all where none does."""
     full = tuple(index for index, layer in enumerate(layers) if layer.kind == FULL)
-    return full or tuple(range(len(layers)))
+    return full or tuple(index for index, layer in enumerate(layers) if layer.attends)
 
 
 def probe_text(model: Any, seed: int = 0) -> Tensor:
@@ -267,10 +281,10 @@ def recompute(
     return (weights @ values).transpose(1, 2)
 
 
-def _layer_stack(model: Any, calls: Sequence[_Call]) -> tuple[str, list[tuple[str, _Call]]]:
-    """Return the path of the decoder layers, and per layer its attention's path and its call.
+def _layer_stack(model: Any, calls: Sequence[_Call], cache: Cache) -> tuple[str, dict[int, tuple[str, _Call]]]:
+    """Return the path of the decoder layers, and the attention's path and call of each layer that has one.
 
-    Raises Refused where a layer does not call the interface exactly once.
+    Raises Refused where a layer calls the interface twice, or not at all and remembers more than a recurrent state.
     """
     if not calls:
         raise Refused("interface", "never calls transformers' attention interface")
@@ -293,27 +307,36 @@ def _layer_stack(model: Any, calls: Sequence[_Call]) -> tuple[str, list[tuple[st
             raise Refused("interface", f"calls the attention interface outside its layers, in '{name}'")
         index, _, attention = name.removeprefix(f"{path}.").partition(".")
         found[int(index)].append((attention, call))
+    kinds = {type(call.module) for call in calls}
     for index, entries in found.items():
-        _check_one_attention(lists[path][index], index, entries)
-    return path, [entries[0] for entries in found.values()]
+        if not entries:
+            _check_no_attention(lists[path][index], index, kinds, cache)
+        elif len(entries) > 1:
+            raise Refused("interface", f"calls the attention interface {len(entries)} times", index)
+        elif others := _attention_paths(lists[path][index], kinds, entries[0][0]):
+            raise Refused("interface", f"has a second attention, '{others[0]}', which takes no part", index)
+    return path, {index: entries[0] for index, entries in found.items() if entries}
 
 
-def _check_one_attention(layer: nn.Module, index: int, entries: Sequence[tuple[str, _Call]]) -> None:
-    """Raise Refused unless a layer has one attention, which calls the interface once."""
-    if not entries:
-        raise Refused("interface", "never calls the attention interface", index)
-    if len(entries) > 1:
-        raise Refused("interface", f"calls the attention interface {len(entries)} times", index)
-    attention, call = entries[0]
-    others = [
+def _attention_paths(layer: nn.Module, kinds: Collection[type], beside: str = "") -> list[str]:
+    """Return the paths of modules of a layer that look like attention, without the one at `beside` and its parents."""
+    return [
         name
         for name, module in layer.named_modules()
-        if (type(module) is type(call.module) or type(module).__name__.endswith("Attention"))
-        and name != attention
-        and not f"{attention}.".startswith(f"{name}.")
+        if (type(module) in kinds or type(module).__name__.endswith("Attention"))
+        and (not beside or not f"{beside}.".startswith(f"{name}."))
     ]
-    if others:
-        raise Refused("interface", f"has a second attention, '{others[0]}', which takes no part", index)
+
+
+def _check_no_attention(layer: nn.Module, index: int, kinds: Collection[type], cache: Cache) -> None:
+    """Raise Refused unless a layer that never calls the interface has a recurrent state, or no memory at all."""
+    cached = cache.layers[index] if index < len(cache.layers) else None
+    if states.size(cached):
+        if states.LAYER is not None and type(cached) is states.LAYER:
+            return
+        raise Refused("cache", f"keeps more than a recurrent state, in a {type(cached).__name__}", index)
+    if cached is None or getattr(cached, "keys", None) is not None or _attention_paths(layer, kinds):
+        raise Refused("interface", f"never calls the attention interface{states.version_note()}", index)
 
 
 def _read_layer(index: int, call: _Call, masks: _Masks, cache: Cache, attention: str, receiver: str) -> LayerFacts:
@@ -330,6 +353,7 @@ def _read_layer(index: int, call: _Call, masks: _Masks, cache: Cache, attention:
     return LayerFacts(
         attention, receiver, kind, window, heads, kv_heads, call.key.shape[-1], call.value.shape[-1],
         call.options["scaling"], None if cap is None else float(cap), _sink_parameter(index, call),
+        states.size(cache.layers[index]),
     )  # fmt: skip
 
 
@@ -339,7 +363,7 @@ def _check_entries(index: int, call: _Call, cache: Cache) -> None:
     keys, values = (getattr(cached, kind, None) for kind in ("keys", "values"))
     if keys is None or values is None:
         raise Refused("cache", "fills no cache of its own", index)
-    if type(cached) not in (DynamicLayer, DynamicSlidingWindowLayer):
+    if type(cached) not in (DynamicLayer, DynamicSlidingWindowLayer, states.ATTENTION_LAYER):
         raise Refused("cache", f"keeps more than keys and values, in a {type(cached).__name__}", index)
     length = keys.shape[2]  # a sliding layer holds the last entries
     for what, held, read in (("keys", keys, call.key), ("values", values, call.value)):
@@ -416,13 +440,13 @@ def _pattern(kind: str, window: int | None, queries: Tensor, keys: Tensor) -> Te
     return causal & (keys > queries - window if kind == SLIDING else keys // window == queries // window)
 
 
-def _find_projections(model: Any, ids: Tensor, attentions: Sequence[nn.Module]) -> list[str]:
-    """Return per layer the path, from its attention, of the linear map that receives the heads' outputs.
+def _find_projections(model: Any, ids: Tensor, attentions: Mapping[int, nn.Module]) -> dict[int, str]:
+    """Return per layer with attention the path, from there, of the linear map that receives the heads' outputs.
 
     Row 0 of the batch runs as it is; in the others random numbers stand in the place of the heads' outputs, while the
     attention's input is row 0's. Raises Refused where no map or several receive them unchanged.
     """
-    receivers = [_Receivers(module) for module in attentions]
+    receivers = {index: _Receivers(module) for index, module in attentions.items()}
     drawn: dict[int, Tensor] = {}
 
     def attend(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -433,16 +457,16 @@ def _find_projections(model: Any, ids: Tensor, attentions: Sequence[nn.Module]) 
         return drawn[id(module)], weights
 
     with ExitStack() as stack:
-        for receiver in receivers:
+        for receiver in receivers.values():
             stack.enter_context(receiver)
-        stack.enter_context(intercept(implementation(model), attentions, attend))
+        stack.enter_context(intercept(implementation(model), list(attentions.values()), attend))
         forward(model, ids.expand(4, -1))
-        found = [receiver.find(drawn[id(receiver.attention)], index) for index, receiver in enumerate(receivers)]
-        for receiver, name in zip(receivers, found, strict=True):
-            receiver.silence(name)
+        found = {index: receiver.find(drawn[id(receiver.attention)], index) for index, receiver in receivers.items()}
+        for index, receiver in receivers.items():
+            receiver.silence(found[index])
         drawn.clear()
         forward(model, ids.expand(4, -1))
-    for index, receiver in enumerate(receivers):
+    for index, receiver in receivers.items():
         receiver.check_silent(index)
     return found
 

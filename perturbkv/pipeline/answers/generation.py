@@ -65,7 +65,7 @@ def prefill_and_evict(
     if rows.needs_full_cache:
         rows.evict_all(prefilled)
     rows.finite.raise_if_not(prompt.sample_id)
-    cache = CompactCache(join_layers(adapter, rows.layers, prefilled.windows))
+    cache = CompactCache(join_layers(adapter, rows.layers, prefilled.states))
     return EvictedPrompt(cache, prefilled.logits, rows.queries, rows.sizes)
 
 
@@ -176,7 +176,7 @@ def generate(
     compressor, finished rows leave the cache once they are half of it.
     """
     finite, cache, ends = check or FiniteCheck(), prompt.cache, end_tokens(adapter)
-    rows = cache.layers[0].batch
+    rows = cache.rows
     observer = Observer(attention=None if compressor is None else compressor.store_queries)
     ids = torch.tensor([list(question)], device=adapter.device).expand(rows, -1)
     next_tokens = prompt.logits.argmax(dim=-1).expand(rows)

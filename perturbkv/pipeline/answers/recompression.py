@@ -109,7 +109,7 @@ class Compressor:
         self.resources = resources
         self.head_scores: tuple[tuple[float, ...], ...] = run.head_scores
         self.window: int = max(config.window for config in run.configs)
-        rows = prompt.cache.layers[0].batch
+        rows = prompt.cache.rows
         self.first_row: int = rows - len(run.configs)  # of the first configuration
         self.queries: list[Tensor] = [
             last[:, -self.window :].unsqueeze(0).expand(rows, -1, -1, -1) for last in prompt.queries

@@ -232,7 +232,7 @@ class _BatchDecoder:
             makers = {index: sample.makers[index].begin(prompt) for index in indices}
             evicted_layers = [self._evict(layer, makers) for layer in range(len(self.layers))]
             caches = [layer.cache for layer in evicted_layers]
-            cache = CompactCache(join_layers(self.adapter, caches, sample.prefill.windows))
+            cache = CompactCache(join_layers(self.adapter, caches, sample.prefill.states))
         with phase("decode"):
             question_logits, records = decode_evicted(
                 self.adapter, cache, sample.question, sample.full.tokens, self.rows, self.finite

@@ -15,8 +15,7 @@ from torch import Tensor
 from transformers import Cache
 
 from perturbkv.cache import stand_in
-from perturbkv.cache.compact import full_cache, sliding_windows
-from perturbkv.cache.sliding import Window
+from perturbkv.cache.compact import PromptStates, full_cache, prompt_states
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
 from perturbkv.devices import copy_to_device, to_device
@@ -201,15 +200,15 @@ def _cache_by_requests(
 class Prefill:
     """One prompt's full cache (batch 1), the logits of its last position, and its statistics.
 
-    `finite` has recorded every layer, the final norm and the logits, and raised nothing yet. `windows` are the prompt's
-    entries in layers that are not measured, by index.
+    `finite` has recorded every layer, the final norm and the logits, and raised nothing yet. `states` are what eviction
+    leaves as it is after the prompt.
     """
 
     cache: Cache
     logits: Float[Tensor, " vocab"]
     statistics: Statistics
     finite: FiniteCheck
-    windows: Mapping[int, Window] = field(default_factory=dict)
+    states: PromptStates = field(default_factory=dict)
 
 
 @runtime_checkable
@@ -251,8 +250,8 @@ def prefill(
         logits = adapter.model(input_ids=ids, past_key_values=reader.cache, use_cache=True, logits_to_keep=1).logits
     reader.finite.check(LOGITS, logits)
     append_replay_scores(adapter, token_ids, reader.cache, statistics.scored, sample, reader.finite)
-    windows = sliding_windows(adapter, reader.cache)
-    return Prefill(reader.cache, logits[0, -1], statistics, reader.finite, windows)
+    states = prompt_states(adapter, reader.cache)
+    return Prefill(reader.cache, logits[0, -1], statistics, reader.finite, states)
 
 
 class _PromptReader:

@@ -132,7 +132,7 @@ class MixtureSample:
         padded = [*mixtures, *[mixtures[-1]] * (rows - len(mixtures))]
         evicted_layers = [self._evict(index, padded) for index in range(layers)]
         caches = [cache_layer for cache_layer, _ in evicted_layers]
-        cache, full = CompactCache(join_layers(self.adapter, caches, self.sample.prefill.windows)), self.full[rows]
+        cache, full = CompactCache(join_layers(self.adapter, caches, self.sample.prefill.states)), self.full[rows]
         question_logits, evicted = decode_evicted(
             self.adapter, cache, self.sample.question, full.tokens, full.rows, self.finite
         )
