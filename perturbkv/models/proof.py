@@ -162,9 +162,8 @@ def prove(model: Any) -> Facts:
     try:
         return _prove(model)
     except _FAILURES as error:
-        raise Refused(
-            "run", f"cannot read a short text ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
-        ) from error
+        told = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise Refused("run", f"cannot read a short text ({told}){states.version_note()}") from error
 
 
 @torch.inference_mode()

@@ -1,0 +1,152 @@
+"""Models with recurrent layers: attention is evicted, and every row carries the prompt's state on by itself."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache
+
+from perturbkv.cache.compact import CompactCache, CompactLayer, full_cache, join_layers, prompt_states
+from perturbkv.cache.entries import borrow
+from perturbkv.configs.resources import Resources
+from perturbkv.models.adapter import Adapter
+from perturbkv.pipeline.sample.capture import decode_from, intercept_attention
+from perturbkv.pipeline.sample.decoding import decode_full
+from perturbkv.selection.grid import configuration
+from tests.support.caches import gather
+from tests.support.hybrids import HYBRIDS, MEASURED, hybrid_adapter
+from tests.support.models import token_ids
+from tests.support.resolved import prefill
+
+N, KV, HEADS = 40, 2, 4
+Positions = list[torch.Tensor]
+
+
+def read(adapter: Adapter) -> DynamicCache:
+    cache = DynamicCache(config=adapter.config)
+    with torch.inference_mode():
+        adapter.model(input_ids=torch.tensor([token_ids(N)]), past_key_values=cache)
+    return cache
+
+
+def kept_positions(counts: Sequence[int], seed: int) -> Positions:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randperm(N, generator=generator)[:count].sort().values for count in counts]
+
+
+def compact(adapter: Adapter, positions: Sequence[Sequence[Positions | None]]) -> CompactCache:
+    """positions[measured layer][row][kept set]; None keeps everything."""
+    cache, layers = full_cache(adapter), []
+    with torch.inference_mode():
+        adapter.model(input_ids=torch.tensor([token_ids(N)]), past_key_values=cache)
+    for place, rows in enumerate(positions):
+        keys, values = adapter.cache_layer(cache, place).keys[0], adapter.cache_layer(cache, place).values[0]
+        entries = [borrow(keys, values) if row is None else gather(keys, values, row) for row in rows]
+        layers.append(CompactLayer(entries, adapter.heads, N))
+    return CompactCache(join_layers(adapter, layers, prompt_states(adapter, cache)))
+
+
+def decode(adapter: Adapter, cache: CompactCache, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Logits (row, token, vocab) of tokens (row, token), part by part."""
+    with torch.inference_mode(), decode_from(adapter, cache):
+        return torch.cat([adapter.model(input_ids=part, past_key_values=cache).logits for part in parts], dim=1)
+
+
+def masked(adapter: Adapter, parts: Sequence[torch.Tensor], positions: list[Positions | None]) -> torch.Tensor:
+    """From the model's own cache, one text alone, entries masked by hand in each measured layer and head."""
+    cache = read(adapter)
+
+    def attend(stock, module, args, kwargs):  # type: ignore[no-untyped-def]
+        query, key, value = args[:3]
+        kept, queries, entries = positions[adapter.layer_of(module)], query.shape[2], key.shape[2]
+        output = torch.zeros(1, queries, HEADS, value.shape[-1])
+        for head in range(HEADS):
+            seen = torch.ones(queries, entries, dtype=torch.bool).tril(entries - queries)
+            if kept is not None:
+                seen[:, :N] = False
+                seen[:, kept[head * len(kept) // HEADS]] = True
+            logits = query[0, head] @ key[0, head // 2].T * kwargs["scaling"]
+            output[0, :, head] = logits.masked_fill(~seen, -torch.inf).softmax(-1) @ value[0, head // 2]
+        return output, None
+
+    with torch.inference_mode(), intercept_attention(adapter, attend):
+        return torch.cat([adapter.model(input_ids=part, past_key_values=cache).logits[0] for part in parts])
+
+
+def far(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def texts(rows: int, parts: Sequence[int]) -> list[torch.Tensor]:
+    """Tokens (row, token) of each part, of another text in each row."""
+    every = torch.tensor([token_ids(sum(parts), seed=5 + row) for row in range(rows)])
+    return list(every.split(list(parts), dim=1))
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_attention_is_measured_and_states_are_found(family: str) -> None:
+    adapter = hybrid_adapter(family)
+    assert adapter.layer_indices == MEASURED[family]
+    assert adapter.is_recurrent and adapter.is_mixed == (family != "falcon_h1")
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_with_nothing_evicted_decoding_is_the_plain_models(family: str) -> None:
+    adapter, parts = hybrid_adapter(family), texts(1, [1] * 8)
+    cache = read(adapter)
+    with torch.inference_mode():
+        plain = torch.cat([adapter.model(input_ids=part, past_key_values=cache).logits for part in parts], dim=1)
+    assert far(decode(adapter, compact(adapter, [[None], [None]]), parts), plain) < 1e-5
+
+
+@pytest.mark.parametrize("parts", [[1, 1, 1], [5, 1, 2]], ids=["one by one", "blocks"])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_each_row_decodes_as_the_masked_model_on_its_own_text(family: str, parts: list[int]) -> None:
+    """With other kept sets and other tokens in each row: states of rows do not mix."""
+    adapter, tokens = hybrid_adapter(family), texts(4, parts)
+    rows = [None, kept_positions((9, 9), 1), kept_positions((25, 3), 2), kept_positions((9, 4, 9, 2), 3)]
+    positions = [rows, [*rows[:3], kept_positions((7, 1, 30, 12), 4)]]
+    found = decode(adapter, compact(adapter, positions), tokens)
+    for row in range(4):
+        own = [part[row : row + 1] for part in tokens]
+        assert far(found[row], masked(adapter, own, [layer[row] for layer in positions])) < 1e-5
+    assert far(found[1], found[0]) > 1e-2
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_cache_that_is_forked_marked_forgotten_and_cut_goes_on_as_a_new_one(family: str) -> None:
+    adapter, tokens = hybrid_adapter(family), texts(3, [5, 1, 1, 1])
+    rows = [None, kept_positions((9, 9), 1), kept_positions((25, 3), 2)]
+    whole = compact(adapter, [rows, rows])
+    other = whole.fork()
+    expected = decode(adapter, whole, tokens)
+    assert torch.equal(decode(adapter, other, tokens), expected)
+    whole.forget()
+    assert torch.equal(decode(adapter, whole, tokens), expected)
+    whole.forget()
+    decode(adapter, whole, tokens[:1])
+    whole.mark()
+    decode(adapter, whole, tokens[1:])
+    whole.forget(after=5)
+    whole.keep_rows([2, 0])
+    cut = [part[[2, 0]] for part in tokens[1:]]
+    assert far(decode(adapter, whole, cut), expected[[2, 0], 5:]) < 1e-5
+    whole.forget(after=5)
+    assert far(decode(adapter, whole, cut), expected[[2, 0], 5:]) < 1e-5
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_the_reference_leaves_the_prompts_states_as_they_were(family: str) -> None:
+    adapter = hybrid_adapter(family)
+    read = prefill(adapter, token_ids(N), [configuration(12, window=4)], Resources(), "s")
+    before = copy.deepcopy(read.cache)
+    decode_full(adapter, read, (), 4, 3)
+    for layer, own in zip(read.cache.layers, before.layers, strict=True):
+        for name in ("conv_states", "recurrent_states"):
+            for place, state in getattr(own, name, {}).items():
+                assert state is None or torch.equal(getattr(layer, name)[place], state)
+    assert np.all([layer.get_seq_length() == N + 4 for layer in map(read.cache.layers.__getitem__, MEASURED[family])])
