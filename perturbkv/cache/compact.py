@@ -229,7 +229,7 @@ class RecurrentCompactLayer(Recurrence, CompactLayer, recurrent_states.ATTENTION
     """
 
     def __init__(self, layer: CompactLayer, state: RecurrentState) -> None:
-        vars(self).update(vars(layer))
+        self.__dict__.update(layer.__dict__)
         self.start(state, layer.batch)
 
     def fork(self) -> RecurrentCompactLayer:
@@ -366,7 +366,7 @@ class _CopyingSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
 
 
 def full_cache(adapter: Adapter) -> DynamicCache:
-    """Return an empty full cache: measured layers store all entries, others their window, recurrent state or nothing."""
+    """Return an empty full cache: measured layers store all entries, others their window, state or nothing."""
     if not (adapter.is_mixed or adapter.is_recurrent):
         return DynamicCache()
     cache = DynamicCache(config=adapter.config)

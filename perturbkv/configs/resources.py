@@ -61,12 +61,14 @@ class Shape:
     Attributes:
         layers: number of measured layers.
         heads, kv_heads: query heads and key/value heads of a layer.
-        d_head, d_model, d_mlp: sizes of a head, of the residual stream and of the MLP's inside.
+        d_head, d_model: sizes of a head and of the residual stream.
         vocab: size of the vocabulary.
         itemsize: bytes per number of the caches.
         weights_bytes: bytes of the weights.
-        sliding: number of the other layers, whose cache holds at most `window` entries.
+        sliding: number of other layers whose cache holds at most `window` entries.
         window: entries of a sliding layer's window; 0 without such layers.
+        d_mlp: size of the MLP's inside.
+        state: numbers in the recurrent states of one text; 0 where they are not known, before the weights are read.
     """
 
     layers: int
@@ -80,6 +82,7 @@ class Shape:
     sliding: int = 0
     window: int = 0
     d_mlp: int = 0
+    state: int = 0
 
     @classmethod
     def from_config(cls, config: Any, itemsize: int, weights_bytes: int) -> Self:
@@ -95,13 +98,24 @@ class Shape:
         layers = len(layer_types.measured_layers(config))
         return cls(
             layers, heads, int(kv_heads), int(d_head), d_model, int(config.vocab_size), itemsize, weights_bytes,
-            int(config.num_hidden_layers) - layers, layer_types.configured_window(config) or 0, int(d_mlp),
+            layer_types.sliding_layers(config), layer_types.configured_window(config) or 0, int(d_mlp),
         )  # fmt: skip
 
     def full_cache_bytes(self, tokens: int) -> int:
         """Return the bytes of the full cache for a prompt of `tokens` tokens."""
-        windows = self.sliding * self._layer_bytes(self.kv_heads * min(tokens, self.window))
-        return self._entries_bytes(self.kv_heads * tokens) + windows
+        return self._entries_bytes(self.kv_heads * tokens) + self.unmeasured_numbers(tokens) * self.itemsize
+
+    def unmeasured_numbers(self, tokens: int) -> int:
+        """Return how many numbers the cache holds that no eviction touches: of sliding windows and recurrent states."""
+        return 2 * self.sliding * self.kv_heads * min(tokens, self.window) * self.d_head + self.state
+
+    def cache_share(self, entries: int, tokens: int) -> float:
+        """Return the share of the full cache that an evicted one is, by its entries in all measured layers.
+
+        What no eviction touches is in both. Without such layers it is the share of the entries.
+        """
+        others = self.unmeasured_numbers(tokens) / (2 * self.d_head)  # in entries
+        return (entries + others) / (self.layers * self.kv_heads * tokens + others)
 
     def kept_bytes(self, config: EvictionConfig, tokens: int) -> int:
         """Return the bytes of a configuration's kept entries of a prompt, the same total for every policy.
@@ -124,7 +138,7 @@ class Shape:
         cached = own if config.cache_contents.copied else kept
         recorded = 3 * self.layers * self.d_model * self.itemsize  # queries, head outputs and hidden states
         logits = 4 * 8 * self.vocab  # a row's divergence in float64, and its terms
-        return cached + tails + recorded * steps + logits
+        return cached + tails + recorded * steps + logits + self.state * self.itemsize
 
     def _entries_bytes(self, entries: int) -> int:
         """Return the bytes of `entries` entries in all measured layers together."""

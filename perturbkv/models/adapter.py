@@ -185,7 +185,8 @@ class Adapter:
         """The model's sizes from which the memory of weights and caches is computed."""
         float_bytes = sum(weight.numel() for weight in self.model.parameters()) * self.dtype.itemsize
         told = Shape.from_config(self.config, self.dtype.itemsize, self.stored.nbytes or float_bytes)
-        return replace(told, heads=self.heads, kv_heads=self.kv_heads, d_head=self.d_head)
+        state = sum(facts.state for facts in self.facts.layers)
+        return replace(told, heads=self.heads, kv_heads=self.kv_heads, d_head=self.d_head, state=state)
 
     @property
     def positions(self) -> int:

@@ -20,7 +20,7 @@ ATTENTION_LAYER: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLaye
 
 
 def version_note() -> str:
-    """Return which transformers a model with recurrent layers needs, as the end of a refusal; empty where it is here."""
+    """Return which transformers a model with recurrent layers needs, as a refusal's end; empty where it is here."""
     here = f" (models with recurrent layers need transformers {LEAST} or newer, this is {transformers.__version__})"
     return "" if LAYER is not None else here
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,15 +13,23 @@ from transformers import DynamicCache
 
 from perturbkv.cache.compact import CompactCache, CompactLayer, full_cache, join_layers, prompt_states
 from perturbkv.cache.entries import borrow
+from perturbkv.configs import cache_contents, layer_types
+from perturbkv.configs.choice import Choice
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
+from perturbkv.configs.run import RunConfig
+from perturbkv.datasets.encode import Prompt
+from perturbkv.errors import ConfigError, ModelError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample.capture import decode_from, intercept_attention
 from perturbkv.pipeline.sample.decoding import decode_full
+from perturbkv.pipeline.variants import presses
 from perturbkv.selection.grid import configuration
+from perturbkv.selection.resolved_config import resolve
 from tests.support.caches import gather
-from tests.support.hybrids import HYBRIDS, MEASURED, hybrid_adapter
+from tests.support.hybrids import HYBRIDS, MEASURED, STATES, hybrid_adapter
 from tests.support.models import token_ids
-from tests.support.resolved import prefill
+from tests.support.resolved import answer, prefill, trace_sample
 
 N, KV, HEADS = 40, 2, 4
 Positions = list[torch.Tensor]
@@ -150,3 +159,85 @@ def test_the_reference_leaves_the_prompts_states_as_they_were(family: str) -> No
             for place, state in getattr(own, name, {}).items():
                 assert state is None or torch.equal(getattr(layer, name)[place], state)
     assert np.all([layer.get_seq_length() == N + 4 for layer in map(read.cache.layers.__getitem__, MEASURED[family])])
+
+
+def states(cache: Any) -> list[torch.Tensor]:
+    kinds = [getattr(layer, name, {}) for layer in cache.layers for name in ("conv_states", "recurrent_states")]
+    return [state for kind in kinds for state in kind.values() if state is not None]
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_replay_leaves_the_cache_as_it_was(family: str) -> None:
+    adapter = hybrid_adapter(family)
+    found = prefill(adapter, token_ids(N), [configuration(12, policy="kvzip", window=4)], Resources(), "s").cache
+    assert all(torch.equal(one, other) for one, other in zip(states(found), states(read(adapter)), strict=True))
+    assert {found.layers[index].keys.shape[2] for index in MEASURED[family]} == {N}
+
+
+def traced(adapter: Adapter, scenario: str = "regular", **more: Any) -> Any:
+    configs = (configuration(12, window=4), configuration(12, policy="snapkv", window=4, granularity="kv"))
+    run = RunConfig(adapter.name, "d", configs, scenario=scenario, **more)
+    return trace_sample(adapter, Prompt("s", token_ids(N + 6), 0, question_tokens=6), run).arrays
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_sample_is_measured_alike_again_and_its_bytes_are_all(family: str) -> None:
+    adapter = hybrid_adapter(family)
+    found, again = traced(adapter, steps=3), traced(adapter, steps=3)
+    assert all(np.array_equal(found[name], again[name], equal_nan=True) for name in found)
+    n, entry, state = N + 6, 2 * 8 * 2, 2 * STATES[family]  # bytes in 16 bits: keys and values of 8 numbers
+    assert found["unmeasured_bytes"] == state
+    assert found["full_bytes"] == 2 * KV * n * entry + state
+    assert found["held_bytes"][1] == 2 * KV * 12 * entry + state
+    assert found["held_share"][1] == pytest.approx(found["held_bytes"][1] / found["full_bytes"])
+    assert found["hidden_noise_floor"].max() < 1e-3 < found["hidden_drift_l1"].min()
+    keys = [read(adapter).layers[index].keys.nbytes for index in MEASURED[family]]
+    assert adapter.shape.full_cache_bytes(N) == 2 * sum(keys) + 4 * STATES[family]
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_what_the_full_row_answers_is_what_the_model_generates(family: str) -> None:
+    """After a question over the compressed context: rows go back to its end, states too."""
+    adapter = hybrid_adapter(family)
+    found = traced(adapter, "context-only", generate=8, steps=3)
+    with torch.inference_mode():
+        made = adapter.model.generate(torch.tensor([token_ids(N + 6)]), max_new_tokens=8, do_sample=False)
+    assert found["generated_full"].tolist() == made[0, N + 6 :].tolist()
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_answers_are_compressed_again_and_diverge_from_the_models_own(family: str) -> None:
+    adapter, prompt = hybrid_adapter(family), Prompt("s", token_ids(N), 0)
+    chosen = [configuration(10, policy="snapkv", window=4, granularity="query")]
+    found = answer(adapter, prompt, chosen, 24, compress_every=20, divergence=True)
+    with torch.inference_mode():
+        made = adapter.model.generate(torch.tensor([token_ids(N)]), max_new_tokens=24, do_sample=False)
+    assert found.full == made[0, N:].tolist()
+    assert len(found.compressions) >= 1
+    assert float(found.divergence.noise_floor.max()) < 1e-5 < float(found.divergence.kl.max())
+
+
+@pytest.mark.parametrize("family", ["lfm2", "falcon_h1"])
+def test_what_reads_a_prompt_its_own_way_is_refused(family: str) -> None:
+    adapter = hybrid_adapter(family)
+    with pytest.raises(
+        ConfigError, match="'vertical-slash' .* expects no model .m., some of whose layers slide"
+    ):
+        cache_contents.check_sparse_prefill([Choice("vertical-slash")], 1, 0, adapter.config, "m")
+    press = EvictionConfig(12, Choice("kvpress:KnormPress"), "given", 0, "kv")
+    with pytest.raises(ModelError, match="'KnormPress' expects .* model 'm'"):
+        presses.check_sources([resolve(press)], adapter.config, "m")
+    with pytest.raises(ModelError, match="an audit expects .*; model 'tiny-.*' has recurrent states"):
+        adapter.check_all_measured("an audit")
+
+
+def test_rotations_of_a_model_without_any_are_refused() -> None:
+    with pytest.raises(ModelError, match="'expected-attention.* rotates keys .* model 'tiny-nemotron_h' has no rotat"):
+        prefill(hybrid_adapter("nemotron_h"), token_ids(N), [configuration(12, policy="expected-attention", window=4)],
+                Resources(), "s")  # fmt: skip
+
+
+def test_a_single_measured_layer_is_told_as_one() -> None:
+    assert layer_types.describe_measured("5 of 6") == "layer 5 alone measured, of 6"
+    assert layer_types.describe_measured("5 11 of 18") == "layers 5 11 of 18 measured"
+    assert layer_types.describe_measured("") == ""

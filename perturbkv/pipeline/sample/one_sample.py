@@ -180,7 +180,7 @@ def _assemble_arrays(
     with phase("assembly"):
         arrays = sample_arrays(sample, batches, lengths) | isolated_arrays(layers, adapter.device)
         arrays |= changed_isolated_arrays(batches, arrays)
-        arrays |= {"held_share": cached_shares(lengths, adapter.kv_heads, n)}
+        arrays |= {"held_share": cached_shares(lengths, adapter.shape, n)}
         arrays |= cached_bytes(batches, adapter.shape, n)
         arrays |= step_arrays(batches) | kept_arrays(batches, lengths, layers, adapter.heads)
         arrays |= lost_arrays(layers, adapter.device)

@@ -19,6 +19,7 @@ from perturbkv.cache.compact import PromptStates, full_cache, prompt_states
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
 from perturbkv.devices import copy_to_device, to_device
+from perturbkv.errors import ModelError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.progress import phase
 from perturbkv.pipeline.sample.capture import FINAL_NORM, LOGITS, FiniteCheck, Observer, capture
@@ -235,8 +236,10 @@ def prefill(
     `external` are the sources of external kept sets. With a `visitor` that does not need the full cache, a layer's keys
     and values are freed when the layer is done. Scores that need a replay are computed last.
 
-    NaN and Inf are recorded in `Prefill.finite`, and raise nothing here.
+    NaN and Inf are recorded in `Prefill.finite`, and raise nothing here. Raises ModelError for a configuration that
+    rotates keys or queries, where the model rotates none that way.
     """
+    _check_rotations(adapter, run.configs)
     (token_ids, _), configs, sample = prompt.parts(run.scenario), run.configs, prompt.sample_id
     scored: dict[ScoreRequest, list[Tensor]] = {request: [] for config in configs for request in config.requests}
     shape = (len(token_ids), adapter.kv_heads, len(adapter.layers))
@@ -252,6 +255,19 @@ def prefill(
     append_replay_scores(adapter, token_ids, reader.cache, statistics.scored, sample, reader.finite)
     states = prompt_states(adapter, reader.cache)
     return Prefill(reader.cache, logits[0, -1], statistics, reader.finite, states)
+
+
+def _check_rotations(adapter: Adapter, configs: Sequence[ResolvedConfig]) -> None:
+    """Raise ModelError for a configuration that rotates keys or queries, where the model rotates none that way."""
+    if adapter.rotary is not None:
+        return
+    for config in configs:
+        needs = {need for request in config.requests for need in request.score.needs}
+        if config.in_cache or not needs.isdisjoint(ROTATION_NEEDS):
+            raise ModelError(
+                f"configuration '{config.label()}' rotates keys or queries by their positions, and model "
+                f"'{adapter.name}' has no rotations by halves that it could use; choose another policy"
+            )
 
 
 class _PromptReader:
