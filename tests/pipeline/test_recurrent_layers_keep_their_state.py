@@ -11,6 +11,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from perturbkv.analyses.budget.safe_budget import CacheSize, cache_size
+from perturbkv.analyses.measurements import Measurements
 from perturbkv.cache.compact import CompactCache, CompactLayer, full_cache, join_layers, prompt_states
 from perturbkv.cache.entries import borrow
 from perturbkv.configs import cache_contents, layer_types
@@ -26,9 +28,10 @@ from perturbkv.pipeline.sample.decoding import decode_full
 from perturbkv.pipeline.variants import presses
 from perturbkv.selection.grid import configuration
 from perturbkv.selection.resolved_config import resolve
+from perturbkv.trace import Trace
 from tests.support.caches import gather
 from tests.support.hybrids import HYBRIDS, MEASURED, STATES, hybrid_adapter
-from tests.support.models import token_ids
+from tests.support.models import MIXED, tiny_adapter, token_ids
 from tests.support.resolved import answer, prefill, trace_sample
 
 N, KV, HEADS = 40, 2, 4
@@ -220,9 +223,7 @@ def test_answers_are_compressed_again_and_diverge_from_the_models_own(family: st
 @pytest.mark.parametrize("family", ["lfm2", "falcon_h1"])
 def test_what_reads_a_prompt_its_own_way_is_refused(family: str) -> None:
     adapter = hybrid_adapter(family)
-    with pytest.raises(
-        ConfigError, match="'vertical-slash' .* expects no model .m., some of whose layers slide"
-    ):
+    with pytest.raises(ConfigError, match="'vertical-slash' .* expects no model .m., some of whose layers slide"):
         cache_contents.check_sparse_prefill([Choice("vertical-slash")], 1, 0, adapter.config, "m")
     press = EvictionConfig(12, Choice("kvpress:KnormPress"), "given", 0, "kv")
     with pytest.raises(ModelError, match="'KnormPress' expects .* model 'm'"):
@@ -241,3 +242,29 @@ def test_a_single_measured_layer_is_told_as_one() -> None:
     assert layer_types.describe_measured("5 of 6") == "layer 5 alone measured, of 6"
     assert layer_types.describe_measured("5 11 of 18") == "layers 5 11 of 18 measured"
     assert layer_types.describe_measured("") == ""
+
+
+def test_caches_of_another_length_have_the_same_windows_and_states() -> None:
+    """By hand: one full layer of 500 entries and five of 64, of 1,024 bytes each; at 1,000 the five stay."""
+    config, share = configuration(64, window=4, granularity="kv"), (64 + 5 * 64) / (500 + 5 * 64)
+    for length, full, evicted in ((500, 820, 384), (1000, 1320, 384)):
+        size = CacheSize(length, 2, 1024.0, 500.0, "float32", 5 * 64 * 1024.0)
+        assert (size.full_bytes, size.evicted_bytes(config, share)) == (
+            2 * 1024 * full,
+            pytest.approx(2 * 1024 * evicted),
+        )
+    size = CacheSize(1000, 1, 1024.0, 500.0, "float32", 5 * 64 * 1024.0)
+    config, share = configuration(0.1, window=4), (50 + 5 * 64) / (500 + 5 * 64)
+    assert size.evicted_bytes(config, share) == pytest.approx(1024 * (100 + 5 * 64))
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "lfm2"])
+def test_the_bytes_of_an_entry_are_those_of_measured_layers(family: str) -> None:
+    adapter = tiny_adapter(family) if family in MIXED else hybrid_adapter(family)
+    configs = (configuration(12, window=4), configuration(20, window=4, granularity="kv"))
+    run = RunConfig(adapter.name, "d", configs, dtype="float32", steps=1)
+    samples = [trace_sample(adapter, Prompt("a", token_ids(40), 0), run)]
+    measured = Measurements(Trace.from_samples(run, samples, {}), "budget")
+    size = cache_size(measured, 40, 1)
+    assert size.token_bytes == pytest.approx(2 * KV * 2 * 8 * 4)  # two layers, keys and values of 8 numbers in 4 bytes
+    assert size.full_bytes == pytest.approx(adapter.shape.full_cache_bytes(40))
