@@ -144,12 +144,18 @@ VARIABLES: dict[str, Variable] = {
     "cut_tokens": Variable((), "token", "tokens cut out of the prompt's middle", "int64"),
     "evicted": Variable(("config",), "1", "1 where anything was evicted, 0 where b covers n", "uint8"),
     "held_share": Variable(
-        ("config",), "1", "entries that the evicted cache holds over those of the full cache", optional=True
+        ("config",),
+        "1",
+        "entries of the evicted cache over those of the full cache, all layers",
+        optional=True,
     ),
     "held_bytes": Variable(
-        ("config",), "byte", "entries of the evicted cache as stored, scales and minima among them", optional=True
+        ("config",), "byte", "the evicted cache as stored, all layers, scales and minima among them", optional=True
     ),
-    "full_bytes": Variable((), "byte", "entries of the full cache in 16 bits", optional=True),
+    "full_bytes": Variable((), "byte", "the full cache in 16 bits, all layers", optional=True),
+    "unmeasured_bytes": Variable(
+        (), "byte", "windows and recurrent states that no eviction touches, in held_bytes and full_bytes", optional=True
+    ),
     "prefill_seconds": Variable(
         ("config",), "s", "prefill of its own, lines chosen, masks dense; NaN where it has none", optional=True
     ),

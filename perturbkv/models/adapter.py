@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
@@ -102,12 +102,13 @@ class Adapter:
         return list(self.model.get_submodule(self.facts.path))
 
     @cached_property
-    def every_attention(self) -> Sequence[Any]:
-        """The attention module of each decoder layer."""
-        return [
-            layer.get_submodule(facts.attention)
-            for layer, facts in zip(self.every_layer, self.facts.layers, strict=True)
-        ]
+    def every_attention(self) -> Mapping[int, Any]:
+        """Layer index -> its attention module, of the decoder layers that have one."""
+        return {
+            index: self.every_layer[index].get_submodule(facts.attention)
+            for index, facts in enumerate(self.facts.layers)
+            if facts.attends
+        }
 
     @cached_property
     def layer_indices(self) -> tuple[int, ...]:
@@ -116,8 +117,13 @@ class Adapter:
 
     @property
     def is_mixed(self) -> bool:
-        """True if some layers have sliding-window attention, and so are not measured, and others full attention."""
+        """True if layers with full attention are measured, and others, of windows, states or no memory, are not."""
         return len(self.layer_indices) < len(self.facts.layers)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """True if some layers have a recurrent state, alone or beside attention."""
+        return any(facts.state for facts in self.facts.layers)
 
     @cached_property
     def layers(self) -> Sequence[Any]:
@@ -199,7 +205,10 @@ class Adapter:
         """The model's sizes from which the memory of weights and caches is computed."""
         float_bytes = sum(weight.numel() for weight in self.model.parameters()) * self.dtype.itemsize
         told = Shape.from_config(self.config, self.dtype.itemsize, self.stored.nbytes or float_bytes)
-        return replace(told, heads=self.heads, kv_heads=self.kv_heads, d_key=self.d_key, d_value=self.d_value)
+        state = sum(facts.state for facts in self.facts.layers)
+        return replace(
+            told, heads=self.heads, kv_heads=self.kv_heads, d_key=self.d_key, d_value=self.d_value, state=state
+        )
 
     @property
     def positions(self) -> int:
@@ -225,10 +234,10 @@ class Adapter:
         return cache.layers[self.layer_indices[layer]]
 
     def check_all_measured(self, feature: str) -> None:
-        """Raise ModelError for a model with unmeasured layers or sinks, which `feature` does not support."""
-        obstacle = "layers that see a part of it" if self.is_mixed else ""
-        if self.layer_facts(0).sinks:
-            obstacle = "sinks in its softmax"
+        """Raise ModelError for a model with unmeasured layers, states or sinks, which `feature` does not support."""
+        obstacles = {"recurrent states": self.is_recurrent, "layers that see a part of it": self.is_mixed,
+                     "sinks in its softmax": bool(self.layer_facts(0).sinks)}  # fmt: skip
+        obstacle = next((words for words, applies in obstacles.items() if applies), "")
         if obstacle:
             raise ModelError(
                 f"{feature} expects layers that all see the whole prompt and nothing else; model '{self.name}' has "

@@ -109,7 +109,7 @@ class Compressor:
         self.resources = resources
         self.head_scores: tuple[tuple[float, ...], ...] = run.head_scores
         self.window: int = max(config.window for config in run.configs)
-        rows = prompt.cache.layers[0].batch
+        rows = prompt.cache.rows
         self.first_row: int = rows - len(run.configs)  # of the first configuration
         self.queries: list[Tensor] = [
             last[:, -self.window :].unsqueeze(0).expand(rows, -1, -1, -1) for last in prompt.queries
@@ -160,9 +160,8 @@ class Compressor:
         counts = torch.stack(move_to_first_device(sets.sum(dim=-1) for sets in kept)).tolist()
         for view, sets, lengths in zip(views, kept, counts, strict=True):
             indices = view.kept_indices(sets, lengths)
-            remaining = maker_of(config).make_compressed(
-                view.take(indices), indices, view.lengths, self.adapter.frequencies
-            )
+            frequencies = self.adapter.frequencies if config.in_cache else torch.empty(0)
+            remaining = maker_of(config).make_compressed(view.take(indices), indices, view.lengths, frequencies)
             self.cache.evicted_layers[view.layer].replace_rows({row: remaining})
         return [torch.stack(view.perturbation(sets)) for view, sets in zip(views, kept, strict=True)]
 

@@ -68,7 +68,7 @@ def intercept_attention(
     `stock` is the model's own attention function. Only measured layers are replaced unless `all_layers`. Raises
     ModelError as `interface.intercept`.
     """
-    modules = adapter.every_attention if all_layers else adapter.attentions
+    modules = adapter.every_attention.values() if all_layers else adapter.attentions
     with intercept(implementation(adapter.model), modules, replacement):
         yield
 
@@ -76,9 +76,7 @@ def intercept_attention(
 @contextmanager
 def decode_from(adapter: Adapter, cache: CompactCache) -> Iterator[None]:
     """Let the model decode from `cache` inside the block, with `run_with_cache`; rows are configurations."""
-    cache_layers = {
-        id(attention): cached for attention, cached in zip(adapter.every_attention, cache.layers, strict=True)
-    }
+    cache_layers = {id(attention): cache.layers[index] for index, attention in adapter.every_attention.items()}
     cache.attach(True)
     try:
         with intercept_attention(adapter, partial(_attend_to_cache, cache_layers), all_layers=True):

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import Cache
 
-from perturbkv.cache.compact import CompactCache, SharedCache
+from perturbkv.cache.compact import CompactCache, SharedCache, restore_states
 from perturbkv.devices import copy_to_device, to_device
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.forward import run_with_cache
@@ -89,10 +89,10 @@ def decode_full(
     """Decode the question and then `steps` greedy steps from the full cache; return the steps' records and tokens.
 
     The batch has `rows` identical rows so that the linear layers see the evicted runs' shapes; row 0 is recorded. The
-    first token is the greedy choice after the prompt and its question. The cache grows by all decoded tokens;
-    `prefill.finite` checks the activations.
+    first token is the greedy choice after the prompt and its question. The measured layers' cache grows by all decoded
+    tokens, others are put back; `prefill.finite` checks the activations.
     """
-    cache = SharedCache(prefill.cache)
+    cache = SharedCache(prefill.cache, prefill.states, rows)
     logits = prefill.logits
     if question:
         ids = to_device(question, adapter.device)
@@ -102,6 +102,7 @@ def decode_full(
         record = _decode_step(adapter, cache, decode_shared(adapter), tokens[-1].view(1), rows, prefill.finite)
         records.append(_first_row(record))
         tokens.append(record.logits[0].argmax())
+    restore_states(prefill.cache, prefill.states)
     return records, torch.stack(tokens[:steps])  # the one after the last step is not read
 
 
@@ -127,12 +128,14 @@ def decode_evicted(
 ) -> tuple[Float[Tensor, "row vocab"] | None, list[StepRecord]]:
     """Decode the question and then the given `tokens` (teacher-forced) from a compact cache, one row per configuration.
 
-    Returns the logits after the question (None without one) and the records of the steps.
+    Returns the logits after the question (None without one) and the records of the steps. `cache.forget` can go back to
+    the question's end.
     """
     question_logits = None
     if question:
         ids = to_device(question, adapter.device)
         question_logits = _decode_step(adapter, cache, decode_from(adapter, cache), ids, rows, finite).logits
+        cache.mark()
     steps = [
         _decode_step(adapter, cache, decode_from(adapter, cache), token, rows, finite)
         for token in torch.split(tokens, 1)

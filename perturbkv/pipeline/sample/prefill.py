@@ -16,11 +16,11 @@ from transformers import Cache
 
 from perturbkv import theory
 from perturbkv.cache import stand_in
-from perturbkv.cache.compact import full_cache, sliding_windows
-from perturbkv.cache.sliding import Window
+from perturbkv.cache.compact import PromptStates, full_cache, prompt_states
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
 from perturbkv.devices import copy_to_device, to_device
+from perturbkv.errors import ModelError
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.forward import run_with_cache
 from perturbkv.pipeline.progress import phase
@@ -206,15 +206,15 @@ class Statistics:
 class Prefill:
     """One prompt's full cache (batch 1), the logits of its last position, and its statistics.
 
-    `finite` has recorded every layer, the final norm and the logits, and raised nothing yet. `windows` are the prompt's
-    entries in layers that are not measured, by index.
+    `finite` has recorded every layer, the final norm and the logits, and raised nothing yet. `states` are what eviction
+    leaves as it is after the prompt.
     """
 
     cache: Cache
     logits: Float[Tensor, " vocab"]
     statistics: Statistics
     finite: FiniteCheck
-    windows: Mapping[int, Window] = field(default_factory=dict)
+    states: PromptStates = field(default_factory=dict)
 
 
 @runtime_checkable
@@ -242,10 +242,11 @@ def prefill(
     and values are freed when the layer is done. Scores that need a replay are computed last.
 
     NaN and Inf are recorded in `Prefill.finite`, and raise nothing here. Raises ModelError for a configuration that
-    needs plain logits, where the model caps them.
+    needs plain logits, where the model caps them, or rotates keys or queries, where the model rotates none that way.
     """
     caps = [adapter.softmax(layer).cap for layer in range(len(adapter.layers))]
     compatibility.check_soft_cap(run.configs, next(filter(None, caps), None), adapter.name)
+    _check_rotations(adapter, run.configs)
     (token_ids, _), configs, sample = prompt.parts(run.scenario), run.configs, prompt.sample_id
     scored: dict[ScoreRequest, list[Tensor]] = {request: [] for config in configs for request in config.requests}
     shape = (len(token_ids), adapter.kv_heads, len(adapter.layers))
@@ -262,8 +263,21 @@ def prefill(
         logits = run_with_cache(adapter.model, ids, reader.cache, logits_to_keep=1).logits
     reader.finite.check(LOGITS, logits)
     append_replay_scores(adapter, token_ids, reader.cache, statistics.scored, sample, reader.finite)
-    windows = sliding_windows(adapter, reader.cache)
-    return Prefill(reader.cache, logits[0, -1], statistics, reader.finite, windows)
+    states = prompt_states(adapter, reader.cache)
+    return Prefill(reader.cache, logits[0, -1], statistics, reader.finite, states)
+
+
+def _check_rotations(adapter: Adapter, configs: Sequence[ResolvedConfig]) -> None:
+    """Raise ModelError for a configuration that rotates keys or queries, where the model rotates none that way."""
+    if adapter.rotary is not None:
+        return
+    for config in configs:
+        needs = {need for request in config.requests for need in request.score.needs}
+        if config.in_cache or not needs.isdisjoint(ROTATION_NEEDS):
+            raise ModelError(
+                f"configuration '{config.label()}' rotates keys or queries by their positions, and model "
+                f"'{adapter.name}' has no rotations by halves that it could use; choose another policy"
+            )
 
 
 class _PromptReader:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from perturbkv.cache.compact import restore_windows, sliding_windows
+from perturbkv.cache.compact import prompt_states, restore_states
 from perturbkv.datasets.sample import text_after_turn
 from perturbkv.devices import to_device
 from perturbkv.errors import DatasetError
@@ -118,7 +118,7 @@ class _Pass:
         self.sinks = min(replay.sinks, part.start)
         layers = [adapter.cache_layer(cache, index) for index in range(len(adapter.layers))]
         self.entries = [(layer.keys, layer.values) for layer in layers]
-        self.windows = sliding_windows(adapter, cache)
+        self.states = prompt_states(adapter, cache)
         self.input: Tensor | None = None
 
     def run(self, tokens: Sequence[int]) -> None:
@@ -132,7 +132,7 @@ class _Pass:
         ids = to_device([tokens], self.adapter.device)
         with capture(self.adapter, observer):
             run_with_cache(self.adapter.base, ids, self.cache)
-        restore_windows(self.cache, self.windows)
+        restore_states(self.cache, self.states)
 
     def _keep_input(self, layer: int, hidden: Tensor) -> None:
         """Store a layer's attention input until the layer's scores are computed: an `Observer.attention_input`."""
