@@ -28,6 +28,7 @@ from perturbkv.devices import to_device
 from perturbkv.errors import ConfigError
 from perturbkv.models import states as recurrent_states
 from perturbkv.models.adapter import Adapter
+from perturbkv.models.proof import CHUNKED
 from perturbkv.theory import Softmax
 
 _NO_STAND_INS: Mapping[int, StandIn] = MappingProxyType({})
@@ -387,7 +388,8 @@ def prompt_states(adapter: Adapter, cache: Cache) -> PromptStates:
         if facts.state:
             found[index] = RecurrentState(layer)
         elif facts.attends and index not in adapter.layer_indices:
-            found[index] = Window(layer.keys[0], layer.values[0], layer.cumulative_length, layer.sliding_window)
+            seen, size, chunked = layer.cumulative_length, layer.sliding_window, facts.kind == CHUNKED
+            found[index] = Window(layer.keys[0], layer.values[0], seen, size, chunked)
     return found
 
 

@@ -108,16 +108,20 @@ class Tail:
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """The entries of a prompt in a sliding layer: at most the last `size` − 1 of its `seen` entries."""
+    """The entries of a prompt in a sliding layer: at most the last `size` − 1 of its `seen` entries.
+
+    Queries of a `chunked` layer see the entries of their own chunk of `size` positions, others the last `size` ones.
+    """
 
     keys: Float[Tensor, "kv_head entry d_key"]
     values: Float[Tensor, "kv_head entry d_value"]
     seen: int
     size: int
+    chunked: bool = False
 
 
 class SlidingLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
-    """A layer of a `CompactCache` whose queries see the last `window.size` entries, their own included.
+    """A layer of a `CompactCache` whose queries see the last `window.size` entries, their own included, or a chunk.
 
     Args:
         window: the prompt's entries, which all rows share.
@@ -172,7 +176,9 @@ class SlidingLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
             torch.arange(self.seen + first, self.seen + self.length, device=device),
         ])  # fmt: skip
         newest = torch.arange(self.seen + self.length - queries, self.seen + self.length, device=device).unsqueeze(-1)
-        return (indices > newest) | (indices <= newest - self.window.size)
+        size = self.window.size
+        outside = indices // size != newest // size if self.window.chunked else indices <= newest - size
+        return (indices > newest) | outside
 
     def forget(self, after: int) -> None:
         """Drop all decoded tokens after the first `after`."""
