@@ -22,6 +22,11 @@ AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 (batch, query, head, d_value), and the weights or None."""
 
 
+def default_implementation(kind: Any) -> str:
+    """Return the attention implementation that a class of models is run with: sdpa, or eager where it needs more."""
+    return "sdpa" if kind._supports_sdpa else "eager"
+
+
 @contextmanager
 def intercept(
     implementation: str,

@@ -29,6 +29,7 @@ from perturbkv.errors import ConfigError, ModelError, UnknownNameError
 from perturbkv.models import gguf, hub, quantisers, stored_weights, user_cache
 from perturbkv.models.adapter import Adapter, OpenArguments
 from perturbkv.models.aliases import ALIASES
+from perturbkv.models.interface import default_implementation
 from perturbkv.models.sanity import check_config, check_shapes, load_whole_model
 from perturbkv.models.sources import (
     RANDOM,
@@ -414,11 +415,8 @@ def _check_devices(device_map: Mapping[str, Any], name: str) -> None:
 
 
 def _kernel(config: Any) -> str:
-    """Return the attention implementation of a family: sdpa, or eager where its code says that sdpa is not enough.
-
-    It is named to transformers, as a configuration may name a kernel of the hub.
-    """
-    return "sdpa" if AutoModelForCausalLM._model_mapping[type(config)]._supports_sdpa else "eager"
+    """Return the attention implementation of a family, named to transformers, as a configuration may name a kernel."""
+    return default_implementation(AutoModelForCausalLM._model_mapping[type(config)])
 
 
 def _random_config(name: str) -> Any:

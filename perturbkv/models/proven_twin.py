@@ -15,10 +15,13 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from perturbkv.errors import ModelError
 from perturbkv.models import interface, proof, twin, user_cache
-from perturbkv.models.proof import Facts, Refused
+from perturbkv.models.interface import default_implementation
+from perturbkv.models.proof import Facts, LayerFacts, Refused
+from perturbkv.models.sanity import check_class
 
 Verdict = dict[str, str]
 """The check by which a twin is refused and what was `seen`; empty where it is proven."""
@@ -75,6 +78,32 @@ def try_twin(config: Any, kind: Any, kernel: str) -> Facts:
     facts = proof.prove(made)
     proof.prove_evicted(made, facts)
     return facts
+
+
+def describe(config: Any) -> dict[str, str]:
+    """Return what the twin of a configuration is proven to have, or the check that refuses it, as cells of a table.
+
+    `kinds` are those of its layers, `gate`, `cap` and `sinks` are `yes` or empty; `check` and `seen` stand in their
+    place where it is refused. Raises ModelError where transformers makes no causal language model of it.
+    """
+    check_class(config, config.model_type)
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    try:
+        layers = try_twin(config, kind, default_implementation(kind)).layers
+    except Refused as refusal:
+        return {"check": refusal.check, "seen": str(refusal)}
+    marks = {
+        "gate": any(layer.gated for layer in layers),
+        "cap": any(layer.cap for layer in layers),
+        "sinks": any(layer.sinks for layer in layers),
+    }
+    kinds = dict.fromkeys(_kind(layer) for layer in layers)
+    return {"kinds": ", ".join(sorted(kinds)), **{name: "yes" if has else "" for name, has in marks.items()}}
+
+
+def _kind(layer: LayerFacts) -> str:
+    """Return the kind of a layer in words; attention with a recurrent state beside it is told as both."""
+    return f"{layer.kind} and recurrent" if layer.attends and layer.state else layer.kind
 
 
 def _verdict(model: Any) -> Verdict:
