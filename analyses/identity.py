@@ -121,7 +121,7 @@ class RunIdentity:
             "RANDOM WEIGHTS" if self.random_weights else "",
             self.model,
             f"weights {self.weights}" if self.weights else "",
-            f"layers {self.measured_layers} measured" if self.measured_layers else "",
+            layer_types.describe_measured(self.measured_layers),
             self.dataset,
             self.scenario if self.scenario != "regular" else "",
             plural(self.samples, self.unit),
@@ -141,7 +141,7 @@ class RunIdentity:
         run = [
             f"model {self.model}{f' (weights {self.weights})' if self.weights else ''}",
             "RANDOM WEIGHTS" if self.random_weights else "",
-            f"layers {self.measured_layers} measured" if self.measured_layers else "",
+            layer_types.describe_measured(self.measured_layers),
             self.dataset,
             self.scenario if self.scenario != "regular" else "",
             plural(self.samples, "sample") if self.samples < 2 else "",

@@ -29,6 +29,7 @@ from perturbkv.datasets.encode import Prompt
 from perturbkv.datasets.prompts import Prompts
 from perturbkv.devices import synchronise
 from perturbkv.models.adapter import Adapter
+from perturbkv.models.forward import run_with_cache
 from perturbkv.models.loading import ModelFiles, load_model
 from perturbkv.pipeline.answers.generation import generate, prefill_and_evict
 from perturbkv.pipeline.progress import time_phases
@@ -81,7 +82,7 @@ def press_runs(adapter: Adapter, token_ids: list[int]) -> list[Callable[[], obje
 
     def prefill(press: Any) -> None:
         with torch.inference_mode(), press(adapter.model):
-            adapter.model(input_ids=ids, past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1)
+            run_with_cache(adapter.model, ids, DynamicCache(), logits_to_keep=1)
 
     presses = [press for budget in BUDGETS for press in kinds(1 - budget / len(token_ids))]
     return [lambda press=press: prefill(press) for press in presses]  # type: ignore[misc]

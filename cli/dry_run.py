@@ -69,7 +69,7 @@ def _show_plan(planned: Plan, document: dict[str, Any]) -> None:
         ("samples", f"{document['samples']}, {document['tokens_min']} to {document['tokens_max']} tokens"),
         *([("this shard", _shard_text(document["shard"]))] if document["shard"] else []),
         ("cut in the middle", f"{document['cut_samples']} samples"),
-        *([("layers measured", document["measured_layers"])] if document["measured_layers"] else []),
+        *([("layers", told)] if (told := layer_types.describe_measured(document["measured_layers"])) else []),
         ("scenario", planned.run.scenario),
         ("decode steps", str(planned.run.steps)),
         ("weights", f"{document['weights_mib']:,.0f} MiB"),

@@ -337,7 +337,8 @@ def estimate_seconds(planned: Plan) -> float:
     run, shape = planned.run, Shape.from_config(planned.files.config, 1, 0)
     parameters = planned.files.parameters()
     lengths = [len(prompt.token_ids) for prompt in planned.prompts]
-    attention = 2 * (shape.layers + shape.sliding) * shape.heads * shape.d_head  # causal: half of QKᵀ and of AV
+    head = shape.d_key + shape.d_value  # causal: half of QKᵀ and of AV
+    attention = (shape.layers + shape.sliding) * shape.heads * head
     prefill = sum(2 * parameters * tokens + attention * tokens**2 for tokens in lengths)
     caches = len(run.configs) + 1
     decoded = len(lengths) * (run.steps + (run.generate or 0)) * caches

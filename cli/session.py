@@ -28,6 +28,7 @@ from perturbkv.cli.planned_run import (
     split_datasets,
     warn_of_missing_budgets,
 )
+from perturbkv.configs import layer_types
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError, FailedRunError, TraceError
@@ -168,8 +169,8 @@ class Session:
         special += " · random weights" if run.random_weights else ""
         samples = plural(sum(int(trace.ok.sum()) for trace in self.traces), "sample")
         datasets = ", ".join(dict.fromkeys(trace.run.dataset for trace in self.traces))
-        measured = self.trace.attrs.get(MEASURED_LAYERS)
-        layers = escape_line(f"layers {measured} are measured; the cache share is of their entries") if measured else ""
+        measured = layer_types.describe_measured(self.trace.attrs.get(MEASURED_LAYERS, ""))
+        layers = escape_line(f"{measured}; the cache share counts all layers") if measured else ""
         return escape_line(f"{run.model} · {datasets} · {samples}{special}"), layers
 
 

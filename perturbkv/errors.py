@@ -73,7 +73,7 @@ class NarrowFigureError(ConfigError):
 
 MEASURING = {
     "torch": "torch>=2.11",
-    "transformers": "transformers>=5.2,<5.24",
+    "transformers": "transformers>=5.2,<6",
     "accelerate": "accelerate>=1.0",
     "gguf": "gguf>=0.10",
     "huggingface_hub": "huggingface_hub>=1.0",

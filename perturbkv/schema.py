@@ -1,7 +1,7 @@
 """The variables of a trace: names, axes, units and types, declared once.
 
 The pipeline fills a `SampleTrace` from this declaration, the storage writes and reads it, analyses take a `Trace`. Axis
-names everywhere: sample config step layer head answer_token d_head d_model key kept_byte prompt_entry lost_entry. A
+names everywhere: sample config step layer head answer_token d_value d_model key kept_byte prompt_entry lost_entry. A
 trace file holds these variables and the state of each sample.
 """
 
@@ -52,7 +52,7 @@ class Variable:
     @property
     def raw(self) -> bool:
         """True if the variable holds head outputs, hidden states or attention, stored only with `--save outputs`."""
-        return not {"d_head", "d_model", "key"}.isdisjoint(self.dims)
+        return not {"d_value", "d_model", "key"}.isdisjoint(self.dims)
 
 
 _HEADS = ("config", "step", "layer", "head")
@@ -144,12 +144,18 @@ VARIABLES: dict[str, Variable] = {
     "cut_tokens": Variable((), "token", "tokens cut out of the prompt's middle", "int64"),
     "evicted": Variable(("config",), "1", "1 where anything was evicted, 0 where b covers n", "uint8"),
     "held_share": Variable(
-        ("config",), "1", "entries that the evicted cache holds over those of the full cache", optional=True
+        ("config",),
+        "1",
+        "entries of the evicted cache over those of the full cache, all layers",
+        optional=True,
     ),
     "held_bytes": Variable(
-        ("config",), "byte", "entries of the evicted cache as stored, scales and minima among them", optional=True
+        ("config",), "byte", "the evicted cache as stored, all layers, scales and minima among them", optional=True
     ),
-    "full_bytes": Variable((), "byte", "entries of the full cache in 16 bits", optional=True),
+    "full_bytes": Variable((), "byte", "the full cache in 16 bits, all layers", optional=True),
+    "unmeasured_bytes": Variable(
+        (), "byte", "windows and recurrent states that no eviction touches, in held_bytes and full_bytes", optional=True
+    ),
     "prefill_seconds": Variable(
         ("config",), "s", "prefill of its own, lines chosen, masks dense; NaN where it has none", optional=True
     ),
@@ -222,10 +228,10 @@ VARIABLES: dict[str, Variable] = {
         ("config",), "1", "share of the answer's leading digits that the evicted cache gives", optional=True
     ),
     "head_output_full": Variable(
-        ("step", "layer", "head", "d_head"), "1", "full-cache head output before W_O", "float32", optional=True
+        ("step", "layer", "head", "d_value"), "1", "full-cache head output before W_O", "float32", optional=True
     ),
     "head_output": Variable(
-        ("config", "step", "layer", "head", "d_head"), "1", "evicted head output before W_O", "float32", optional=True
+        ("config", "step", "layer", "head", "d_value"), "1", "evicted head output before W_O", "float32", optional=True
     ),
     "hidden_full": Variable(
         ("step", "layer", "d_model"), "1", "full-cache residual stream after the layer", "float32", optional=True
@@ -285,7 +291,7 @@ AXES = {
     "layer": "decoder layer",
     "head": "query head",
     "answer_token": "place in a generated answer",
-    "d_head": "component of a head's output",
+    "d_value": "component of a head's output",
     "d_model": "component of a hidden state",
     "key": "position of a cache entry",
     "kept_byte": "place in kept_code",

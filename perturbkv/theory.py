@@ -1,8 +1,9 @@
 """The paper's quantities for one layer: pure functions of tensors.
 
 Axes: `config` are eviction configurations, `head` query heads, `key` the n+t+1 entries that the decoding query sees
-(prompt, tokens decoded before it, itself). Masks are True where an entry is kept. Everything is computed in `WORK`
-precision whatever the model's dtype; bounds have the unit of the L1 norm of a head's contribution to the output.
+(prompt, tokens decoded before it, itself), `d_key` and `d_value` the components of a head's keys and values. Masks are
+True where an entry is kept. Everything is computed in `WORK` precision whatever the model's dtype; bounds have the unit
+of the L1 norm of a head's contribution to the output.
 """
 
 from __future__ import annotations
@@ -17,68 +18,52 @@ WORK = torch.float64
 """Precision of every sum over entries (METHOD: float32 or better, float64 on the CPU path)."""
 
 
-def decode_attention(
-    query: Float[Tensor, "head d_head"], key: Float[Tensor, "kv_head key d_head"], scale: float
-) -> Float[Tensor, "head key"]:
-    """Return A, the softmax attention weights of one decoding query over all its entries (paper, eq. 2)."""
-    return decode_weights(query, key, scale)[0]
+@dataclass(frozen=True, eq=False)
+class Softmax:
+    """The softmax of a layer: how logits become attention weights (METHOD: soft caps, sinks in the softmax).
 
-
-def decode_weights(
-    query: Float[Tensor, "head d_head"],
-    key: Float[Tensor, "kv_head key d_head"],
-    scale: float,
-    sinks: Float[Tensor, " head"] | None = None,
-    present: Bool[Tensor, "kv_head key"] | None = None,
-) -> tuple[Float[Tensor, "head key"], Float[Tensor, " head"]]:
-    """Return a decoding query's attention weights A, and the attention weight of every head's sink (0 without a sink).
-
-    A sink is an entry without a value that is never evicted. Keys that are not `present` take no part in the softmax.
+    Attributes:
+        scale: factor on the product of query and key.
+        cap: soft cap c, by which a logit z becomes c · tanh(z / c); None: logits are not capped.
+        sinks: logit of each head's sink, an entry without a value that is never evicted; None without sinks.
     """
-    return softmax_with_sinks(decode_logits(query, key, scale, present), sinks)
 
+    scale: float
+    cap: float | None = None
+    sinks: Float[Tensor, " head"] | None = None
 
-def decode_logits(
-    query: Float[Tensor, "head d_head"],
-    key: Float[Tensor, "kv_head key d_head"],
-    scale: float,
-    present: Bool[Tensor, "kv_head key"] | None = None,
-) -> Float[Tensor, "head key"]:
-    """Return the scaled logits of a decoding query, whose softmax is A; −∞ for keys that are not `present`."""
-    heads, d_head = query.shape
-    grouped = query.to(WORK).view(key.shape[0], heads // key.shape[0], d_head)
-    logits = grouped @ key.to(WORK).transpose(1, 2) * scale
-    if present is not None:
-        logits = logits.masked_fill(~present.unsqueeze(1), -torch.inf)
-    return logits.flatten(0, 1)
+    def of_heads(self, heads: slice) -> Softmax:
+        """Return the softmax of some of the layer's heads."""
+        return self if self.sinks is None else replace(self, sinks=self.sinks[heads])
 
+    def cap_logits(self, logits: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        """Return scaled products of queries and keys as logits: capped where the layer caps."""
+        return logits if self.cap is None else (logits / self.cap).tanh() * self.cap
 
-def log_total(
-    query: Float[Tensor, "head d_head"],
-    key: Float[Tensor, "kv_head key d_head"],
-    scale: float,
-    sinks: Float[Tensor, " head"] | None = None,
-) -> Float[Tensor, " head"]:
-    """Return log Z per head, the logarithm of the softmax's denominator: log-sum-exp of its logits, the sink's too."""
-    total = decode_logits(query, key, scale).logsumexp(dim=-1)
-    return total if sinks is None else torch.logaddexp(total, sinks.to(WORK))
+    def logits(
+        self, query: Float[Tensor, "*batch query d_key"], key: Float[Tensor, "*#batch key d_key"]
+    ) -> Float[Tensor, "*batch query key"]:
+        """Return the logits of queries on keys, in the dtype of both."""
+        return self.cap_logits(query @ key.mT * self.scale)
 
+    def logits_of_scaled(
+        self, query: Float[Tensor, "*batch query d_key"], key: Float[Tensor, "*#batch key d_key"]
+    ) -> Float[Tensor, "*batch query key"]:
+        """Return what `logits` does up to rounding, faster for few queries: these are scaled, and not the products."""
+        return self.cap_logits(query * self.scale @ key.mT)
 
-def attention_output(
-    query: Float[Tensor, "head d_head"],
-    key: Float[Tensor, "kv_head key d_head"],
-    value: Float[Tensor, "kv_head key d_head"],
-    scale: float,
-    sinks: Float[Tensor, " head"] | None = None,
-    present: Bool[Tensor, "kv_head key"] | None = None,
-) -> Float[Tensor, "head d_head"]:
-    """Return Σ A V over the given entries, with A the softmax over these entries, and the sinks, alone.
+    def weights(
+        self, logits: Float[Tensor, "head *query key"]
+    ) -> tuple[Float[Tensor, "head *query key"], Float[Tensor, head * query]]:
+        """Return the attention weights of entries with these logits, and those of the heads' sinks (0 without)."""
+        return softmax_with_sinks(logits, self.sinks)
 
-    Keys that are not `present` take no part. It serves entries that are stored in few bits: their weights are no
-    renormalised part of the full A.
-    """
-    weights, _ = decode_weights(query, key, scale, sinks, present)
-    return weighted_sums(weights.unsqueeze(0), value)[0]
+    def log_total(self, logits: Float[Tensor, "head *query key"]) -> Float[Tensor, head * query]:
+        """Return log Z, the logarithm of the softmax's denominator: log-sum-exp of the logits, the sink's too."""
+        total = logits.logsumexp(dim=-1)
+        if self.sinks is None:
+            return total
+        return torch.logaddexp(total, self.sinks.to(total.dtype).view(-1, *[1] * (total.ndim - 1)))
 
 
 def softmax_with_sinks(
@@ -90,6 +75,57 @@ def softmax_with_sinks(
     sink_logits = sinks.to(logits.dtype).view(-1, *[1] * (logits.ndim - 1)).expand(*logits.shape[:-1], 1)
     both = torch.cat([logits, sink_logits], dim=-1).softmax(dim=-1)
     return both[..., :-1], both[..., -1]
+
+
+def decode_attention(
+    query: Float[Tensor, "head d_key"], key: Float[Tensor, "kv_head key d_key"], softmax: Softmax
+) -> Float[Tensor, "head key"]:
+    """Return A, the softmax attention weights of one decoding query over all its entries (paper, eq. 2)."""
+    return decode_weights(query, key, softmax)[0]
+
+
+def decode_weights(
+    query: Float[Tensor, "head d_key"],
+    key: Float[Tensor, "kv_head key d_key"],
+    softmax: Softmax,
+    present: Bool[Tensor, "kv_head key"] | None = None,
+) -> tuple[Float[Tensor, "head key"], Float[Tensor, " head"]]:
+    """Return a decoding query's attention weights A, and the attention weight of every head's sink (0 without a sink).
+
+    Keys that are not `present` take no part in the softmax.
+    """
+    return softmax.weights(decode_logits(query, key, softmax, present))
+
+
+def decode_logits(
+    query: Float[Tensor, "head d_key"],
+    key: Float[Tensor, "kv_head key d_key"],
+    softmax: Softmax,
+    present: Bool[Tensor, "kv_head key"] | None = None,
+) -> Float[Tensor, "head key"]:
+    """Return the logits of a decoding query, whose softmax is A; −∞ for keys that are not `present`."""
+    heads, d_key = query.shape
+    grouped = query.to(WORK).view(key.shape[0], heads // key.shape[0], d_key)
+    logits = softmax.logits(grouped, key.to(WORK))
+    if present is not None:
+        logits = logits.masked_fill(~present.unsqueeze(1), -torch.inf)
+    return logits.flatten(0, 1)
+
+
+def attention_output(
+    query: Float[Tensor, "head d_key"],
+    key: Float[Tensor, "kv_head key d_key"],
+    value: Float[Tensor, "kv_head key d_value"],
+    softmax: Softmax,
+    present: Bool[Tensor, "kv_head key"] | None = None,
+) -> Float[Tensor, "head d_value"]:
+    """Return Σ A V over the given entries, with A the softmax over these entries, and the sinks, alone.
+
+    Keys that are not `present` take no part. It serves entries that are stored in few bits: their weights are no
+    renormalised part of the full A.
+    """
+    weights, _ = decode_weights(query, key, softmax, present)
+    return weighted_sums(weights.unsqueeze(0), value)[0]
 
 
 def weighted_sums(
@@ -115,19 +151,19 @@ def _grouped_sums(
 
 
 def gated_projection(
-    w_o: Float[Tensor, "d_model head_d_head"], gate: Float[Tensor, " head_d_head"] | None
-) -> Float[Tensor, "d_model head_d_head"]:
+    w_o: Float[Tensor, "d_model head_d_value"], gate: Float[Tensor, " head_d_value"] | None
+) -> Float[Tensor, "d_model head_d_value"]:
     """Return the output projection with γ before it, diag(γ) W_O, in `WORK`; W_O itself where there is no gate."""
     return w_o if gate is None else w_o.to(WORK) * gate.to(WORK)
 
 
-def head_slices(w_o: Float[Tensor, "d_model head_d_head"], heads: int) -> Float[Tensor, "head d_head d_model"]:
+def head_slices(w_o: Float[Tensor, "d_model head_d_value"], heads: int) -> Float[Tensor, "head d_value d_model"]:
     """Return W_O^h, every head's slice of the output projection, in `WORK` precision; `w_o` is `o_proj.weight`."""
     return w_o.to(WORK).view(len(w_o), heads, -1).permute(1, 2, 0)
 
 
 def project_outputs(
-    head_output: Float[Tensor, "*batch head d_head"], slices: Float[Tensor, "head d_head d_model"]
+    head_output: Float[Tensor, "*batch head d_value"], slices: Float[Tensor, "head d_value d_model"]
 ) -> Float[Tensor, "*batch head d_model"]:
     """Return x_h W_O^h: the projection of every head's vector x_h (METHOD: o_h)."""
     return torch.einsum("...hk,hkd->...hd", head_output.to(WORK), slices)
@@ -145,7 +181,7 @@ class KeptSums:
 
     mass: Float[Tensor, "config head"]
     weighted: Float[Tensor, "config head"]
-    mixed: Float[Tensor, "config head d_head"]
+    mixed: Float[Tensor, "config head d_value"]
 
 
 @dataclass(frozen=True)
@@ -154,27 +190,27 @@ class Summands:
 
     Attributes:
         columns: V, then ν of each query head of the group, then 1.
-        d_head: how many of the columns are V.
+        d_value: how many of the columns are V.
     """
 
     columns: Float[Tensor, "kv_head key column"]
-    d_head: int
+    d_value: int
 
     def first_entries(self, entries: int) -> Summands:
         """Return the summands of the first `entries` entries, as a view."""
-        return Summands(self.columns[:, :entries], self.d_head)
+        return Summands(self.columns[:, :entries], self.d_value)
 
     def without_values(self) -> Summands:
         """Return the summands without the V columns, as a view."""
-        return Summands(self.columns[..., self.d_head :], 0)
+        return Summands(self.columns[..., self.d_value :], 0)
 
     def norms(self) -> Float[Tensor, "head key"]:
         """Return the value norms ν."""
-        return self.columns[..., self.d_head : -1].transpose(1, 2).flatten(0, 1)
+        return self.columns[..., self.d_value : -1].transpose(1, 2).flatten(0, 1)
 
     def smallest_norms(self) -> Float[Tensor, " head"]:
         """Return M per head: the smallest value norm ν over the entries."""
-        return self.columns[..., self.d_head : -1].amin(dim=1).flatten()
+        return self.columns[..., self.d_value : -1].amin(dim=1).flatten()
 
     def sums(self, weights: Float[Tensor, "config head key"]) -> KeptSums:
         """Return the weighted sums of the summands over the entries, using every head's own value norms ν."""
@@ -189,12 +225,12 @@ class Summands:
     def _split_columns(self, sums: Float[Tensor, "config head column"]) -> KeptSums:
         """Return column sums as `KeptSums`; of a group's value-norm columns, a head's own is taken."""
         configs, heads, _ = sums.shape
-        own = self.d_head + torch.arange(heads, device=sums.device) % (heads // len(self.columns))
+        own = self.d_value + torch.arange(heads, device=sums.device) % (heads // len(self.columns))
         weighted = sums.gather(-1, own.view(1, -1, 1).expand(configs, -1, 1)).squeeze(-1)
-        return KeptSums(mass=sums[..., -1], weighted=weighted, mixed=sums[..., : self.d_head])
+        return KeptSums(mass=sums[..., -1], weighted=weighted, mixed=sums[..., : self.d_value])
 
 
-def stack_summands(value: Float[Tensor, "kv_head key d_head"], norms: Float[Tensor, "head key"]) -> Summands:
+def stack_summands(value: Float[Tensor, "kv_head key d_value"], norms: Float[Tensor, "head key"]) -> Summands:
     """Return a layer's `Summands`, from its values V and value norms ν, in `WORK` precision."""
     per_head = norms.view(value.shape[0], -1, norms.shape[1]).transpose(1, 2).to(WORK)
     columns = torch.cat([value.to(WORK), per_head, torch.ones_like(per_head[..., :1])], dim=-1)
@@ -283,10 +319,10 @@ def floor_at_rounding(measured: Float[Tensor, "*batch"], rounding: Float[Tensor,
 
 
 def isolated_perturbation(
-    whole: Float[Tensor, "*config head d_head"],
-    mixed: Float[Tensor, "config head d_head"],
+    whole: Float[Tensor, "*config head d_value"],
+    mixed: Float[Tensor, "config head d_value"],
     mass: Float[Tensor, "config head"],
-    slices: Float[Tensor, "head d_head d_model"],
+    slices: Float[Tensor, "head d_value d_model"],
     output: Float[Tensor, "head d_model"],
 ) -> Distances:
     """Return the distances (config, head) between a head's output o_h and its output from the kept entries alone.
@@ -298,11 +334,11 @@ def isolated_perturbation(
 
 
 def corrected_output(
-    mixed: Float[Tensor, "head d_head"],
+    mixed: Float[Tensor, "head d_value"],
     mass: Float[Tensor, " head"],
-    mean: Float[Tensor, "head d_head"],
+    mean: Float[Tensor, "head d_value"],
     predicted: Float[Tensor, " head"],
-) -> Float[Tensor, "head d_head"]:
+) -> Float[Tensor, "head d_value"]:
     """Return the corrected head output ô + (1 − Ŝ)(μ̂_gone − ô) before W_O (METHOD: the split of an evicted output).
 
     `mixed` is Σ N A V and `mass` S = Σ N A of the kept entries; `mean` is μ̂_gone, and `predicted` the predicted mass
@@ -312,9 +348,9 @@ def corrected_output(
 
 
 def propagated_perturbation(
-    full: Float[Tensor, "head d_head"],
-    evicted: Float[Tensor, "row head d_head"],
-    slices: Float[Tensor, "head d_head d_model"],
+    full: Float[Tensor, "head d_value"],
+    evicted: Float[Tensor, "row head d_value"],
+    slices: Float[Tensor, "head d_value d_model"],
 ) -> tuple[Float[Tensor, "head d_model"], Distances]:
     """Return the full run's o_h, and its distances (row, head) from the evicted runs' outputs (METHOD: propagated).
 

@@ -205,7 +205,7 @@ def study(asked: argparse.Namespace) -> None:
     if not asked.trace:
         if wrong := [bits for bits in asked.bits if bits not in BITS]:
             raise pk.PerturbkvError(f"--bits takes 8, 4 and 2, got {wrong[0]}")
-        configs = configurations(asked, common.load_model(asked).d_head)
+        configs = configurations(asked, common.load_model(asked).d_key)
     trace = common.read_or_measure(asked, configs, **({"generate": asked.max_new_tokens} if asked.answers else {}))
     numbers = TraceNumbers(trace)
     shown = setting_rows(numbers)

@@ -35,7 +35,7 @@ _LOSSES = ("cache_share", "isolated", "propagated", "drift", "kl")
 class PlainUse(Record):
     """Plain use of the cache with transformers, where no positions are given."""
 
-    position: int | None = column("where `model(token, past_key_values=cache)` puts the next token; null: it fails")
+    position: int | None = column("where the model puts the next token that it reads into the cache; null: it fails")
     expected: int = column("where it belongs: at n")
     fed: int = column("tokens that `generate` feeds when it gets all ids and the first new one: 1 is right")
     continued: str = column("what `generate` with the last id alone raises; empty where it goes on")

@@ -55,20 +55,24 @@ _EXIT_CODES = {SAFE: 0, NONE: 1, FEW: 2}
 
 @record
 class CacheSize(Record):
-    """The bytes of full caches of one length and batch, in the model's shape and the run's number type."""
+    """The bytes of full caches of one length and batch, in the model's shape and the run's number type.
+
+    Windows and recurrent states count as the trace's prompts have them, whatever the length.
+    """
 
     SECTION: ClassVar[str] = "cache size"
 
     length: int = column("entries of a prompt")
     batch: int = column("prompts at once")
-    token_bytes: float = column("bytes of one entry's keys and values in all layers of the full cache")
+    token_bytes: float = column("bytes of one entry's keys and values in all measured layers of the full cache")
     entries: float = column("mean entries of the trace's prompts")
     dtype: str = column("type of the numbers that are counted")
+    unmeasured_bytes: float = column("bytes of a prompt's sliding windows and recurrent states", default=0.0)
 
     @derived()
     def full_bytes(self) -> float:
         """Bytes of the full caches."""
-        return self.token_bytes * self.length * self.batch
+        return (self.token_bytes * self.length + self.unmeasured_bytes) * self.batch
 
     def evicted_bytes(self, config: EvictionConfig, cache_share: float) -> float:
         """Return the bytes of a configuration's evicted caches; `cache_share`: its cache share on the trace's prompts.
@@ -77,10 +81,13 @@ class CacheSize(Record):
         many entries at every length, so that its share falls with the length; what stays is the number of kept sets
         per key/value head: 1, or more where every query head keeps a set of its own.
         """
+        unmeasured = self.unmeasured_bytes / self.token_bytes  # in entries
+        kept = cache_share * (self.entries + unmeasured) - unmeasured
         if isinstance(config.budget.value, float):
-            return self.full_bytes * cache_share
-        sets_per_kv_head = cache_share * self.entries / min(config.budget.value, self.entries)
-        return self.full_bytes * sets_per_kv_head * min(config.budget.value, self.length) / self.length
+            kept *= self.length / self.entries
+        else:
+            kept *= min(config.budget.value, self.length) / min(config.budget.value, self.entries)
+        return (self.token_bytes * kept + self.unmeasured_bytes) * self.batch
 
 
 def check_size(length: int | None, batch: int) -> None:
@@ -101,10 +108,13 @@ def cache_size(measured: Measurements, length: int, batch: int) -> CacheSize:
     entries. Raises TraceError where the trace lacks the caches' bytes.
     """
     cache_bytes = measured["cache_bytes"] - measured["cache_padding_bytes"]
-    tokens = measured["prompt_tokens"]
-    entries = (measured["held_share"].sum(axis=1) * tokens).sum()  # in units of the full cache's, of all layers
-    token_bytes = float(cache_bytes.sum() / entries)
-    return CacheSize(length, batch, token_bytes, float(tokens.mean()), measured.trace.run.dtype)
+    tokens, unmeasured = measured["prompt_tokens"], np.zeros(1)  # in entries of all measured layers of the full cache
+    if "unmeasured_bytes" in measured:
+        unmeasured = tokens * measured["unmeasured_bytes"] / (measured["full_bytes"] - measured["unmeasured_bytes"])
+    entries = measured["held_share"] * (tokens + unmeasured)[:, None] - unmeasured[:, None]
+    token_bytes = float(cache_bytes.sum() / entries.sum())
+    others = token_bytes * float(unmeasured.mean())
+    return CacheSize(length, batch, token_bytes, float(tokens.mean()), measured.trace.run.dtype, others)
 
 
 @record

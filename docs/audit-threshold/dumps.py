@@ -32,6 +32,7 @@ from perturbkv.auditing.dumps.dump_file import Dump, read_dump, write_dump
 from perturbkv.auditing.dumps.vllm_engine import EngineRequest, dump_vllm
 from perturbkv.datasets.needle import sentences
 from perturbkv.models.aliases import EMBEDDED
+from perturbkv.models.forward import run_with_cache
 from perturbkv.models.loading import load_model, open_model
 
 FILE = Path(__file__).resolve().parent / "engines.csv"
@@ -87,11 +88,11 @@ def transformers_dumps(count: int, dtype: str, folder: Path) -> Iterator[Dump]:
         ids, new = list(request.token_ids), list(request.token_ids)
         with torch.inference_mode():
             for _ in range(request.new_tokens + 20):  # more than a block of 16
-                logits = adapter.model(torch.tensor([new]), past_key_values=cache).logits
+                logits = run_with_cache(adapter.model, torch.tensor([new]), cache).logits
                 new = [int(logits[0, -1].argmax())]
                 ids += new
         rows = [{"keys.a": layer.keys[0].clone(), "values.a": layer.values[0].clone()} for layer in cache.layers]
-        made = {"kv_heads": adapter.kv_heads, "head_size": adapter.d_head, "compute": dtype}
+        made = {"kv_heads": adapter.kv_heads, "head_size": adapter.d_key, "compute": dtype}
         yield read_dump(write_dump(folder / str(seed), [{"id": "a", "token_ids": ids[:-1]}], rows, **made))
 
 

@@ -40,6 +40,7 @@ from perturbkv.auditing.external_run import run_eviction
 from perturbkv.auditing.forward_passes import make_situation, token_count
 from perturbkv.auditing.model_state import ModelState
 from perturbkv.models.adapter import Adapter
+from perturbkv.models.forward import run_with_cache
 from tests.audit import planted
 from tests.audit.test_planted_faults_are_told_apart import audited
 from tests.support.models import tiny_adapter
@@ -119,7 +120,7 @@ def settings(half: str, count: int) -> Iterator[Setting]:
 def read_prompts(
     setting: Setting, model: Any, input_ids: Tensor, attention_mask: Tensor
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return keys and values (row, kv_head, token, d_head) per layer, the way the setting reads."""
+    """Return keys and values (row, kv_head, token, width) per layer, the way the setting reads."""
     if setting.reader == "rows alone" and len(input_ids) > 1:
         rows = []
         for ids, mask in zip(input_ids, attention_mask, strict=True):
@@ -134,7 +135,7 @@ def read_prompts(
     for first in range(0, input_ids.shape[1], size):
         part = slice(first, first + size)
         mask = None if bool(attention_mask.all()) else attention_mask[:, : first + size]
-        model(input_ids=input_ids[:, part], attention_mask=mask, position_ids=positions[:, part], past_key_values=cache)
+        run_with_cache(model, input_ids[:, part], cache, attention_mask=mask, position_ids=positions[:, part])
     model.config._attn_implementation = "sdpa"
     return [(layer.keys, layer.values) for layer in cache.layers]
 

@@ -67,7 +67,7 @@ def most_configs(plan: Plan, memory: float) -> int:
 
 def prefill_operations(shape: Shape, linear: int, tokens: int) -> tuple[float, float]:
     """Return the operations of a prefill's projections (`linear` weights) and of its causal attention."""
-    return 2 * linear * tokens, 2 * tokens**2 * shape.layers * shape.heads * shape.d_head
+    return 2 * linear * tokens, tokens**2 * shape.layers * shape.heads * (shape.d_key + shape.d_value)
 
 
 def linear_weights(plan: Plan) -> int:
@@ -79,9 +79,9 @@ def least_seconds(plan: Plan, tokens: int, card: Card) -> dict[str, float]:
     """Return what a run's parts take at least: operations at the card's peak, or bytes at its bandwidth."""
     shape, configs = plan.shape, len(plan.configs)
     heads, layers = shape.heads * tokens, shape.layers
-    norms = 2 * heads * shape.d_head * shape.d_model * layers
-    window = 2 * WINDOW * heads * shape.d_head * layers
-    columns = shape.d_head + shape.heads // shape.kv_heads + 1
+    norms = 2 * heads * shape.d_value * shape.d_model * layers
+    window = 2 * WINDOW * heads * shape.d_key * layers
+    columns = shape.d_value + shape.heads // shape.kv_heads + 1
     sums = 2 * (configs + 1) * heads * columns * layers
     kept = sum(shape.kept_bytes(config, tokens) for config in plan.run.configs)
     projections, attention = prefill_operations(shape, linear_weights(plan), tokens)

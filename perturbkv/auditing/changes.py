@@ -30,8 +30,8 @@ _MUCH_NEARER = 0.2
 
 
 def excess_rotations(
-    keys: Float[Tensor, "entry d_head"],
-    full: Float[Tensor, "entry d_head"],
+    keys: Float[Tensor, "entry d_key"],
+    full: Float[Tensor, "entry d_key"],
     frequencies: Float[Tensor, " frequency"],
     most: int,
 ) -> Int[Tensor, " entry"] | None:
@@ -54,20 +54,20 @@ def excess_rotations(
     return shifts[best] if bool((distance <= NEAR * length).all()) else None
 
 
-def _complex_pairs(keys: Float[Tensor, "entry d_head"], half: int) -> Tensor:
+def _complex_pairs(keys: Float[Tensor, "entry d_key"], half: int) -> Tensor:
     """Return the rotary components of keys as complex numbers (entry, frequency), from pairs `half` apart."""
     components = keys.double()
     return torch.complex(components[:, :half], components[:, half : 2 * half])
 
 
-def _deinterleave(keys: Float[Tensor, "entry d_head"]) -> Float[Tensor, "entry d_head"]:
+def _deinterleave(keys: Float[Tensor, "entry d_key"]) -> Float[Tensor, "entry d_key"]:
     """Return keys with the components 2i and 2i + 1 moved to i and i + d/2."""
     return keys.reshape(len(keys), -1, 2).transpose(1, 2).flatten(1)
 
 
 def describe_rotation(
-    keys: Float[Tensor, "entry d_head"],
-    full: Float[Tensor, "entry d_head"],
+    keys: Float[Tensor, "entry d_key"],
+    full: Float[Tensor, "entry d_key"],
     positions: Int[Tensor, " entry"],
     frequencies: Float[Tensor, " frequency"],
     most: int,
@@ -95,8 +95,8 @@ def describe_rotation(
 
 
 def describe_base(
-    keys: Float[Tensor, "entry d_head"],
-    full: Float[Tensor, "entry d_head"],
+    keys: Float[Tensor, "entry d_key"],
+    full: Float[Tensor, "entry d_key"],
     positions: Int[Tensor, " entry"],
     frequencies: Float[Tensor, " frequency"],
 ) -> str:
@@ -132,7 +132,7 @@ def round_towards_zero(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(rounded.abs() > numbers.abs(), below, rounded)
 
 
-def describe_rounding(entries: Float[Tensor, "entry d_head"], full: Float[Tensor, "entry d_head"]) -> str:
+def describe_rounding(entries: Float[Tensor, "entry width"], full: Float[Tensor, "entry width"]) -> str:
     """Return in words the coarser type that the entries went through; empty if none explains the difference."""
     for dtype in _COARSER:
         if torch.finfo(dtype).eps > torch.finfo(entries.dtype).eps and _explains(full.to(dtype).float(), entries, full):
@@ -140,7 +140,7 @@ def describe_rounding(entries: Float[Tensor, "entry d_head"], full: Float[Tensor
     return ""
 
 
-def describe_scale(entries: Float[Tensor, "entry d_head"], full: Float[Tensor, "entry d_head"], floor: float) -> str:
+def describe_scale(entries: Float[Tensor, "entry width"], full: Float[Tensor, "entry width"], floor: float) -> str:
     """Return the constant by which all entries of a head were multiplied, in words; empty if there is none.
 
     `floor` is the noise floor of an entry, relative to its length.
@@ -156,9 +156,9 @@ def describe_scale(entries: Float[Tensor, "entry d_head"], full: Float[Tensor, "
 
 
 def describe_quantisation(
-    entries: Float[Tensor, "entry d_head"],
-    full: Float[Tensor, "entry d_head"],
-    head: Float[Tensor, "position d_head"],
+    entries: Float[Tensor, "entry width"],
+    full: Float[Tensor, "entry width"],
+    head: Float[Tensor, "position width"],
 ) -> str:
     """Return a description of the quantisation from `full` to `entries`; empty if none explains the difference.
 
@@ -175,7 +175,7 @@ def describe_quantisation(
 def _explains(candidate: Tensor, entries: Tensor, full: Tensor) -> bool:
     """Return whether nearly all entries are much nearer to their candidate than the full cache's entry is.
 
-    All are (entry, d_head); what the entries' type rounds is allowed.
+    All are (entry, width); what the entries' type rounds is allowed.
     """
     distance = torch.linalg.vector_norm(entries.float() - candidate, dim=-1)
     full_distance = torch.linalg.vector_norm(full.float() - candidate, dim=-1)
@@ -186,7 +186,7 @@ def _explains(candidate: Tensor, entries: Tensor, full: Tensor) -> bool:
 def _quantisations(full: Tensor, head: Tensor, bits: int) -> Iterator[tuple[str, Tensor]]:
     """Yield (name of a scale, such as `per entry`; the entries quantised to `bits` bits with that scale).
 
-    The entries are `full` (entry, d_head); a scale is taken over them, or over all entries `head` (position, d_head).
+    The entries are `full` (entry, width); a scale is taken over them, or over all entries `head` (position, width).
     """
     for scale, dims, scaled in (("per entry", (-1,), full), ("per channel", (0,), head), ("per channel", (0,), full),
                                 ("per head", (0, 1), head), ("per head", (0, 1), full)):  # fmt: skip
@@ -202,7 +202,7 @@ def _quantisations(full: Tensor, head: Tensor, bits: int) -> Iterator[tuple[str,
 
 
 def describe_head(
-    entries: Float[Tensor, "entry d_head"], full: Float[Tensor, "kv_head position d_head"], own: int
+    entries: Float[Tensor, "entry width"], full: Float[Tensor, "kv_head position width"], own: int
 ) -> str:
     """Return the head of the full cache, other than `own`, that holds all `entries` to the bit; empty if none does."""
     cast = entries.to(full.dtype)
@@ -210,7 +210,7 @@ def describe_head(
     return next(heads, "")
 
 
-def are_among(entries: Float[Tensor, "entry d_head"], full: Float[Tensor, "position d_head"]) -> bool:
+def are_among(entries: Float[Tensor, "entry width"], full: Float[Tensor, "position width"]) -> bool:
     """Return whether every entry is bit-equal to one of the full cache's."""
     cached, known = entries[None, None], full[None, None]  # with a row and a head
     (kept,) = recover_positions([(cached, cached)], [(known, known)])

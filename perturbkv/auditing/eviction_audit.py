@@ -31,6 +31,7 @@ from perturbkv.datasets.encode import Prompt, check_length, check_vocabulary
 from perturbkv.devices import dtype_name, full_precision
 from perturbkv.errors import ConfigError, PerturbkvError, UnreadableCacheError
 from perturbkv.models.adapter import Adapter, check_long_rotations, check_sliding_window
+from perturbkv.models.forward import cache_argument
 from perturbkv.pipeline.sample.capture import Observer, capture
 from perturbkv.pipeline.variants.readers import time_full_prefill
 
@@ -188,7 +189,7 @@ def measure_plain_use(adapter: Adapter, eviction: Eviction, situation: Situation
         return eviction.read(adapter.model, situation.ids, situation.attention_mask)
 
     first, position = new_cache(), None
-    with contextlib.suppress(FailedError), external_code("", FailedError):  # in `model(token, past_key_values=cache)`
+    with contextlib.suppress(FailedError), external_code("", FailedError):  # as the model numbers a new token
         position = int(first.get_seq_length())
     return PlainUse(
         position=position,
@@ -209,7 +210,7 @@ def _generate(adapter: Adapter, cache: Cache, ids: Tensor, lengths: list[int]) -
     options: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
     with warnings.catch_warnings(), capture(adapter, Observer(hidden=count)):
         warnings.simplefilter("ignore")
-        adapter.model.generate(ids, past_key_values=cache, **options)
+        adapter.model.generate(ids, **{cache_argument(type(adapter.model).forward): cache}, **options)
 
 
 def _failure_text(call: Callable[[], object]) -> str:

@@ -8,7 +8,8 @@ positions can be audited, too.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.option import KINDS
 from perturbkv.configs.plugins import external_code, format_error, load_module
 from perturbkv.errors import ConfigError, PerturbkvError, UnknownNameError, UnreadableCacheError
+from perturbkv.models.forward import run_with_cache
 from perturbkv.pipeline.variants.presses import set_ratio
 from perturbkv.selection.policies import kvpress
 from perturbkv.selection.policies.kvpress import is_press
@@ -32,6 +34,9 @@ _LOGIT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FUNCTION, CLASS, PRESS = "function", "cache class", "press"
 _INPUTS = ("model", "input_ids", "attention_mask")
 """Arguments of an eviction that is a function."""
+
+_UNKNOWN_ARGUMENT = "update() got an unexpected keyword argument"
+"""Part of Python's message where a cache, or a layer of it, does not take an argument of `update`."""
 
 Evict = Callable[[Any, Tensor, Tensor], Any]
 """`(model, input_ids, attention_mask)`, both (batch, token), padding on the left → cache."""
@@ -45,6 +50,23 @@ class FailedError(PerturbkvError):
 
 class RefusedError(PerturbkvError):
     """A situation that an eviction says it does not take."""
+
+
+@contextmanager
+def eviction_code(what: str) -> Iterator[None]:
+    """Run an eviction's code, or the model with its cache: an exception becomes a FailedError that begins with `what`.
+
+    Raises UnreadableCacheError where the cache's `update` takes fewer arguments than the model's layers pass.
+    """
+    with external_code(what, FailedError):
+        try:
+            yield
+        except TypeError as error:
+            if _UNKNOWN_ARGUMENT not in str(error):
+                raise
+            raise UnreadableCacheError(
+                f"{error}; layers of transformers 5.24 and newer pass more to it, so let update take **kwargs"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -68,10 +90,10 @@ class Eviction:
     def read(self, model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
         """Return the evicted cache of prompts, which are given as copies.
 
-        Raises UnreadableCacheError unless it is a transformers cache, RefusedError for a NotImplementedError, and
-        FailedError for whatever else the eviction raises.
+        Raises UnreadableCacheError unless it is a transformers cache that the model can update, RefusedError for a
+        NotImplementedError, and FailedError for whatever else the eviction raises.
         """
-        with external_code("reading the prompt raises", FailedError):
+        with eviction_code("reading the prompt raises"):
             try:
                 cache = self.evict(model, input_ids.clone(), attention_mask.clone())
             except NotImplementedError as error:
@@ -89,7 +111,7 @@ class Eviction:
         `what`, for an exception and for anything but such logits.
         """
         assert self.decode is not None
-        with external_code(f"{what} raises", FailedError):
+        with eviction_code(f"{what} raises"):
             logits = self.decode(model, cache, token.clone(), step)
         rows, new, vocabulary = *token.shape, int(model.config.get_text_config().vocab_size)
         if isinstance(logits, Tensor) and logits.ndim == 2:
@@ -124,7 +146,7 @@ def callable_eviction(
 
         def evict(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
             cache, padding = target(**arguments), _padding_arguments(attention_mask)
-            model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **padding)
+            run_with_cache(model, input_ids, cache, logits_to_keep=1, **padding)
             return cache
 
         return Eviction(name, CLASS, evict, decode, masks)
@@ -184,7 +206,7 @@ def press_eviction(text: str, budget: Budget) -> Eviction:
         set_ratio(press, tokens, min(tokens, budget.tokens(tokens)))
         padding = _padding_arguments(attention_mask)
         with kvpress.quiet(), torch.inference_mode(False), torch.no_grad(), press(model):
-            model.model(input_ids=input_ids.clone(), past_key_values=cache, **padding)
+            run_with_cache(model.model, input_ids.clone(), cache, **padding)
         return cache
 
     return Eviction(text, PRESS, evict)

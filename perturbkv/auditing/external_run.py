@@ -13,7 +13,7 @@ from transformers import Cache
 from perturbkv.analyses.audit.audited_runs import AuditedRun, DecodingStep
 from perturbkv.analyses.audit.cache_entries import FLOORS
 from perturbkv.auditing.changes import excess_rotations
-from perturbkv.auditing.evictions import Eviction, FailedError, RefusedError
+from perturbkv.auditing.evictions import Eviction, FailedError, RefusedError, eviction_code
 from perturbkv.auditing.forward_passes import ForwardPass, Situation, attends_to_later, hides_entries, record_pass
 from perturbkv.auditing.kept_entries import EntryComparison, EntryTracker, first_of_groups, repeat_heads
 from perturbkv.auditing.model_state import ModelState, describe_damage
@@ -40,6 +40,7 @@ from perturbkv.configs.audit_settings import IN_CACHE, ORIGINAL, AuditSettings
 from perturbkv.configs.plugins import external_code
 from perturbkv.errors import UnreadableCacheError
 from perturbkv.models.adapter import Adapter
+from perturbkv.models.forward import run_with_cache
 
 _MOST_SHIFT = 4096
 """Largest number of positions that keys of new tokens are tested to lag behind."""
@@ -353,10 +354,8 @@ class ExternalRun:
         what = what or ("a block of tokens" if ids.shape[1] > 1 else f"decoding token {decoded}")
         if self.eviction.decode is not None:
             return self.eviction.logits(self.adapter.model, cache, ids, decoded, what)
-        with external_code(f"{what} raises", FailedError):  # the cache is not ours
-            output = self.adapter.model(
-                input_ids=ids, position_ids=self.situation.positions(chunk), past_key_values=cache, use_cache=True
-            )
+        with eviction_code(f"{what} raises"):  # the cache is not ours
+            output = run_with_cache(self.adapter.model, ids, cache, position_ids=self.situation.positions(chunk))
         return output.logits  # type: ignore[no-any-return]
 
 

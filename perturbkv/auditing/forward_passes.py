@@ -116,10 +116,10 @@ class ForwardPass:
     """A recorded forward pass of a batch: layer → tensor, without layers whose attention was not the model's own.
 
     Attributes:
-        query: after RoPE (row, head, new, d_head).
-        key, value: as the attention gets them (row, kept_head, entry, d_head), those of the new tokens last.
+        query: after RoPE (row, head, new, d_key).
+        key, value: as the attention gets them (row, kept_head, entry, width), those of the new tokens last.
         mask: as the attention gets it; None where it gets none.
-        head_output: before the output projection (row, new, head, d_head).
+        head_output: before the output projection (row, new, head, d_value).
         hidden: residual stream after the layer (row, new, d_model).
         logits: (row, new, vocab).
         entries: number of entries that the attention got, with those of the new tokens.
@@ -142,7 +142,7 @@ class ForwardPass:
         return len(self.head_output) == layers
 
     def new_entries(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of the new tokens in a layer, each (row, kept_head, new, d_head)."""
+        """Return keys and values of the new tokens in a layer, each (row, kept_head, new, width)."""
         new = self.query[layer].shape[2]
         return self.key[layer][:, :, -new:], self.value[layer][:, :, -new:]
 

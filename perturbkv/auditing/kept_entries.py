@@ -382,7 +382,7 @@ class EntryComparison:
         return exact and not torch.equal(separate[0].positions[0], separate[1].positions[0])
 
     def _full_entries(self, full: Tensor, layer: int, head: int, row: int | None = None) -> Tensor:
-        """Return the full cache's entries (entry, d_head) for a head of the external cache, by default in its row."""
+        """Return the full cache's entries (entry, width) for a head of the external cache, by default in its row."""
         return full[self.row if row is None else row][self._full_head(full, layer, head)]
 
     def _full_head(self, full: Tensor, layer: int, head: int) -> int:

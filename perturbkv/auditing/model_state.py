@@ -30,6 +30,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from perturbkv.auditing.evictions import FailedError
 from perturbkv.cache.external_cache import bit_patterns
 from perturbkv.configs.plugins import external_code, is_library_file
+from perturbkv.models.forward import run_with_cache
 
 _PARTS = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
@@ -234,9 +235,9 @@ def _logit_bits(model: nn.Module) -> Tensor:
     mask = torch.ones_like(ids)
     mask[1, :_PADDING] = 0
     cache: Cache = DynamicCache()
-    read = model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True).logits
+    read = run_with_cache(model, ids, cache, attention_mask=mask).logits
     mask = torch.cat([mask, mask[:, :1] * 0 + 1], dim=-1)
-    continued = model(input_ids=ids[:, :1], attention_mask=mask, past_key_values=cache, use_cache=True).logits
+    continued = run_with_cache(model, ids[:, :1], cache, attention_mask=mask).logits
     return bit_patterns(torch.cat([read, continued], dim=1))
 
 

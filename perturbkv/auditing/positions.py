@@ -25,7 +25,7 @@ from perturbkv.theory import WORK
 HeldPositions = Sequence[Sequence[Sequence[Int[Tensor, " entry"]]]]
 """Per row, layer and key/value head the known entries that a cache holds, in its order; `NOWHERE` for others."""
 Rotate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Keys (entry, d_head), positions from and to (entry,), frequencies (frequency,) → rotated keys."""
+"""Keys (entry, d_key), positions from and to (entry,), frequencies (frequency,) → rotated keys."""
 UNROTATED = "unrotated"
 """The convention of keys that a cache holds without positions."""
 _EXPLAINED = 0.5
@@ -49,7 +49,7 @@ def convention_distances(
     A distance is the sum over rows, heads and entries of the key's from the nearest known one.
 
     Args:
-        own: keys and values of the cache (row, kv_head, entry, d_head).
+        own: keys and values of the cache (row, kv_head, entry, width).
         fixed: the known entries, with keys at the positions that they have unless the cache moves them.
         known: the known entries at `known_positions`.
         known_positions: positions of the prompts' tokens and of those decoded so far.
@@ -80,7 +80,7 @@ def match_at_zero(
 ) -> RecoveredLayer:
     """Return the known entries that a layer's cache holds in a row, found by keys that are rotated back to position 0.
 
-    `own` and `known` are keys and values (row, kv_head, entry, d_head) of the cache, which stand at `places`, by
+    `own` and `known` are keys and values (row, kv_head, entry, width) of the cache, which stand at `places`, by
     default at 0, 1, …, and of the plain model, at `known_positions`. Equal tokens have equal keys at position 0 in the
     first layer, and get their positions in the prompt's order; these are counted after the row's `padding`.
     """
@@ -183,7 +183,7 @@ def _append_entries(layers: Layers, new: Layers) -> Layers:
     ]
 
 
-def _rotate(keys: Tensor, before: Tensor, after: Tensor, frequencies: Tensor) -> Float[Tensor, "entry d_head"]:
+def _rotate(keys: Tensor, before: Tensor, after: Tensor, frequencies: Tensor) -> Float[Tensor, "entry d_key"]:
     """Return keys rotated from the positions `before` to `after`, by angles that are rounded as in the model."""
     single = frequencies.to(keys.device, torch.float32)
     angles = [(positions.float().unsqueeze(-1) * single).to(WORK) for positions in (before, after)]
@@ -199,8 +199,8 @@ def _rotate_by_difference(keys: Tensor, before: Tensor, after: Tensor, frequenci
 
 
 def describe_wrong_rotation(
-    keys: Float[Tensor, "entry d_head"],
-    before: Float[Tensor, "entry d_head"],
+    keys: Float[Tensor, "entry d_key"],
+    before: Float[Tensor, "entry d_key"],
     positions: Int[Tensor, " entry"],
     index: Int[Tensor, " entry"],
     frequencies: Float[Tensor, " frequency"],
@@ -211,7 +211,7 @@ def describe_wrong_rotation(
     Empty if no such rotation explains most keys that moved. `before` are the full cache's keys at `positions`, `index`
     the places in the cache, `near` the largest relative distance at which a rotation explains a key.
     """
-    half, d_head = len(frequencies), keys.shape[-1]
+    half, d_key = len(frequencies), keys.shape[-1]
     length = torch.linalg.vector_norm(before.double(), dim=-1)
     moved = index != positions
     if not bool(moved.any()):
@@ -224,7 +224,7 @@ def describe_wrong_rotation(
             if abs(other / base - 1) > _SAME_BASE
         },  # fmt: skip
         "without the model's scaling of long contexts": (base, half),
-        "in all components, the model rotates a part of them": (base, d_head // 2),
+        "in all components, the model rotates a part of them": (base, d_key // 2),
     }
     for words, (other, pairs) in candidates.items():
         others = other ** (-torch.arange(pairs, dtype=torch.float64) / pairs)

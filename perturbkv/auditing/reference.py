@@ -20,12 +20,13 @@ from perturbkv.auditing.forward_passes import Attend, ForwardPass, Situation, re
 from perturbkv.cache.external_cache import Layers
 from perturbkv.errors import ModelError
 from perturbkv.models.adapter import Adapter
+from perturbkv.models.forward import run_with_cache
 from perturbkv.models.interface import AttentionFunction
 
 _KERNEL = "sdpa"
 _TINY = torch.finfo(torch.float64).tiny
 Arrange = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
-"""Keys and values (row, kv_head, entry, d_head) and mask (row, head, new, entry) → the same, arranged otherwise."""
+"""Keys and values (row, kv_head, entry, width) and mask (row, head, new, entry) → the same, arranged otherwise."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def read_prompts(
                 "attention_mask": mask[:, : first + part], "position_ids": positions[:, columns]
             }  # fmt: skip
             ids = situation.ids[:, columns]
-            adapter.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **padding)
+            run_with_cache(adapter.model, ids, cache, logits_to_keep=1, **padding)
             first += part
     return [(layer.keys, layer.values) for layer in cache.layers]
 
@@ -116,7 +117,7 @@ def decode_greedily(adapter: Adapter, ids: Int[Tensor, " token"], count: int) ->
     """Return the model's own greedy continuation of a prompt, `count` tokens (1 or more), and the prompt's entries."""
     cache, token, tokens, full = DynamicCache(), ids.unsqueeze(0), [], None
     for _ in range(count):
-        logits = adapter.model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        logits = run_with_cache(adapter.model, token, cache, logits_to_keep=1).logits
         full = full or [(layer.keys, layer.values) for layer in cache.layers]
         token = logits[:, -1:].argmax(dim=-1)
         tokens.append(token[0, 0])
@@ -153,10 +154,9 @@ def _forward(adapter: Adapter, cache: Cache, situation: Situation, chunk: int, a
     """Run and record the forward pass of the situation's chunk `chunk`, whose tokens are added to the cache."""
     record = ForwardPass()
     with record_pass(adapter, record, attend):
-        record.logits = adapter.model(
-            input_ids=situation.new_tokens(chunk), position_ids=situation.positions(chunk), past_key_values=cache,
-            use_cache=True,
-        ).logits  # fmt: skip
+        record.logits = run_with_cache(
+            adapter.model, situation.new_tokens(chunk), cache, position_ids=situation.positions(chunk)
+        ).logits
     return record
 
 
@@ -227,9 +227,9 @@ def entry_floors(
 
 
 def entry_distances(
-    entries: Float[Tensor, "kv_head entry d_head"],
-    expected: Float[Tensor, "kv_head entry d_head"],
-    full: Float[Tensor, "kv_head token d_head"],
+    entries: Float[Tensor, "kv_head entry width"],
+    expected: Float[Tensor, "kv_head entry width"],
+    full: Float[Tensor, "kv_head token width"],
 ) -> Float[Tensor, "kv_head entry"]:
     """Return distances of entries from those expected, over the root mean square norm of all entries of the head.
 

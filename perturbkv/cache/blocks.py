@@ -18,11 +18,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from perturbkv.cache.entries import EntryPool, Reader
+from perturbkv.cache.entries import EntryPool, Reader, entry_bytes
 from perturbkv.devices import to_device
+from perturbkv.theory import Softmax
 
 Kernel = Callable[..., tuple[Tensor, Tensor]]
 """A variable-length attention, as `ragged.variable_length_attention` returns."""
+Attended = tuple[Float[Tensor, "segment group query d_value"], Float[Tensor, "segment group query"]]
+"""Attention outputs of every segment's queries, and the log-sum-exps of their logits."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +49,14 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Segments of similar length, padded to the longest: keys and values (segment, longest, d_head).
+    """Segments of similar length, padded to the longest.
 
     `padding` is True for padding, None without any; `query_index` is what `query_indices` returns.
     """
 
     segments: list[Segment]
-    keys: Tensor
-    values: Tensor
+    keys: Float[Tensor, "segment longest d_key"]
+    values: Float[Tensor, "segment longest d_value"]
     padding: Bool[Tensor, "segment longest"] | None
     query_index: tuple[Int[Tensor, "segment 1"], Int[Tensor, "segment group"]]
 
@@ -65,10 +68,10 @@ class Block:
     @property
     def entry_bytes(self) -> int:
         """Bytes of one entry's key and value."""
-        return self.keys.shape[-1] * (self.keys.itemsize + self.values.itemsize)
+        return entry_bytes(self.keys, self.values)
 
     def entries(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values (entry, d_head) of the segment at `index`, as views."""
+        """Return keys and values (entry, …) of the segment at `index`, as views."""
         length = self.segments[index].length
         return self.keys[index, :length], self.values[index, :length]
 
@@ -88,20 +91,12 @@ class Block:
         padding = None if self.padding is None else self.padding[chosen, :longest]
         return Block(segments, keys, values, padding, indices)
 
-    def attend(self, query: Float[Tensor, "row head query d_head"], scale: float) -> tuple[Tensor, Tensor]:
-        """Return attention outputs (segment, group, query, d_head) and the log-sum-exps of the logits."""
-        work = torch.promote_types(query.dtype, torch.float32)
+    def attend(self, query: Float[Tensor, "row head query d_key"], softmax: Softmax) -> Attended:
+        """Return attention outputs and the log-sum-exps of the logits."""
         grouped = query[self.query_index]
-        segments, group, queries, d_head = grouped.shape
-        scaled = (grouped.to(work) * scale).reshape(segments, group * queries, d_head)
-        logits = scaled @ self.keys.to(work).transpose(1, 2)
-        if (excluded := self.exclusion_mask(grouped)) is not None:
-            logits.masked_fill_(excluded, -torch.inf)
-        logsumexp = logits.logsumexp(dim=-1)
-        output = (logits - logsumexp.unsqueeze(-1)).exp_() @ self.values.to(work)
-        return output.view(segments, group, queries, d_head), logsumexp.view(segments, group, queries)
+        return attend_segments(grouped, self.keys, self.values, softmax, self.exclusion_mask(grouped))
 
-    def exclusion_mask(self, queries: Float[Tensor, "segment group query d_head"]) -> Tensor | None:
+    def exclusion_mask(self, queries: Float[Tensor, "segment group query d_key"]) -> Tensor | None:
         """Return a mask, True for the entries that the queries do not attend to; None where they attend to all.
 
         It has the shape (segment, group · query, longest), or (segment, 1, longest) where it is the same for all
@@ -114,9 +109,11 @@ class Block:
 class PackedBlock:
     """Concatenated segments without padding, for CUDA's variable-length attention.
 
+    That attention knows no soft cap: a layer with one attends segment by segment, without it.
+
     Attributes:
         segments: the segments, in the order of their entries.
-        keys, values: (entry, 1, d_head), one segment after the other.
+        keys, values: (entry, 1, …), one segment after the other.
         offsets: index of each segment's first entry, then the end of the last segment.
         device_offsets: the same as a tensor on the device.
         lengths: number of entries per segment where other entries lie between segments; else None.
@@ -142,10 +139,10 @@ class PackedBlock:
     @property
     def entry_bytes(self) -> int:
         """Bytes of one entry's key and value."""
-        return self.keys.shape[-1] * (self.keys.itemsize + self.values.itemsize)
+        return entry_bytes(self.keys, self.values)
 
     def entries(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values (entry, d_head) of the segment at `index`, as views."""
+        """Return keys and values (entry, …) of the segment at `index`, as views."""
         entries = slice(self.offsets[index], self.offsets[index] + self.segments[index].length)
         return self.keys[entries, 0], self.values[entries, 0]
 
@@ -164,17 +161,47 @@ class PackedBlock:
         keys, values, indices = self.keys[first:end], self.values[first:end], query_indices(segments, self.keys.device)
         return PackedBlock(segments, keys, values, offsets, device_offsets, counts, indices, self.kernel)
 
-    def attend(self, query: Float[Tensor, "row head query d_head"], scale: float) -> tuple[Tensor, Tensor]:
-        """Return attention outputs (segment, group, query, d_head) and the log-sum-exps of the logits."""
-        grouped = query[self.query_index].transpose(1, 2)  # (segment, query, group, d_head)
-        segments, queries, group, d_head = grouped.shape
+    def attend(self, query: Float[Tensor, "row head query d_key"], softmax: Softmax) -> Attended:
+        """Return attention outputs and the log-sum-exps of the logits."""
+        if softmax.cap is not None:
+            return self._attend_without_kernel(query, softmax)
+        grouped = query[self.query_index].transpose(1, 2)  # (segment, query, group, d_key)
+        segments, queries, group, d_key = grouped.shape
         query_starts = torch.arange(segments + 1, device=query.device, dtype=torch.int32) * queries
         longest = max(segment.length for segment in self.segments)
-        flat_queries = grouped.reshape(-1, group, d_head)
+        flat_queries = grouped.reshape(-1, group, d_key)
         layout = (query_starts, self.device_offsets, queries, longest)
-        output, logsumexp = self.kernel(flat_queries, self.keys, self.values, *layout, scale, self.lengths)
+        output, logsumexp = self.kernel(flat_queries, self.keys, self.values, *layout, softmax.scale, self.lengths)
         logsumexp = logsumexp.view(group, segments, queries).transpose(0, 1)
-        return output.view(segments, queries, group, d_head).transpose(1, 2), logsumexp
+        return output.view(segments, queries, group, -1).transpose(1, 2), logsumexp
+
+    def _attend_without_kernel(self, query: Float[Tensor, "row head query d_key"], softmax: Softmax) -> Attended:
+        """Return what `attend` does, of plain products, one segment after the other."""
+        outputs, sums = [], []
+        for index, own in enumerate(torch.split(query[self.query_index], 1)):
+            keys, values = self.entries(index)
+            output, logsumexp = attend_segments(own, keys.unsqueeze(0), values.unsqueeze(0), softmax)
+            outputs.append(output)
+            sums.append(logsumexp)
+        return torch.cat(outputs), torch.cat(sums)
+
+
+def attend_segments(
+    query: Float[Tensor, "segment group query d_key"],
+    keys: Float[Tensor, "segment entry d_key"],
+    values: Float[Tensor, "segment entry d_value"],
+    softmax: Softmax,
+    excluded: Bool[Tensor, "segment *queries entry"] | None = None,
+) -> Attended:
+    """Return attention outputs over every segment's entries but the `excluded` ones, and the logits' log-sum-exps."""
+    work = torch.promote_types(query.dtype, torch.float32)
+    segments, group, queries, d_key = query.shape
+    logits = softmax.logits_of_scaled(query.to(work).reshape(segments, group * queries, d_key), keys.to(work))
+    if excluded is not None:
+        logits.masked_fill_(excluded, -torch.inf)
+    logsumexp = logits.logsumexp(dim=-1)
+    output = (logits - logsumexp.unsqueeze(-1)).exp_() @ values.to(work)
+    return output.view(segments, group, queries, -1), logsumexp.view(segments, group, queries)
 
 
 def segments_of_rows(segments: Sequence[Segment], rows: Sequence[int]) -> tuple[list[int], list[Segment]]:
@@ -249,7 +276,7 @@ class PassingBlock:
         return packed_block(self.kept, self.segments, self.kernel)
 
     def entries(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return copies of keys and values (entry, d_head) of the segment at `index`."""
+        """Return copies of keys and values (entry, …) of the segment at `index`."""
         return self.to_block().entries(index)
 
     def keep_rows(self, rows: Sequence[int]) -> PassingBlock | None:
@@ -257,9 +284,9 @@ class PassingBlock:
         _, segments = segments_of_rows(self.segments, rows)
         return replace(self, segments=segments) if segments else None
 
-    def attend(self, query: Float[Tensor, "row head query d_head"], scale: float) -> tuple[Tensor, Tensor]:
-        """Return attention outputs (segment, group, query, d_head) and the log-sum-exps of the logits."""
-        return self.to_block().attend(query, scale)
+    def attend(self, query: Float[Tensor, "row head query d_key"], softmax: Softmax) -> Attended:
+        """Return attention outputs and the log-sum-exps of the logits."""
+        return self.to_block().attend(query, softmax)
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,7 +296,7 @@ class ReaderBlock(Block):
     reader: Reader
 
     def exclusion_mask(
-        self, queries: Float[Tensor, "segment group query d_head"]
+        self, queries: Float[Tensor, "segment group query d_key"]
     ) -> Bool[Tensor, "segment group_query longest"]:
         """Return the mask of the entries that the reader excludes, per head of the group and query."""
         attended = self.reader(queries.flatten(0, 1))

@@ -2,7 +2,7 @@
 
 Per layer the kept entries are frozen in blocks (`ragged`); decoded tokens go to a tail that grows by doubling, shared
 by all rows. Attention over blocks and over the tail is merged by log-sum-exps, so that a step copies no kept entry. The
-full cache of a model is here too: measured layers keep everything, others only their sliding window.
+full cache of a model is here too: measured layers keep everything, others their sliding window or recurrent state.
 """
 
 from __future__ import annotations
@@ -20,14 +20,19 @@ from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from perturbkv.cache.entries import KeptEntries
 from perturbkv.cache.ragged import AnyBlock, build_blocks
+from perturbkv.cache.recurrent import Recurrence, RecurrentLayer, RecurrentState
 from perturbkv.cache.sliding import INITIAL_CAPACITY, SlidingLayer, Tail, Window, merge_sinks
 from perturbkv.cache.stand_in import StandIn, merge_stand_ins
 from perturbkv.configs.resources import SLACK
 from perturbkv.devices import to_device
 from perturbkv.errors import ConfigError
+from perturbkv.models import states as recurrent_states
 from perturbkv.models.adapter import Adapter
+from perturbkv.theory import Softmax
 
 _NO_STAND_INS: Mapping[int, StandIn] = MappingProxyType({})
+PromptStates = Mapping[int, Window | RecurrentState]
+"""Layer index -> what eviction leaves as it is after the prompt: windows of sliding layers, and recurrent states."""
 
 
 class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
@@ -95,13 +100,13 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         self.kept_entries = sum(sum(row.lengths) for row in entries)
 
     def attend(
-        self, query: Float[Tensor, "row head query d_head"], scale: float, sinks: Float[Tensor, " head"] | None = None
-    ) -> Tensor:
-        """Return the newest tokens' attention output (row, query, head, d_head), in the dtype of `query`."""
-        output, logsumexp = merge_sinks(*self._attend_tail(query, scale), sinks)
-        output, logsumexp = merge_stand_ins(self.stand_ins, output, logsumexp, query, scale)
+        self, query: Float[Tensor, "row head query d_key"], softmax: Softmax
+    ) -> Float[Tensor, "row query head d_value"]:
+        """Return the newest tokens' attention output, in the dtype of `query`."""
+        output, logsumexp = merge_sinks(*self._attend_tail(query, softmax), softmax.sinks)
+        output, logsumexp = merge_stand_ins(self.stand_ins, output, logsumexp, query, softmax)
         for block in self.blocks:  # of different heads or rows, so that each is merged once
-            block_output, block_sum = block.attend(query, scale)
+            block_output, block_sum = block.attend(query, softmax)
             block_output, block_sum = block_output.to(output.dtype), block_sum.to(logsumexp.dtype).unsqueeze(-1)
             before = logsumexp[block.query_index].unsqueeze(-1)
             joint = torch.logaddexp(before, block_sum)
@@ -110,17 +115,19 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
             )
         return output.to(query.dtype).transpose(1, 2).contiguous()
 
-    def _attend_tail(self, query: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Return attention outputs (row, head, query, d_head) over the decoded tokens, and logits' log-sum-exps."""
+    def _attend_tail(
+        self, query: Float[Tensor, "row head query d_key"], softmax: Softmax
+    ) -> tuple[Float[Tensor, "row head query d_value"], Float[Tensor, "row head query"]]:
+        """Return attention outputs over the decoded tokens, and logits' log-sum-exps."""
         work = torch.promote_types(query.dtype, torch.float32)
-        rows, heads, queries, d_head = query.shape
+        rows, heads, queries, d_key = query.shape
         keys, values = (tail[:, :, : self.length].to(work) for tail in (self.keys, self.values))
-        scaled = (query.to(work) * scale).reshape(rows, keys.shape[1], -1, d_head)
-        logits = (scaled @ keys.transpose(2, 3)).view(rows, heads, queries, self.length)
+        grouped = query.to(work).reshape(rows, keys.shape[1], -1, d_key)
+        logits = softmax.logits_of_scaled(grouped, keys).view(rows, heads, queries, self.length)
         logits.masked_fill_(self._tail_exclusion_mask(queries, query.device), -torch.inf)
         logsumexp = logits.logsumexp(dim=-1)
         weights = (logits - logsumexp.unsqueeze(-1)).exp_().view(rows, keys.shape[1], -1, self.length)
-        return (weights @ values).view(rows, heads, queries, d_head), logsumexp
+        return (weights @ values).view(rows, heads, queries, -1), logsumexp
 
     def _tail_exclusion_mask(self, queries: int, device: torch.device) -> Bool[Tensor, "row 1 query tail"]:
         """Return a mask, True for tail entries hidden from a query: later ones, and those in a block of the row."""
@@ -216,20 +223,66 @@ def _copy_tail(tail: Tensor, begin: int, end: int) -> Tensor:
     return fresh
 
 
+class RecurrentCompactLayer(Recurrence, CompactLayer, recurrent_states.ATTENTION_LAYER or object):  # type: ignore[misc]
+    """A `CompactLayer` of a decoder layer that has a recurrent state beside its attention.
+
+    Args:
+        layer: the kept entries.
+        state: the prompt's, which all rows start from.
+    """
+
+    def __init__(self, layer: CompactLayer, state: RecurrentState) -> None:
+        self.__dict__.update(layer.__dict__)
+        self.start(state, layer.batch)
+
+    def fork(self) -> RecurrentCompactLayer:
+        """Return a second layer with the same frozen entries, not copied, whose rows start from the prompt's state."""
+        return RecurrentCompactLayer(super().fork(), self.marks[0][0])
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Restrict the layer to the given rows, in the given order."""
+        super().keep_rows(rows)
+        self.keep_state_rows(rows)
+
+    def forget(self, after: int) -> None:
+        """Drop all decoded tokens after the first `after`, and go back to the state that is marked there."""
+        super().forget(after)
+        self.go_back(after)
+
+
 class CompactCache(Cache):  # type: ignore[misc]
     """A cache of the kept entries only, one configuration per row of the batch, for use in `capture.decode_from`.
 
     Args:
-        layers: the model's layers; those with a sliding window are not evicted.
+        layers: the model's layers, of which `CompactLayer`s alone are evicted; transformers' own where nothing is held.
     """
 
-    def __init__(self, layers: Sequence[CompactLayer | SlidingLayer]) -> None:
+    def __init__(self, layers: Sequence[Any]) -> None:
         super().__init__(layers=list(layers))
 
     @property
     def evicted_layers(self) -> list[CompactLayer]:
-        """Layers without a sliding window, in order."""
-        return [layer for layer in self.layers if not layer.is_sliding]
+        """Layers of kept entries, in order."""
+        return [layer for layer in self.layers if isinstance(layer, CompactLayer)]
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of the batch."""
+        return self.evicted_layers[0].batch
+
+    @property
+    def prompt_states(self) -> PromptStates:
+        """What eviction left as it was after the prompt."""
+        sliding = {index: layer.window for index, layer in enumerate(self.layers) if isinstance(layer, SlidingLayer)}
+        recurrent = {
+            index: layer.marks[0][0] for index, layer in enumerate(self.layers) if isinstance(layer, Recurrence)
+        }
+        return {**sliding, **recurrent}
+
+    @property
+    def _holding_layers(self) -> list[CompactLayer | SlidingLayer | RecurrentLayer]:
+        """Layers that hold anything."""
+        return [layer for layer in self.layers if isinstance(layer, CompactLayer | SlidingLayer | RecurrentLayer)]
 
     @property
     def nbytes(self) -> int:
@@ -241,16 +294,25 @@ class CompactCache(Cache):  # type: ignore[misc]
         """Bytes of padding in `nbytes`."""
         return int(self.nbytes - sum(layer.kept_nbytes for layer in self.evicted_layers))
 
-    def forget(self, after: int = 0) -> None:
-        """Drop all decoded tokens after the first `after`; kept entries stay for the next decoding."""
+    def mark(self) -> None:
+        """Store the recurrent states after the tokens decoded so far, so that `forget` can go back to them."""
         for layer in self.layers:
+            if isinstance(layer, Recurrence):
+                layer.mark(self.evicted_layers[0].length)
+
+    def forget(self, after: int = 0) -> None:
+        """Drop all decoded tokens after the first `after`; kept entries stay for the next decoding.
+
+        In a cache with recurrent states `after` must be 0, or where `mark` was called.
+        """
+        for layer in self._holding_layers:
             layer.forget(after)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Restrict the cache to the given rows, in the given order."""
-        if list(rows) == list(range(self.layers[0].batch)):
+        if list(rows) == list(range(self.rows)):
             return
-        for layer in self.layers:
+        for layer in self._holding_layers:
             layer.keep_rows(rows)
 
     def fork(self) -> CompactCache:
@@ -258,27 +320,35 @@ class CompactCache(Cache):  # type: ignore[misc]
 
         Later decoding or compression in one of them does not change the other.
         """
-        return CompactCache([layer.fork() for layer in self.layers])
+        forked = {id(layer): layer.fork() for layer in self._holding_layers}
+        return CompactCache([forked.get(id(layer), layer) for layer in self.layers])
 
     def attach(self, attached: bool) -> None:
         """Allow or forbid appending tokens, which only `capture.decode_from` allows."""
-        for layer in self.layers:
+        for layer in self._holding_layers:
             layer.attached = attached
 
 
 class SharedCache(Cache):  # type: ignore[misc]
     """A full cache of one prompt from which a batch of identical rows decodes: only row 0 is stored.
 
-    The full run thereby uses linear layers of the same batch size as the evicted runs (METHOD: protocol, 4).
+    The full run thereby uses linear layers of the same batch size as the evicted runs (METHOD: protocol, 4). Recurrent
+    states are those of all rows: `restore_states` gives the full cache its one row back.
+
+    Args:
+        full: the full cache after a prompt.
+        states: of the prompt.
+        rows: number of rows of the batch.
     """
 
-    def __init__(self, full: Cache) -> None:
+    def __init__(self, full: Cache, states: PromptStates, rows: int) -> None:
         super().__init__(layers=full.layers)
+        restore_states(full, states, rows)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append row 0's keys and values, and return all keys and values of the layer (1, kv_head, key, d_head)."""
+        """Append row 0's keys and values, and return all keys and values of the layer (1, kv_head, key, …)."""
         stored: tuple[Tensor, Tensor] = super().update(key_states[:1], value_states[:1], layer_idx, *args, **kwargs)
         return stored
 
@@ -299,50 +369,63 @@ class _CopyingSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
 
 
 def full_cache(adapter: Adapter) -> DynamicCache:
-    """Return an empty full cache of the model: measured layers store all entries, other layers their window."""
-    if not adapter.is_mixed:
+    """Return an empty full cache: measured layers store all entries, others their window, state or nothing."""
+    if not (adapter.is_mixed or adapter.is_recurrent):
         return DynamicCache()
     cache = DynamicCache(config=adapter.config)
-    cache.layers = [_CopyingSlidingLayer(layer.sliding_window) if layer.is_sliding else layer for layer in cache.layers]
+    cache.layers = [
+        _CopyingSlidingLayer(layer.sliding_window) if getattr(layer, "is_sliding", False) else layer
+        for layer in cache.layers
+    ]
     return cache
 
 
-def sliding_windows(adapter: Adapter, cache: Cache) -> dict[int, Window]:
-    """Return layer index -> window of the unmeasured layers in row 0, unchanged by later decoding."""
-    unmeasured = sorted(set(range(len(adapter.every_layer))) - set(adapter.layer_indices))
-    sliding = {index: cache.layers[index] for index in unmeasured}
-    return {
-        index: Window(layer.keys[0], layer.values[0], layer.cumulative_length, layer.sliding_window)
-        for index, layer in sliding.items()
-    }
+def prompt_states(adapter: Adapter, cache: Cache) -> PromptStates:
+    """Return what eviction leaves as it is in row 0 of a full cache after a prompt, unchanged by later decoding."""
+    found: dict[int, Window | RecurrentState] = {}
+    for index, (facts, layer) in enumerate(zip(adapter.facts.layers, cache.layers, strict=True)):
+        if facts.state:
+            found[index] = RecurrentState(layer)
+        elif facts.attends and index not in adapter.layer_indices:
+            found[index] = Window(layer.keys[0], layer.values[0], layer.cumulative_length, layer.sliding_window)
+    return found
 
 
-def restore_windows(cache: Cache, windows: Mapping[int, Window]) -> None:
-    """Reset the unmeasured layers of a cache of one row to the windows returned by `sliding_windows`."""
-    for index, window in windows.items():
+def restore_states(cache: Cache, states: PromptStates, rows: int = 1) -> None:
+    """Reset a full cache to `prompt_states`: windows, stored once, and recurrent states for a number of rows."""
+    for index, state in states.items():
         layer: Any = cache.layers[index]
-        layer.keys, layer.values = window.keys.unsqueeze(0), window.values.unsqueeze(0)
-        layer.cumulative_length = window.seen
+        if isinstance(state, RecurrentState):
+            state.put_into(layer, [0] * rows)
+        else:
+            layer.keys, layer.values = state.keys.unsqueeze(0), state.values.unsqueeze(0)
+            layer.cumulative_length = state.seen
 
 
-def rebuild_cache(
-    adapter: Adapter, entries: Sequence[tuple[Tensor, Tensor]], windows: Mapping[int, Window]
-) -> DynamicCache:
-    """Return a full cache made of the measured layers' `entries`, each (kv_head, entry, d_head), and of the windows."""
+def rebuild_cache(adapter: Adapter, entries: Sequence[tuple[Tensor, Tensor]], states: PromptStates) -> DynamicCache:
+    """Return a full cache made of the measured layers' `entries`, keys and values of each, and of the states."""
     cache = full_cache(adapter)
     for index, (keys, values) in zip(adapter.layer_indices, entries, strict=True):
         cache.update(keys.unsqueeze(0), values.unsqueeze(0), index)
-    for index, window in windows.items():
-        cache.layers[index].update(window.keys.unsqueeze(0), window.values.unsqueeze(0))
-    restore_windows(cache, windows)
+    for index, state in states.items():
+        if isinstance(state, Window):
+            cache.layers[index].update(state.keys.unsqueeze(0), state.values.unsqueeze(0))
+    restore_states(cache, states)
     return cache
 
 
-def join_layers(
-    adapter: Adapter, measured: Sequence[CompactLayer], windows: Mapping[int, Window]
-) -> list[CompactLayer | SlidingLayer]:
-    """Return all layers of a compact cache in the model's order: the measured ones, and a sliding layer per window."""
-    rows = measured[0].batch
-    layers: dict[int, CompactLayer | SlidingLayer] = dict(zip(adapter.layer_indices, measured, strict=True))
-    layers |= {index: SlidingLayer(window, adapter.heads, rows) for index, window in windows.items()}
+def join_layers(adapter: Adapter, measured: Sequence[CompactLayer], states: PromptStates) -> list[Any]:
+    """Return all layers of a compact cache in the model's order: the measured ones, and those of the prompt's states.
+
+    Layers without memory are those of an empty full cache.
+    """
+    rows, compact = measured[0].batch, dict(zip(adapter.layer_indices, measured, strict=True))
+    layers: dict[int, Any] = {**dict(enumerate(full_cache(adapter).layers)), **compact}
+    for index, state in states.items():
+        if isinstance(state, Window):
+            layers[index] = SlidingLayer(state, adapter.heads, rows)
+        elif index in compact:
+            layers[index] = RecurrentCompactLayer(compact[index], state)
+        else:
+            layers[index] = RecurrentLayer(state, rows)
     return [layers[index] for index in sorted(layers)]

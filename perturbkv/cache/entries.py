@@ -27,7 +27,7 @@ from perturbkv.errors import ModelError
 from perturbkv.selection.page_selection import AnyGroup
 from perturbkv.theory import WORK
 
-Reader = Callable[[Float[Tensor, "head query d_head"]], Bool[Tensor, "head query key"]]
+Reader = Callable[[Float[Tensor, "head query d_key"]], Bool[Tensor, "head query key"]]
 """Function from queries to a mask of the entries that each query attends to, for a row that keeps everything."""
 
 
@@ -36,39 +36,48 @@ class KeptEntries:
     """The kept entries of one configuration in one layer, as indices until a cache copies them.
 
     Attributes:
-        keys, values: (source, d_head), of this row alone or shared with other rows.
+        keys, values: of this row alone or shared with other rows.
         index: indices of the kept entries into `source`, one kept set after the other.
         lengths: number of entries of each kept set.
-        rectangle: keys and values (kept_head, kept, d_head) of a row that keeps everything, as views of the full cache.
+        rectangle: keys and values (kept_head, kept, …) of a row that keeps everything, as views of the full cache.
         reader: selects the entries that a row with a `rectangle` attends to; None: all of them.
     """
 
-    keys: Float[Tensor, "source d_head"]
-    values: Float[Tensor, "source d_head"]
+    keys: Float[Tensor, "source d_key"]
+    values: Float[Tensor, "source d_value"]
     index: Int[Tensor, " kept"]
     lengths: list[int]
     rectangle: tuple[Tensor, Tensor] | None = None
     reader: Reader | None = None
 
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Numbers of components of a key and of a value."""
+        return self.keys.shape[-1], self.values.shape[-1]
+
     @classmethod
     def of(cls, keys: Sequence[Tensor], values: Sequence[Tensor]) -> KeptEntries:
-        """Return the kept entries given by keys and values, one tensor (kept, d_head) per kept set."""
+        """Return the kept entries given by keys and values, one tensor (kept, …) per kept set."""
         joint = torch.cat(list(keys))
         index = torch.arange(len(joint), device=joint.device)
         return cls(joint, torch.cat(list(values)), index, [len(kept) for kept in keys])
 
     def sets(self) -> list[tuple[Tensor, Tensor]]:
-        """Return keys and values (kept, d_head) per kept set: copies, or views for a row with a `rectangle`."""
+        """Return keys and values (kept, …) per kept set: copies, or views for a row with a `rectangle`."""
         if self.rectangle is not None:
             return list(zip(*self.rectangle, strict=True))
         return [(self.keys[kept], self.values[kept]) for kept in torch.split(self.index, self.lengths)]
 
 
-def borrow(keys: Float[Tensor, "kv_head key d_head"], values: Float[Tensor, "kv_head key d_head"]) -> KeptEntries:
+def borrow(keys: Float[Tensor, "kv_head key d_key"], values: Float[Tensor, "kv_head key d_value"]) -> KeptEntries:
     """Return all entries of a layer of the full cache as a row's kept entries, without copying."""
-    no_source, no_index = keys[0, :0], torch.empty(0, dtype=torch.int64)
-    lengths = [keys.shape[1]] * keys.shape[0]
-    return KeptEntries(no_source, no_source, no_index, lengths, rectangle=(keys, values))
+    no_index, lengths = torch.empty(0, dtype=torch.int64), [keys.shape[1]] * keys.shape[0]
+    return KeptEntries(keys[0, :0], values[0, :0], no_index, lengths, rectangle=(keys, values))
+
+
+def entry_bytes(keys: Tensor, values: Tensor) -> int:
+    """Return the bytes of one entry's key and value, out of tensors of entries (…, components)."""
+    return keys.shape[-1] * keys.itemsize + values.shape[-1] * values.itemsize
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +95,7 @@ class GatheredSet:
 
     @classmethod
     def of_all(
-        cls, keys: Float[Tensor, "kv_head key d_head"], values: Float[Tensor, "kv_head key d_head"]
+        cls, keys: Float[Tensor, "kv_head key d_key"], values: Float[Tensor, "kv_head key d_value"]
     ) -> GatheredSet:
         """Return all entries of a layer."""
         entries = borrow(keys, values)
@@ -97,17 +106,17 @@ class GatheredSet:
 class EntryPool:
     """Keys and values of all rows of one layer; `index` lists each row's entries, one kept set after the other."""
 
-    keys: Float[Tensor, "source d_head"]
-    values: Float[Tensor, "source d_head"]
+    keys: Float[Tensor, "source d_key"]
+    values: Float[Tensor, "source d_value"]
     index: Int[Tensor, " entry"]
 
     @property
     def entry_bytes(self) -> int:
         """Bytes of one entry's key and value."""
-        return self.keys.shape[-1] * (self.keys.itemsize + self.values.itemsize)
+        return entry_bytes(self.keys, self.values)
 
     def take(self, indices: Int[Tensor, "*shape"]) -> tuple[Tensor, Tensor]:
-        """Return copies of keys and values (*shape, d_head) of the entries listed in `index` at `indices`."""
+        """Return copies of keys and values (*shape, …) of the entries listed in `index` at `indices`."""
         chosen = self.index[indices.flatten()]
         return tuple(  # type: ignore[return-value]
             kind.index_select(0, chosen).view(*indices.shape, -1) for kind in (self.keys, self.values)
@@ -183,8 +192,8 @@ def gather_kept(
     groups: Sequence[AnyGroup],
     batch: Collection[int],
     lengths: Lengths,
-    key: Float[Tensor, "kv_head key d_head"],
-    value: Float[Tensor, "kv_head key d_head"],
+    key: Float[Tensor, "kv_head key d_key"],
+    value: Float[Tensor, "kv_head key d_value"],
 ) -> KeptBatch:
     """Return the entries that a batch of configurations keeps in one layer of the full cache.
 
@@ -343,7 +352,7 @@ def _angles(position: Int[Tensor, " kept"], frequencies: Tensor) -> Float[Tensor
     return (position.to(work).unsqueeze(-1) * copy_to_device(frequencies, position.device, work)).to(WORK)
 
 
-def rotate_keys(keys: Float[Tensor, "entry d_head"], angle: Float[Tensor, "entry frequency"]) -> Tensor:
+def rotate_keys(keys: Float[Tensor, "entry d_key"], angle: Float[Tensor, "entry frequency"]) -> Tensor:
     """Return the keys rotated by `angle` radians, with components paired as in transformers' `rotate_half`.
 
     Components after the rotary ones are unchanged, as in Phi-3, where only a part of a head is rotary.

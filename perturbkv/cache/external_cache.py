@@ -20,13 +20,13 @@ from transformers import Cache
 from perturbkv.errors import UnreadableCacheError
 
 Layers = Sequence[tuple[Tensor, Tensor]]
-"""Keys and values of each layer, (batch, kv_head, entry, d_head)."""
+"""Keys (batch, kv_head, entry, d_key) and values (batch, kv_head, entry, d_value) of each layer."""
 LayerEntries = tuple[Tensor, Tensor]
-"""Keys and values of one row of a layer, (kv_head, entry, d_head)."""
+"""Keys (kv_head, entry, d_key) and values (kv_head, entry, d_value) of one row of a layer."""
 
 
 def layer_tensors(cache: Cache | Layers) -> list[tuple[Tensor, Tensor]]:
-    """Return keys and values (batch, kv_head, entry, d_head) per layer. Raises UnreadableCacheError without any."""
+    """Return keys and values (batch, kv_head, entry, …) per layer. Raises UnreadableCacheError without any."""
     if not isinstance(cache, Cache):
         return [(keys, values) for keys, values in cache]
     layers = getattr(cache, "layers", None)
@@ -63,7 +63,7 @@ def pair_layers(
         _refuse(f"it has {len(external_layers)} layers, the full cache {len(full_layers)}")
     pairs = list(zip(external_layers, full_layers, strict=True))
     for index, (external_layer, full_layer) in enumerate(pairs, start=first):
-        _check_shape(index, external_layer, full_layer[0], row)
+        _check_shape(index, external_layer, full_layer, row)
     _check_lengths(external, external_layers, full_layers[0][0].shape[2])
     return [(_select_row(external_layer, row), _select_row(full_layer, row)) for external_layer, full_layer in pairs]
 
@@ -74,30 +74,31 @@ def _select_row(layer: tuple[Tensor, Tensor], row: int) -> LayerEntries:
     return layer[0][index], layer[1][index]
 
 
-def _check_shape(index: int, layer: tuple[Tensor, Tensor], full: Tensor, row: int) -> None:
+def _check_shape(index: int, layer: tuple[Tensor, Tensor], full: tuple[Tensor, Tensor], row: int) -> None:
     """Raise UnreadableCacheError for a layer of an external cache whose shape does not match the full cache's.
 
     Args:
         index: number of the layer, for the message.
         layer: its keys and values.
-        full: keys of the layer in the full cache.
+        full: keys and values of the layer in the full cache.
         row: row of the batch that is asked for.
     """
     keys, values = layer
-    if keys.ndim != 4 or keys.shape != values.shape:
+    if {keys.ndim, values.ndim} != {4} or keys.shape[:3] != values.shape[:3]:
         shapes = f"keys {tuple(keys.shape)} and values {tuple(values.shape)}"
-        _refuse(f"expected keys and values (batch, kv_head, entry, d_head) of one shape in layer {index}, got {shapes}")
-    batch, heads, entries, d_head = keys.shape
+        _refuse(f"expected keys and values (batch, kv_head, entry) of one shape in layer {index}, got {shapes}")
+    (batch, heads, entries), (_, full_heads, full_entries) = keys.shape[:3], full[0].shape[:3]
     if row >= batch:
         _refuse(f"row {row} of a batch was asked for, and layer {index} holds {batch}")
-    if heads != full.shape[1]:
-        times, rest = divmod(heads, full.shape[1])
+    if heads != full_heads:
+        times, rest = divmod(heads, full_heads)
         why = f"; each {times} times, as `repeat_kv` before caching makes them?" if times > 1 and not rest else ""
-        _refuse(f"layer {index} holds {heads} key/value heads, the model has {full.shape[1]}{why}")
-    if d_head != full.shape[3]:
-        _refuse(f"keys of layer {index} have {d_head} components, the model's {full.shape[3]}")
-    if entries > full.shape[2]:
-        _refuse(f"layer {index} keeps {entries} entries, more than the {full.shape[2]} that there were")
+        _refuse(f"layer {index} holds {heads} key/value heads, the model has {full_heads}{why}")
+    for kind, own, known in zip(("keys", "values"), layer, full, strict=True):
+        if own.shape[3] != known.shape[3]:
+            _refuse(f"{kind} of layer {index} have {own.shape[3]} components, the model's {known.shape[3]}")
+    if entries > full_entries:
+        _refuse(f"layer {index} keeps {entries} entries, more than the {full_entries} that there were")
 
 
 def _check_lengths(external: Cache | Layers, layers: Layers, tokens: int) -> None:
@@ -189,7 +190,7 @@ def recover_positions(
     """Return, per layer, the prompt positions of an external cache's entries, found by comparison with the full cache.
 
     Args:
-        external: transformers' `Cache`, or keys and values (batch, kv_head, entry, d_head) per layer.
+        external: transformers' `Cache`, or keys and values (batch, kv_head, entry, …) per layer.
         full: cache of the same prompt before eviction.
         row: row of the batch; a full cache of a single row is used for every row.
         padding: entries of padding before the prompt in the full cache's row; an entry that equals one of them and one
@@ -210,10 +211,10 @@ def recover_positions(
 
 
 def _match_head(
-    key: Float[Tensor, "entry d_head"],
-    value: Float[Tensor, "entry d_head"],
-    full_key: Float[Tensor, "full_entry d_head"],
-    full_value: Float[Tensor, "full_entry d_head"],
+    key: Float[Tensor, "entry d_key"],
+    value: Float[Tensor, "entry d_value"],
+    full_key: Float[Tensor, "full_entry d_key"],
+    full_value: Float[Tensor, "full_entry d_value"],
     padding: int,
     count_padding: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:

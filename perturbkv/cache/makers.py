@@ -77,22 +77,22 @@ class PrefilledLayer(Protocol):
         """Number of the prompt's entries, n."""
 
     @property
-    def keys(self) -> Float[Tensor, "kv_head key d_head"]:
+    def keys(self) -> Float[Tensor, "kv_head key d_key"]:
         """Keys of the prompt's entries, then of the decoded ones."""
 
     @property
-    def prompt_keys(self) -> Float[Tensor, "kv_head n d_head"]:
+    def prompt_keys(self) -> Float[Tensor, "kv_head n d_key"]:
         """Keys of the prompt's entries."""
 
     @property
-    def prompt_values(self) -> Float[Tensor, "kv_head n d_head"]:
+    def prompt_values(self) -> Float[Tensor, "kv_head n d_value"]:
         """Values of the prompt's entries."""
 
     @property
-    def scale(self) -> float:
-        """Scale factor of the attention logits."""
+    def softmax(self) -> theory.Softmax:
+        """How logits become attention weights."""
 
-    def mean_query(self, window: int) -> Float[Tensor, "head d_head"]:
+    def mean_query(self, window: int) -> Float[Tensor, "head d_key"]:
         """Return the mean of the last `window` queries, which corrected configurations ask a prefill for."""
 
     def statistics_of(self, config: ResolvedConfig) -> LayerStatistics:
@@ -156,29 +156,28 @@ class FullStep:
         tokens: number of the prompt's entries.
         attention: attention weights A on the entries.
         sink: weight of each head's sink.
-        scale, sinks: scale factor of the logits, and logits of the sinks.
+        softmax: how logits become attention weights.
     """
 
-    query: Float[Tensor, "head d_head"]
-    keys: Float[Tensor, "kv_head key d_head"]
-    values: Float[Tensor, "kv_head key d_head"]
+    query: Float[Tensor, "head d_key"]
+    keys: Float[Tensor, "kv_head key d_key"]
+    values: Float[Tensor, "kv_head key d_value"]
     tokens: int
     attention: Float[Tensor, "head key"]
     sink: Float[Tensor, " head"]
-    scale: float
-    sinks: Float[Tensor, " head"] | None
+    softmax: theory.Softmax
 
     @cached_property
-    def mixed(self) -> Float[Tensor, "head d_head"]:
+    def mixed(self) -> Float[Tensor, "head d_value"]:
         """Σ A V over all entries."""
         return theory.weighted_sums(self.attention.unsqueeze(0), self.values)[0]
 
     @cached_property
     def log_total(self) -> Float[Tensor, " head"]:
         """Logarithm of each head's softmax denominator."""
-        return theory.log_total(self.query, self.keys, self.scale, self.sinks)
+        return self.softmax.log_total(theory.decode_logits(self.query, self.keys, self.softmax))
 
-    def attend(self, entries: KeptEntries) -> Float[Tensor, "head d_head"]:
+    def attend(self, entries: KeptEntries) -> Float[Tensor, "head d_value"]:
         """Return Σ A' V over `entries` in the prompt's place and all decoded ones, A' the softmax over these alone."""
         sets, sharing = entries.sets(), len(entries.lengths) // len(self.keys)  # kept sets per key/value head
         kept = [pad_sequence(list(kind), batch_first=True) for kind in zip(*sets, strict=True)]
@@ -186,9 +185,7 @@ class FullStep:
         keys, values = (torch.cat(pair, dim=1) for pair in zip(kept, decoded, strict=True))
         unpadded = [kept_keys.new_ones(len(kept_keys), dtype=torch.bool) for kept_keys, _ in sets]
         present = [pad_sequence(unpadded, batch_first=True), torch.ones_like(decoded[0][..., 0], dtype=torch.bool)]
-        return theory.attention_output(
-            self.query, keys, values, self.scale, self.sinks, present=torch.cat(present, dim=1)
-        )
+        return theory.attention_output(self.query, keys, values, self.softmax, present=torch.cat(present, dim=1))
 
 
 class Outputs(NamedTuple):
@@ -200,8 +197,8 @@ class Outputs(NamedTuple):
         changed: True for the heads whose entries are not the full cache's; None: all heads.
     """
 
-    evicted: Float[Tensor, "head d_head"]
-    own: Float[Tensor, "head d_head"]
+    evicted: Float[Tensor, "head d_value"]
+    own: Float[Tensor, "head d_value"]
     changed: Bool[Tensor, " head"] | None
 
 
@@ -267,7 +264,7 @@ class CorrectedEntries(OwnEntries):
         """Return the outputs of the kept set and of these entries at one decode step of the full run."""
         kept_attention = step.attention.clone()
         kept_attention[:, : self.evicted.shape[1]].masked_fill_(self.evicted, 0)  # decoded entries stay
-        logits = self.stand_in.logits(step.query.to(theory.WORK).unsqueeze(1), step.scale)
+        logits = self.stand_in.logits(step.query.to(theory.WORK).unsqueeze(1), step.softmax)
         predicted_mass = (logits.squeeze(1) - step.log_total).exp()
         kept = theory.weighted_sums(kept_attention.unsqueeze(0), step.values)[0]
         kept_mass = kept_attention.sum(dim=-1) + step.sink
@@ -277,8 +274,7 @@ class CorrectedEntries(OwnEntries):
 
 def entry_bits(row: KeptEntries) -> int:
     """Return the number of bits that a row's keys and values take at 16 bits per number."""
-    d_head = (row.keys if row.rectangle is None else row.rectangle[0]).shape[-1]
-    return 2 * FULL_BITS * d_head * sum(row.lengths)
+    return FULL_BITS * sum(row.widths) * sum(row.lengths)
 
 
 class Maker:
@@ -307,13 +303,13 @@ class Maker:
             layer: the layer of the prefilled prompt, with tensors on the model's device and in its dtype.
             kept: the configuration's kept set in the layer, kept_head sets of different lengths, one per query head or
                 per key/value head, whichever have sets of their own. `kept.entries.sets()` are keys and values (kept,
-                d_head) of each; `kept.position` (kept,) their positions in the prompt, from 0, ascending within a set,
+                width) of each; `kept.position` (kept,) their positions in the prompt, from 0, ascending within a set,
                 one set after the other, and empty where all n are kept. A `Reader` does not need it.
 
         Returns:
             `Entries`, or `OwnEntries` where anything but the kept set is attended to. Its `row` has as many sets as
             `kept`, on the same device and in the same dtype; `KeptEntries.of` makes one of keys and values (kept,
-            d_head) per set. `bits` counts all of its sets together.
+            width) per set. `bits` counts all of its sets together.
 
         Raises nothing for numbers that are NaN or Inf: where `has_rounded_numbers` is set, the pipeline looks for them,
         and raises ActivationError for the sample.
@@ -334,7 +330,7 @@ class Maker:
         """Return the entries that remain after one more eviction while decoding, as the cache is to hold them.
 
         Args:
-            row: the remaining entries, keys and values (kept, d_head) per kept set, copied out of the cache.
+            row: the remaining entries, keys and values (kept, width) per kept set, copied out of the cache.
             position: per kept set (kept,), the places of the remaining entries among those that the set held before,
                 from 0, ascending.
             ends: per kept set, the place of the next token: the number of entries that the set held before.
@@ -388,8 +384,8 @@ class StorageMaker(Maker):
 
     def _bits(self, entries: KeptEntries) -> int:
         """Return the bits of stored entries, scales and minima included."""
-        precision, window, d_head = self.config.precision, self.config.window, entries.keys.shape[-1]
-        return sum(stored_bits(precision, length, window, d_head) for length in entries.lengths)
+        precision, window, widths = self.config.precision, self.config.window, entries.widths
+        return sum(stored_bits(precision, length, window, *widths) for length in entries.lengths)
 
 
 @dataclass(frozen=True)
@@ -404,9 +400,9 @@ class CorrectionMaker(Maker):
         lengths, heads = kept.entries.lengths, layer.adapter.heads  # of each kept set; number of query heads
         evicted = _evicted_mask(kept.entries, layer.keys.shape[1], layer.tokens, heads)
         query, prompt = layer.mean_query(self.window), (layer.prompt_keys, layer.prompt_values)
-        stand_in = make_stand_in(self.correction, query, *prompt, evicted, layer.scale)
-        sharing, d_head = heads // len(lengths), layer.keys.shape[-1]
-        beside = sum(correction_bits(self.correction, layer.tokens - length, sharing, d_head) for length in lengths)
+        stand_in = make_stand_in(self.correction, query, *prompt, evicted, layer.softmax)
+        sharing, widths, n = heads // len(lengths), kept.entries.widths, layer.tokens
+        beside = sum(correction_bits(self.correction, n - length, sharing, *widths) for length in lengths)
         return CorrectedEntries(kept.entries, entry_bits(kept.entries) + beside, stand_in=stand_in, evicted=evicted)
 
 

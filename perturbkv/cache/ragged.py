@@ -35,7 +35,7 @@ def build_blocks(rows: Sequence[KeptEntries], heads: int, slack: float, passing:
     the working memory. Rows that keep everything use the kernel of the other rows, so that they show that kernel's
     rounding (METHOD, protocol 4).
     """
-    kernel = kernel_for(rows[0].keys)
+    kernel = kernel_for(rows[0].keys, rows[0].values)
     blocks: list[AnyBlock] = [
         _borrowed_block(row, entries.rectangle, heads, kernel, entries.reader)
         for row, entries in enumerate(rows)
@@ -92,7 +92,7 @@ def _borrowed_block(
 ) -> Block | PackedBlock:
     """Return the block of a row that keeps everything, as a view of the full cache.
 
-    `rectangle` are the row's keys and values (kv_head, entry, d_head); `reader` selects entries per query, if any.
+    `rectangle` are the row's keys and values (kv_head, entry, …); `reader` selects entries per query, if any.
     """
     keys, values = rectangle
     kv_heads, length = keys.shape[:2]
@@ -120,16 +120,17 @@ _WIDEST_HEAD = 256
 """Largest number of components of a head that the variable-length attention takes."""
 
 
-def kernel_for(like: Tensor) -> Kernel | None:
-    """Return torch's variable-length attention where it takes tensors like `like`, else None.
+def kernel_for(keys: Tensor, values: Tensor) -> Kernel | None:
+    """Return torch's variable-length attention where it takes tensors like these, else None.
 
-    It takes 16 bits on a GPU from Ampere on, and heads of at most 256 components, a multiple of 8.
+    It takes 16 bits on a GPU from Ampere on, and keys and values of equally many components, at most 256 and a multiple
+    of 8.
     """
-    if like.device.type != "cuda" or like.dtype not in (torch.float16, torch.bfloat16):
+    if keys.device.type != "cuda" or keys.dtype not in (torch.float16, torch.bfloat16):
         return None
-    if like.shape[-1] % 8 or like.shape[-1] > _WIDEST_HEAD:
+    if keys.shape[-1] % 8 or keys.shape[-1] > _WIDEST_HEAD or values.shape[-1] != keys.shape[-1]:
         return None
-    return variable_length_attention() if torch.cuda.get_device_capability(like.device) >= (8, 0) else None
+    return variable_length_attention() if torch.cuda.get_device_capability(keys.device) >= (8, 0) else None
 
 
 @functools.cache

@@ -17,13 +17,14 @@ from transformers.cache_utils import CacheLayerMixin
 
 from perturbkv.devices import to_device
 from perturbkv.errors import ConfigError
+from perturbkv.theory import Softmax
 
 INITIAL_CAPACITY = 8
 """Initial capacity of a tail, in tokens."""
 
 
 def merge_sinks(
-    output: Float[Tensor, "row head query d_head"],
+    output: Float[Tensor, "row head query d_value"],
     logsumexp: Float[Tensor, "row head query"],
     sinks: Float[Tensor, " head"] | None,
 ) -> tuple[Tensor, Tensor]:
@@ -39,7 +40,7 @@ def merge_sinks(
 
 
 class Tail:
-    """The decoded tokens of one layer: `keys` and `values` (row, kv_head, capacity, d_head), the first `length` in use.
+    """The decoded tokens of one layer: `keys` and `values` (row, kv_head, capacity, …), the first `length` in use.
 
     `batch` is the number of rows, `seen` that of the prompt's entries, evicted ones included; only an `attached` tail
     accepts tokens.
@@ -55,14 +56,14 @@ class Tail:
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the tensors of the initial capacity."""
-        shape = (self.batch, key_states.shape[1], INITIAL_CAPACITY, key_states.shape[-1])
-        self.keys, self.values = key_states.new_empty(shape), value_states.new_empty(shape)
+        tail = (self.batch, key_states.shape[1], INITIAL_CAPACITY)
+        self.keys, self.values = (new.new_empty(*tail, new.shape[-1]) for new in (key_states, value_states))
         self.is_initialized = True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append the keys and values (row, kv_head, query, d_head) of decoded tokens, and return both tensors.
+        """Append the keys and values (row, kv_head, query, …) of decoded tokens, and return both tensors.
 
         Raises ConfigError outside `capture.decode_from`: a model's own attention would see only the new tokens.
         """
@@ -109,8 +110,8 @@ class Tail:
 class Window:
     """The entries of a prompt in a sliding layer: at most the last `size` − 1 of its `seen` entries."""
 
-    keys: Float[Tensor, "kv_head entry d_head"]
-    values: Float[Tensor, "kv_head entry d_head"]
+    keys: Float[Tensor, "kv_head entry d_key"]
+    values: Float[Tensor, "kv_head entry d_value"]
     seen: int
     size: int
 
@@ -141,22 +142,23 @@ class SlidingLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         return copy.copy(self)
 
     def attend(
-        self, query: Float[Tensor, "row head query d_head"], scale: float, sinks: Float[Tensor, " head"] | None = None
-    ) -> Tensor:
-        """Return the newest tokens' attention output (row, query, head, d_head), in the dtype of `query`."""
+        self, query: Float[Tensor, "row head query d_key"], softmax: Softmax
+    ) -> Float[Tensor, "row query head d_value"]:
+        """Return the newest tokens' attention output, in the dtype of `query`."""
         work = torch.promote_types(query.dtype, torch.float32)
-        rows, heads, queries, d_head = query.shape
+        rows, heads, queries, d_key = query.shape
         kv_heads, entries = self.window.keys.shape[:2]
         first = max(0, self.length - queries - self.window.size + 1)  # the oldest token in the first query's window
         keys, values = (tail[:, :, first : self.length].to(work) for tail in (self.keys, self.values))
-        scaled = (query.to(work) * scale).reshape(rows, kv_heads, -1, d_head)
-        logits = torch.cat([scaled @ self.window.keys.to(work).mT, scaled @ keys.mT], dim=-1)
+        grouped = query.to(work).reshape(rows, kv_heads, -1, d_key)
+        in_window, decoded = (softmax.logits_of_scaled(grouped, seen) for seen in (self.window.keys.to(work), keys))
+        logits = torch.cat([in_window, decoded], dim=-1)
         excluded = self._exclusion_mask(queries, first, query.device)
         logits = logits.view(rows, heads, queries, -1).masked_fill_(excluded, -torch.inf)
         logsumexp = logits.logsumexp(dim=-1)
         weights = (logits - logsumexp.unsqueeze(-1)).exp().view(rows, kv_heads, -1, logits.shape[-1])
         output = weights[..., :entries] @ self.window.values.to(work) + weights[..., entries:] @ values
-        output, _ = merge_sinks(output.view(rows, heads, queries, d_head), logsumexp, sinks)
+        output, _ = merge_sinks(output.view(rows, heads, queries, -1), logsumexp, softmax.sinks)
         return output.to(query.dtype).transpose(1, 2).contiguous()
 
     def _exclusion_mask(self, queries: int, first: int, device: torch.device) -> Bool[Tensor, "query entry"]:

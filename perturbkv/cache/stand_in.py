@@ -3,7 +3,8 @@
 METHOD, the split of an evicted output: `ô + (1 − Ŝ)(μ̂_gone − ô)` is attention over the kept entries and one more, with
 value `μ̂_gone` and the predicted log-mass of the evicted entries as logit. The mean is weighted by the attention of the
 window's mean query, after rotation, like the kept keys. A head without evicted entries has the logit −∞, and so its own
-output, bit for bit. Decoded tokens and sinks in the softmax count as kept.
+output, bit for bit. Decoded tokens and sinks in the softmax count as kept. A log-mass is no logit of an entry, and no
+soft cap is on it; where logits are capped, none is linear in the query.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from perturbkv import theory
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.precision import LINEAR, ORACLE
+from perturbkv.theory import Softmax
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,14 +33,15 @@ class PredictedStandIn:
         bias: offset of the key's logit; −∞ where nothing was evicted.
     """
 
-    value: Float[Tensor, "head d_head"]
-    key: Float[Tensor, "head d_head"]
+    value: Float[Tensor, "head d_value"]
+    key: Float[Tensor, "head d_key"]
     bias: Float[Tensor, " head"]
 
-    def logits(self, query: Float[Tensor, "head query d_head"], scale: float) -> Float[Tensor, "head query"]:
+    def logits(self, query: Float[Tensor, "head query d_key"], softmax: Softmax) -> Float[Tensor, "head query"]:
         """Return the predicted log-mass of the evicted entries per query, the log of their summed softmax terms."""
         work = torch.promote_types(query.dtype, torch.float32)
-        return (query.to(work) * self.key.to(work).unsqueeze(1)).sum(dim=-1) * scale + self.bias.to(work).unsqueeze(1)
+        products = (query.to(work) * self.key.to(work).unsqueeze(1)).sum(dim=-1)
+        return products * softmax.scale + self.bias.to(work).unsqueeze(1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,16 +54,16 @@ class OracleStandIn:
         evicted: mask of the evicted ones among them.
     """
 
-    value: Float[Tensor, "head d_head"]
-    keys: Float[Tensor, "kv_head key d_head"]
+    value: Float[Tensor, "head d_value"]
+    keys: Float[Tensor, "kv_head key d_key"]
     evicted: Bool[Tensor, "head key"]
 
-    def logits(self, query: Float[Tensor, "head query d_head"], scale: float) -> Float[Tensor, "head query"]:
+    def logits(self, query: Float[Tensor, "head query d_key"], softmax: Softmax) -> Float[Tensor, "head query"]:
         """Return the true log-mass of the evicted entries per query: the log-sum-exp of their logits."""
         work = torch.promote_types(query.dtype, torch.float32)
-        heads, queries, d_head = query.shape
-        scaled = query.to(work).reshape(len(self.keys), -1, d_head) * scale
-        logits = (scaled @ self.keys.to(work).transpose(1, 2)).view(heads, queries, -1)
+        heads, queries, d_key = query.shape
+        grouped = query.to(work).reshape(len(self.keys), -1, d_key)
+        logits = softmax.logits_of_scaled(grouped, self.keys.to(work)).view(heads, queries, -1)
         return logits.masked_fill(~self.evicted.unsqueeze(1), -torch.inf).logsumexp(dim=-1)
 
 
@@ -74,40 +77,40 @@ def correction_windows(configs: Iterable[EvictionConfig]) -> list[int]:
 
 def make_stand_in(
     correction: Choice,
-    query: Float[Tensor, "head d_head"],
-    keys: Float[Tensor, "kv_head key d_head"],
-    values: Float[Tensor, "kv_head key d_head"],
+    query: Float[Tensor, "head d_key"],
+    keys: Float[Tensor, "kv_head key d_key"],
+    values: Float[Tensor, "kv_head key d_value"],
     evicted: Bool[Tensor, "head key"],
-    scale: float,
+    softmax: Softmax,
 ) -> StandIn:
     """Return the correction for the `evicted` entries: vectors in the cache's dtype, log-masses in float32.
 
     Evicted values and keys are averaged with the attention weights of `query`, the window's mean query.
     """
-    logits = theory.decode_logits(query, keys, scale).masked_fill(~evicted, -torch.inf)
+    logits = theory.decode_logits(query, keys, softmax).masked_fill(~evicted, -torch.inf)
     weights = logits.softmax(dim=-1).where(evicted, 0).unsqueeze(0)
     value = theory.weighted_sums(weights, values)[0].to(values.dtype)
     if correction.name == ORACLE:
         return OracleStandIn(value, keys, evicted)
     key = theory.weighted_sums(weights, keys)[0].to(keys.dtype)
     key = key if correction["mass"] == LINEAR else torch.zeros_like(key)
-    bias = logits.logsumexp(dim=-1) - (query.to(theory.WORK) * key.to(theory.WORK)).sum(dim=-1) * scale
+    bias = logits.logsumexp(dim=-1) - (query.to(theory.WORK) * key.to(theory.WORK)).sum(dim=-1) * softmax.scale
     return PredictedStandIn(value, key, bias.to(torch.promote_types(keys.dtype, torch.float32)))
 
 
 def merge_stand_ins(
     stand_ins: Mapping[int, StandIn],
-    output: Float[Tensor, "row head query d_head"],
+    output: Float[Tensor, "row head query d_value"],
     logsumexp: Float[Tensor, "row head query"],
-    query: Float[Tensor, "row head query d_head"],
-    scale: float,
+    query: Float[Tensor, "row head query d_key"],
+    softmax: Softmax,
 ) -> tuple[Tensor, Tensor]:
     """Return attention outputs and log-sum-exps after adding the rows' corrections, both updated in place.
 
     `stand_ins` maps rows to corrections; `output` is the attention over some entries, `logsumexp` that of their logits.
     """
     for row, stand_in in stand_ins.items():
-        logit = stand_in.logits(query[row], scale).to(logsumexp.dtype)
+        logit = stand_in.logits(query[row], softmax).to(logsumexp.dtype)
         joint = torch.logaddexp(logsumexp[row], logit)
         kept_mass, evicted_mass = ((one - joint).exp().unsqueeze(-1) for one in (logsumexp[row], logit))
         output[row] = output[row] * kept_mass + stand_in.value.to(output.dtype).unsqueeze(1) * evicted_mass

@@ -123,8 +123,9 @@ def check_sparse_prefill(policies: Sequence[Choice], steps: int, generate: int, 
     for applies, what, instead in (
         (steps > 1, f"{steps} decode steps", "the prompt's queries have no steps: use --steps 1"),
         (generate > 0, f"answers of {generate} tokens", "it is measured and does not answer: generate nothing"),
-        (layer_types.is_mixed(model_config), f"model '{model}', some of whose layers slide", "choose another model"),
-    ):
+        (layer_types.is_mixed(model_config) or layer_types.is_recurrent(model_config),
+         f"model '{model}', some of whose layers slide or are recurrent", "choose another model"),
+    ):  # fmt: skip
         if applies:
             raise ConfigError(
                 f"policy '{name}' reads the prompt in a prefill of its own and expects no {what}; {instead}"

@@ -1,7 +1,8 @@
 """The measured layers of a model, those whose attention sees the whole prompt, from its configuration. No torch here.
 
-In a model that mixes full attention with sliding windows only the full layers are measured: a sliding layer holds its
-window whatever is evicted elsewhere. In a model with one kind of layer all are measured.
+In a model that mixes full attention with sliding windows, recurrent layers or layers without memory, only the full ones
+are measured: another holds its window or state whatever is evicted elsewhere. In a model with one kind of layer all are
+measured.
 """
 
 from __future__ import annotations
@@ -9,19 +10,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, CHUNKED, HYBRID = "full_attention", "sliding_attention", "chunked_attention", "hybrid"
+"""Kinds of attention layers in a configuration's `layer_types`; a hybrid one has a recurrent state beside it."""
+_RECURRENT = frozenset({"linear_attention", "conv", "mamba", HYBRID, "hybrid_sliding"})
+_SOFT_CAPS = ("attn_logit_softcapping", "attn_logit_softcap", "logit_softcap")
 
 
 def measured_layers(config: Any) -> tuple[int, ...]:
     """Return the indices of the measured layers, whose cache is evicted."""
     types = getattr(config, "layer_types", None) or ()
-    full = tuple(index for index, kind in enumerate(types) if kind == FULL)
+    full = tuple(index for index, kind in enumerate(types) if kind in (FULL, HYBRID))
     return full or tuple(range(int(config.num_hidden_layers)))
 
 
 def is_mixed(config: Any) -> bool:
-    """Return whether the model has unmeasured layers, which use a sliding window of their own."""
+    """Return whether the model has unmeasured layers: of sliding windows, recurrent, or without memory."""
     return len(measured_layers(config)) < int(config.num_hidden_layers)
+
+
+def is_recurrent(config: Any) -> bool:
+    """Return whether some layers have a recurrent state, alone or beside attention."""
+    return not _RECURRENT.isdisjoint(getattr(config, "layer_types", None) or ())
+
+
+def sliding_layers(config: Any) -> int:
+    """Return the number of unmeasured layers that use a sliding window or chunks."""
+    types = getattr(config, "layer_types", None) or ()
+    return sum(kind in (SLIDING, CHUNKED) for kind in types) if is_mixed(config) else 0
 
 
 def format_measured(config: Any) -> str:
@@ -40,6 +55,14 @@ def format_layers(layers: Sequence[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "none"
 
 
+def describe_measured(text: str) -> str:
+    """Return a text of `format_measured` in words, such as `layer 5 alone measured, of 6`; empty for an empty one."""
+    if not text:
+        return ""
+    indices, count = parse_measured(text)
+    return f"layer {indices[0]} alone measured, of {count}" if len(indices) == 1 else f"layers {text} measured"
+
+
 def parse_measured(text: str) -> tuple[tuple[int, ...], int]:
     """Return the measured layers' indices and the total number of layers from a text of `format_measured`.
 
@@ -52,7 +75,8 @@ def parse_measured(text: str) -> tuple[tuple[int, ...], int]:
 def sliding_window(config: Any) -> int | None:
     """Return the sliding window of the measured layers, in entries; None if they see all entries."""
     types = getattr(config, "layer_types", None)
-    if types is not None and FULL in types or not getattr(config, "use_sliding_window", True):
+    full = types is not None and not {FULL, HYBRID}.isdisjoint(types)
+    if full or not getattr(config, "use_sliding_window", True):
         return None
     return configured_window(config)
 
@@ -61,3 +85,12 @@ def configured_window(config: Any) -> int | None:
     """Return the number of entries that a sliding layer sees, the query's own included; None without a window."""
     window = getattr(config, "sliding_window", None)
     return None if window is None else int(window)
+
+
+def soft_cap(config: Any) -> float | None:
+    """Return the soft cap that a model's configuration names for the logits of its attention; None without one.
+
+    It serves a refusal before the weights are read; which cap a layer has is found by running it.
+    """
+    caps = (getattr(config, name, None) for name in _SOFT_CAPS)
+    return next(filter(None, caps), None)

@@ -40,18 +40,18 @@ def number_bits(precision: Choice) -> int:
     return int(precision.options.get("bits", FULL_BITS))
 
 
-def stored_bits(precision: Choice, kept: int, window: int, d_head: int) -> int:
+def stored_bits(precision: Choice, kept: int, window: int, d_key: int, d_value: int) -> int:
     """Return the bits of a kept set's keys and values, including scales and minima.
 
     `window` of the `kept` entries are stored in 16 bits in any precision.
     """
     quantised = max(0, kept - window) if precision.name == QUANTISE else 0
-    full_bits = 2 * FULL_BITS * d_head * (kept - quantised)
+    full_bits = FULL_BITS * (d_key + d_value) * (kept - quantised)
     if not quantised:
         return full_bits
     group = int(precision["group"])
-    groups = math.ceil(quantised / group) * d_head + quantised * math.ceil(d_head / group)  # of keys, of values
-    return full_bits + 2 * number_bits(precision) * d_head * quantised + _GROUP_BITS * groups
+    groups = math.ceil(quantised / group) * d_key + quantised * math.ceil(d_value / group)  # of keys, of values
+    return full_bits + number_bits(precision) * (d_key + d_value) * quantised + _GROUP_BITS * groups
 
 
 def entries_in_bytes(precision: Choice, budget: int, window: int, most: int) -> int:
@@ -63,22 +63,28 @@ def entries_in_bytes(precision: Choice, budget: int, window: int, most: int) -> 
     d_head = int(precision.options.get("fill", 0))
     if not d_head:
         return min(budget, most)
-    available = stored_bits(Choice(FULL), budget, window, d_head)
+    available = stored_bits(Choice(FULL), budget, window, d_head, d_head)
     low, high = min(budget, window), most  # of the search by halves: `low` entries fit
     while low < high:
         middle = (low + high + 1) // 2
-        fits = stored_bits(precision, middle, window, d_head) <= available
+        fits = stored_bits(precision, middle, window, d_head, d_head) <= available
         low, high = (middle, high) if fits else (low, middle - 1)
     return low
 
 
-def check_fill(precisions: Iterable[Choice], d_head: int, model: str) -> None:
-    """Raise ConfigError for a precision whose option `fill` is neither 0 nor the model's head size."""
+def check_fill(precisions: Iterable[Choice], d_key: int, d_value: int, model: str) -> None:
+    """Raise ConfigError for a precision whose option `fill` is neither 0 nor the one size of the model's heads."""
     for precision in precisions:
-        if precision.options.get("fill", 0) not in (0, d_head):
+        fill = precision.options.get("fill", 0)
+        if fill and d_key != d_value:
             raise ConfigError(
-                f"fill of precision '{precision}' must be the size of a head, {d_head} in model '{model}', or 0, where "
-                f"b counts entries; got {precision['fill']}"
+                f"fill of precision '{precision}' is one size of keys and values, and model '{model}' has keys of "
+                f"{d_key} and values of {d_value} components; use 0, where b counts entries"
+            )
+        if fill not in (0, d_key):
+            raise ConfigError(
+                f"fill of precision '{precision}' must be the size of a head, {d_key} in model '{model}', or 0, where "
+                f"b counts entries; got {fill}"
             )
 
 
@@ -100,7 +106,12 @@ CORRECTION_OPTIONS: Mapping[str, Mapping[str, Option]] = {
 }
 
 
-def correction_bits(correction: Choice, evicted: int, heads: int, d_head: int) -> int:
+def needs_plain_logits(correction: Choice) -> bool:
+    """Return whether a correction holds only where logits are linear in the query, without a soft cap."""
+    return correction.options.get("mass") == LINEAR
+
+
+def correction_bits(correction: Choice, evicted: int, heads: int, d_key: int, d_value: int) -> int:
     """Return the bits of a correction for a kept set with `evicted` evicted entries and `heads` query heads.
 
     0 where nothing was evicted. Per head a mean value and a log-mass of 32 bits, with `linear` a mean key too; for the
@@ -109,6 +120,6 @@ def correction_bits(correction: Choice, evicted: int, heads: int, d_head: int) -
     if correction.name == NONE or not evicted:
         return 0
     if correction.name == ORACLE:
-        return FULL_BITS * d_head * (heads + evicted)
-    vectors = 2 if correction["mass"] == LINEAR else 1
-    return heads * (FULL_BITS * vectors * d_head + _MASS_BITS)
+        return FULL_BITS * (d_value * heads + d_key * evicted)
+    components = d_value + d_key if correction["mass"] == LINEAR else d_value
+    return heads * (FULL_BITS * components + _MASS_BITS)

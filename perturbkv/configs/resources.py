@@ -61,18 +61,22 @@ class Shape:
     Attributes:
         layers: number of measured layers.
         heads, kv_heads: query heads and key/value heads of a layer.
-        d_head, d_model, d_mlp: sizes of a head, of the residual stream and of the MLP's inside.
+        d_key, d_value: components of a head's keys and values.
+        d_model, d_mlp: sizes of the residual stream and of the MLP's inside.
         vocab: size of the vocabulary.
         itemsize: bytes per number of the caches.
         weights_bytes: bytes of the weights.
-        sliding: number of the other layers, whose cache holds at most `window` entries.
+        sliding: number of other layers whose cache holds at most `window` entries.
         window: entries of a sliding layer's window; 0 without such layers.
+        d_mlp: size of the MLP's inside.
+        state: numbers in the recurrent states of one text; 0 where they are not known, before the weights are read.
     """
 
     layers: int
     heads: int
     kv_heads: int
-    d_head: int
+    d_key: int
+    d_value: int
     d_model: int
     vocab: int
     itemsize: int
@@ -80,6 +84,7 @@ class Shape:
     sliding: int = 0
     window: int = 0
     d_mlp: int = 0
+    state: int = 0
 
     @classmethod
     def from_config(cls, config: Any, itemsize: int, weights_bytes: int) -> Self:
@@ -94,14 +99,26 @@ class Shape:
         d_mlp = getattr(config, "intermediate_size", None) or 4 * d_model
         layers = len(layer_types.measured_layers(config))
         return cls(
-            layers, heads, int(kv_heads), int(d_head), d_model, int(config.vocab_size), itemsize, weights_bytes,
-            int(config.num_hidden_layers) - layers, layer_types.configured_window(config) or 0, int(d_mlp),
+            layers, heads, int(kv_heads), int(d_head), int(d_head), d_model, int(config.vocab_size), itemsize,
+            weights_bytes, layer_types.sliding_layers(config), layer_types.configured_window(config) or 0, int(d_mlp),
         )  # fmt: skip
 
     def full_cache_bytes(self, tokens: int) -> int:
         """Return the bytes of the full cache for a prompt of `tokens` tokens."""
-        windows = self.sliding * self._layer_bytes(self.kv_heads * min(tokens, self.window))
-        return self._entries_bytes(self.kv_heads * tokens) + windows
+        return self._entries_bytes(self.kv_heads * tokens) + self.unmeasured_numbers(tokens) * self.itemsize
+
+    def unmeasured_numbers(self, tokens: int) -> int:
+        """Return how many numbers the cache holds that no eviction touches: of sliding windows and recurrent states."""
+        entries = self.sliding * self.kv_heads * min(tokens, self.window)
+        return entries * (self.d_key + self.d_value) + self.state
+
+    def cache_share(self, entries: int, tokens: int) -> float:
+        """Return the share of the full cache that an evicted one is, by its entries in all measured layers.
+
+        What no eviction touches is in both. Without such layers it is the share of the entries.
+        """
+        others = self.unmeasured_numbers(tokens) / (self.d_key + self.d_value)  # in entries
+        return (entries + others) / (self.layers * self.kv_heads * tokens + others)
 
     def kept_bytes(self, config: EvictionConfig, tokens: int) -> int:
         """Return the bytes of a configuration's kept entries of a prompt, the same total for every policy.
@@ -119,12 +136,16 @@ class Shape:
         """
         tails = (self.layers + self.sliding) * self._layer_bytes(self.kv_heads * decoded)
         kept = self.kept_bytes(config, tokens)
-        entry_bytes = 2 * self.d_head * self.itemsize
-        own = kept * _INDEX_BYTES // entry_bytes if passing else int(kept * (1 + SLACK))
+        own = kept * _INDEX_BYTES // self._entry_bytes if passing else int(kept * (1 + SLACK))
         cached = own if config.cache_contents.copied else kept
         recorded = 3 * self.layers * self.d_model * self.itemsize  # queries, head outputs and hidden states
         logits = 4 * 8 * self.vocab  # a row's divergence in float64, and its terms
-        return cached + tails + recorded * steps + logits
+        return cached + tails + recorded * steps + logits + self.state * self.itemsize
+
+    @property
+    def _entry_bytes(self) -> int:
+        """Bytes of the key and the value of one entry."""
+        return (self.d_key + self.d_value) * self.itemsize
 
     def _entries_bytes(self, entries: int) -> int:
         """Return the bytes of `entries` entries in all measured layers together."""
@@ -132,7 +153,7 @@ class Shape:
 
     def _layer_bytes(self, entries: int) -> int:
         """Return the bytes of the keys and values of `entries` entries in one layer."""
-        return 2 * entries * self.d_head * self.itemsize
+        return entries * self._entry_bytes
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
@@ -20,7 +20,9 @@ from perturbkv.devices import dtype_name
 from perturbkv.errors import ModelError
 from perturbkv.models import projection, proof
 from perturbkv.models.proof import Facts, LayerFacts
+from perturbkv.models.proven_twin import check_twin
 from perturbkv.models.stored_weights import WeightStorage
+from perturbkv.theory import Softmax
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,10 @@ class Adapter:
                 f"the configuration of model '{self.name}' says that layers {format_layers(told)} see the whole "
                 f"prompt, and its code lets layers {format_layers(found)}; an eviction study would misread it"
             )
+        try:
+            check_twin(self.model)
+        except proof.Refused as refusal:
+            raise ModelError(refusal.message(self.name)) from refusal
 
     def __repr__(self) -> str:
         dtype = dtype_name(self.dtype)
@@ -96,12 +102,13 @@ class Adapter:
         return list(self.model.get_submodule(self.facts.path))
 
     @cached_property
-    def every_attention(self) -> Sequence[Any]:
-        """The attention module of each decoder layer."""
-        return [
-            layer.get_submodule(facts.attention)
-            for layer, facts in zip(self.every_layer, self.facts.layers, strict=True)
-        ]
+    def every_attention(self) -> Mapping[int, Any]:
+        """Layer index -> its attention module, of the decoder layers that have one."""
+        return {
+            index: self.every_layer[index].get_submodule(facts.attention)
+            for index, facts in enumerate(self.facts.layers)
+            if facts.attends
+        }
 
     @cached_property
     def layer_indices(self) -> tuple[int, ...]:
@@ -110,8 +117,13 @@ class Adapter:
 
     @property
     def is_mixed(self) -> bool:
-        """True if some layers have sliding-window attention, and so are not measured, and others full attention."""
+        """True if layers with full attention are measured, and others, of windows, states or no memory, are not."""
         return len(self.layer_indices) < len(self.facts.layers)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """True if some layers have a recurrent state, alone or beside attention."""
+        return any(facts.state for facts in self.facts.layers)
 
     @cached_property
     def layers(self) -> Sequence[Any]:
@@ -174,9 +186,14 @@ class Adapter:
         return self.layer_facts(0).kv_heads
 
     @property
-    def d_head(self) -> int:
-        """Head size."""
+    def d_key(self) -> int:
+        """Number of components of a head's queries and keys."""
         return self.layer_facts(0).d_key
+
+    @property
+    def d_value(self) -> int:
+        """Number of components of a head's values, and so of its output."""
+        return self.layer_facts(0).d_value
 
     @property
     def d_model(self) -> int:
@@ -188,7 +205,10 @@ class Adapter:
         """The model's sizes from which the memory of weights and caches is computed."""
         float_bytes = sum(weight.numel() for weight in self.model.parameters()) * self.dtype.itemsize
         told = Shape.from_config(self.config, self.dtype.itemsize, self.stored.nbytes or float_bytes)
-        return replace(told, heads=self.heads, kv_heads=self.kv_heads, d_head=self.d_head)
+        state = sum(facts.state for facts in self.facts.layers)
+        return replace(
+            told, heads=self.heads, kv_heads=self.kv_heads, d_key=self.d_key, d_value=self.d_value, state=state
+        )
 
     @property
     def positions(self) -> int:
@@ -214,11 +234,13 @@ class Adapter:
         return cache.layers[self.layer_indices[layer]]
 
     def check_all_measured(self, feature: str) -> None:
-        """Raise ModelError for a model with unmeasured layers or sinks, which `feature` does not support."""
-        obstacle = "layers that do not" if self.is_mixed else "sinks" if self.layer_facts(0).sinks else ""
+        """Raise ModelError for a model with unmeasured layers, states or sinks, which `feature` does not support."""
+        obstacles = {"recurrent states": self.is_recurrent, "layers that see a part of it": self.is_mixed,
+                     "sinks in its softmax": bool(self.layer_facts(0).sinks)}  # fmt: skip
+        obstacle = next((words for words, applies in obstacles.items() if applies), "")
         if obstacle:
             raise ModelError(
-                f"{feature} expects layers that see the whole prompt and nothing else; model '{self.name}' has "
+                f"{feature} expects layers that all see the whole prompt and nothing else; model '{self.name}' has "
                 f"{obstacle}"
             )
 
@@ -230,9 +252,9 @@ class Adapter:
                 "between attention and projection"
             )
 
-    def output_projection(self, layer: int) -> Float[Tensor, "d_model head_d_head"]:
-        """Return a layer's output projection, dequantised; columns h·d_h … (h+1)·d_h are W_O^h transposed."""
-        return projection.read(self.projections[layer], self.heads * self.d_head, self.dtype)
+    def output_projection(self, layer: int) -> Float[Tensor, "d_model head_d_value"]:
+        """Return a layer's output projection, dequantised; columns h·d_value … (h+1)·d_value are W_O^h transposed."""
+        return projection.read(self.projections[layer], self.heads * self.d_value, self.dtype)
 
     def sinks(self, layer: int) -> Float[Tensor, " head"] | None:
         """Return every head's sink logit in a layer, (head,); None for a model without sinks."""
@@ -242,6 +264,10 @@ class Adapter:
     def scale(self, layer: int) -> float:
         """Return the factor on the logits before the softmax."""
         return self.layer_facts(layer).scale
+
+    def softmax(self, layer: int) -> Softmax:
+        """Return how a layer's logits become attention weights."""
+        return Softmax(self.scale(layer), self.layer_facts(layer).cap, self.sinks(layer))
 
 
 def check_sliding_window(config: Any, tokens: int, sample: str, name: str, after: int = 1) -> None:

@@ -40,7 +40,7 @@ def is_plain(projection: Any) -> bool:
     return type(projection) is nn.Linear and type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point()
 
 
-def read(projection: Any, width: int, dtype: torch.dtype) -> Float[Tensor, "d_model head_d_head"]:
+def read(projection: Any, width: int, dtype: torch.dtype) -> Float[Tensor, "d_model head_d_value"]:
     """Return a projection's matrix in the layout of `nn.Linear.weight`; `width` is the length of its input vectors.
 
     A matrix that is not plain is computed anew by every call.

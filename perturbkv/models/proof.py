@@ -4,40 +4,44 @@ A short random text is read by the loaded model under hooks. Each layer must cal
 once, with keywords that are known here; what the call returns must equal the softmax attention that METHOD's formulas
 are of; its mask must be one of positions alone; random tensors in the output's place must arrive unchanged at one
 linear map, or times a gate that depends neither on them nor on cached entries; nothing may be remembered outside the
-cache, and reading in two parts must equal reading at once. What holds is a fact that the adapter reads; the first thing
-that does not is a `Refused`, with the layer and the check. No name of a model decides anything.
+cache, and reading in two parts must equal reading at once. A layer without attention keeps a recurrent state in the
+cache, or nothing. What holds is a fact that the adapter reads; the first thing that does not is a `Refused`, with the
+layer and the check. No name of a model decides anything.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from perturbkv.models import gates, projection
+from perturbkv.errors import ModelError
+from perturbkv.models import gates, projection, states
+from perturbkv.models.forward import run_with_cache
 from perturbkv.models.interface import AttentionFunction, intercept, intercept_masks
 
-FULL, SLIDING, CHUNKED = "full", "sliding", "chunked"
+FULL, SLIDING, CHUNKED, RECURRENT, MEMORYLESS = "full", "sliding", "chunked", "recurrent", "memoryless"
 TOKENS = 24
 """Length of the probe's text."""
 _HARMLESS = frozenset({
-    "cache_position", "dropout", "is_causal", "output_attentions", "output_hidden_states", "output_router_logits",
-    "position_ids", "return_dict", "scaling", "sliding_window", "use_cache",
+    "cache_position", "dropout", "is_causal", "logits_to_keep", "output_attentions", "output_hidden_states",
+    "output_router_logits", "position_ids", "return_dict", "scaling", "sliding_window", "use_cache",
 })  # fmt: skip
 """Keywords that change no output beside the mask and the scale, which are read."""
+_ARGUMENTS = ("query", "key", "value", "attention_mask")
 _READ = frozenset({"s_aux", "softcap"})
-_ERRORS = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
-"""Relative rounding error that recomputed attention may have, by dtype."""
-_LOGIT_ERRORS = {torch.float64: 1e-6, torch.float32: 5e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
+_ERRORS = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
+"""Relative rounding error that recomputed attention may have, by dtype; eager softmax is in float32 for all."""
+_LOGIT_ERRORS = {torch.float64: 1e-4, torch.float32: 5e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
 """Relative rounding error that logits may have which were computed in another order, routing to experts included."""
 _FAR = 2**20
 """Position up to which a mask's rule is looked at."""
@@ -58,19 +62,20 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """The attention of one decoder layer.
+    """The attention of one decoder layer, and what else it remembers.
 
     Attributes:
         attention: path of its attention module, from the layer.
         projection: path of the map that receives the heads' outputs, from the attention module.
-        kind: `full`, `sliding` or `chunked`: which entries a query sees.
-        window: number of entries of a window or chunk; None for `full`.
+        kind: `full`, `sliding` or `chunked`: which entries a query sees; `recurrent` or `memoryless` without attention.
+        window: number of entries of a window or chunk; None for other kinds.
         heads, kv_heads: numbers of query heads and of key/value heads.
         d_key, d_value: widths of a key and of a value.
         scale: factor on the logits.
         cap: soft cap of the logits; None without one.
         sinks: name of the attention's parameter with the heads' sink logits; empty without sinks.
         gated: whether the heads' outputs are multiplied by a gate before the projection receives them.
+        state: numbers in the recurrent state of one text, beside attention or in its place; 0 without one.
     """
 
     attention: str
@@ -85,6 +90,17 @@ class LayerFacts:
     cap: float | None = None
     sinks: str = ""
     gated: bool = False
+    state: int = 0
+
+    @classmethod
+    def without_attention(cls, state: int) -> LayerFacts:
+        """Return the facts of a layer that has no attention, and a recurrent state of so many numbers."""
+        return cls("", "", RECURRENT if state else MEMORYLESS, None, 0, 0, 0, 0, 0.0, state=state)
+
+    @property
+    def attends(self) -> bool:
+        """Whether the layer has attention."""
+        return self.kind not in (RECURRENT, MEMORYLESS)
 
 
 @dataclass(frozen=True)
@@ -143,18 +159,35 @@ class _Masks:
         return next(rules, None)
 
 
-_FAILURES = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError)
+_FAILURES = (ModelError, RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError)
 """Exceptions of models that cannot read a text with a cache of transformers."""
 
 
 def prove(model: Any) -> Facts:
     """Return the facts of a loaded causal language model in eval mode. Raises Refused."""
-    try:
+    with _explained_failures():
         return _prove(model)
+
+
+def prove_evicted(model: Any, facts: Facts) -> None:
+    """Check that a small model decodes from an evicted cache as a forward pass in which the evicted are masked.
+
+    Each query head of a measured layer keeps other entries; what no head of a group keeps is NaN in the cache. Raises
+    Refused.
+    """
+    with _explained_failures():
+        _check_evicted(model, facts)
+
+
+@contextmanager
+def _explained_failures() -> Iterator[None]:
+    """Turn what a model raises while it reads a short text into a Refused."""
+    try:
+        yield
     except _FAILURES as error:
-        raise Refused(
-            "run", f"cannot read a short text ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
-        ) from error
+        words = " ".join(str(error).split())[:200]
+        told = f"{type(error).__name__}: {words}"
+        raise Refused("run", f"cannot read a short text ({told}){states.version_note()}") from error
 
 
 @torch.inference_mode()
@@ -164,13 +197,17 @@ def _prove(model: Any) -> Facts:
         raise Refused("interface", "is an encoder with a decoder, whose cross-attention is not measured")
     ids = probe_text(model)
     calls, masks, cache = _observe(model, ids)
-    path, attentions = _layer_stack(model, calls)
-    modules = [call.module for _, call in attentions]
-    read = [_read_layer(index, call, masks, cache, attention) for index, (attention, call) in enumerate(attentions)]
+    path, attentions = _layer_stack(model, calls, cache)
+    modules = {index: call.module for index, (_, call) in attentions.items()}
+    read = {index: _read_layer(index, call, masks, cache, name) for index, (name, call) in attentions.items()}
+    receivers = _find_projections(model, ids, modules)
     layers = tuple(
-        replace(facts, projection=receiver, gated=gated)
-        for facts, (receiver, gated) in zip(read, _find_projections(model, ids, modules), strict=True)
+        replace(read[index], projection=receivers[index][0], gated=receivers[index][1])
+        if index in read
+        else LayerFacts.without_attention(states.size(cached))
+        for index, cached in enumerate(cache.layers)
     )
+    _check_alike([layers[index] for index in measured(layers)])
     _check_reading(model, ids)
     of_measured = [modules[index] for index in measured(layers)]
     for index in measured(layers):
@@ -178,10 +215,17 @@ def _prove(model: Any) -> Facts:
     return Facts(path, layers, _find_rotary(model, ids, of_measured))
 
 
+def _check_alike(layers: Sequence[LayerFacts]) -> None:
+    """Raise Refused unless the measured layers have the same heads, which a trace has one axis for."""
+    sizes = {(layer.heads, layer.kv_heads, layer.d_key, layer.d_value) for layer in layers}
+    if len(sizes) > 1:
+        raise Refused("heads", f"has measured layers of {len(sizes)} shapes, in heads or widths, and not of one")
+
+
 def measured(layers: Sequence[LayerFacts]) -> tuple[int, ...]:
     """Return the indices of the measured layers: those that see the whole prompt, or all where none does."""
     full = tuple(index for index, layer in enumerate(layers) if layer.kind == FULL)
-    return full or tuple(range(len(layers)))
+    return full or tuple(index for index, layer in enumerate(layers) if layer.attends)
 
 
 def probe_text(model: Any, seed: int = 0) -> Tensor:
@@ -224,15 +268,15 @@ def implementation(model: Any) -> str:
 
 def forward(model: Any, ids: Tensor, cache: Cache | None = None, **more: Any) -> Tensor:
     """Return the logits (batch, token, vocab) of tokens that follow a cache."""
-    logits: Tensor = model(input_ids=ids, past_key_values=cache, use_cache=cache is not None, **more).logits
-    return logits
+    if cache is not None:
+        return cast("Tensor", run_with_cache(model, ids, cache, **more).logits)
+    return cast("Tensor", model(input_ids=ids, use_cache=False, **more).logits)
 
 
 def _record(module: nn.Module, args: Any, kwargs: Any, found: Tensor) -> _Call:
     """Return a call of the interface with the relative error of recomputing what it returned."""
-    names = ("query", "key", "value", "attention_mask")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    query, key, value, mask = (given.pop(name) for name in names)
+    given = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
+    query, key, value, mask = (given.pop(name) for name in _ARGUMENTS)
     options = {name: option for name, option in given.items() if option is not None and option is not False}
     scale = options.get("scaling", query.shape[-1] ** -0.5)
     seen = visible(mask, query, key)
@@ -269,10 +313,10 @@ def recompute(
     return (weights @ values).transpose(1, 2)
 
 
-def _layer_stack(model: Any, calls: Sequence[_Call]) -> tuple[str, list[tuple[str, _Call]]]:
-    """Return the path of the decoder layers, and per layer its attention's path and its call.
+def _layer_stack(model: Any, calls: Sequence[_Call], cache: Cache) -> tuple[str, dict[int, tuple[str, _Call]]]:
+    """Return the path of the decoder layers, and the attention's path and call of each layer that has one.
 
-    Raises Refused where a layer does not call the interface exactly once.
+    Raises Refused where a layer calls the interface twice, or not at all and remembers more than a recurrent state.
     """
     if not calls:
         raise Refused("interface", "never calls transformers' attention interface")
@@ -295,27 +339,36 @@ def _layer_stack(model: Any, calls: Sequence[_Call]) -> tuple[str, list[tuple[st
             raise Refused("interface", f"calls the attention interface outside its layers, in '{name}'")
         index, _, attention = name.removeprefix(f"{path}.").partition(".")
         found[int(index)].append((attention, call))
+    kinds = {type(call.module) for call in calls}
     for index, entries in found.items():
-        _check_one_attention(lists[path][index], index, entries)
-    return path, [entries[0] for entries in found.values()]
+        if not entries:
+            _check_no_attention(lists[path][index], index, kinds, cache)
+        elif len(entries) > 1:
+            raise Refused("interface", f"calls the attention interface {len(entries)} times", index)
+        elif others := _attention_paths(lists[path][index], kinds, entries[0][0]):
+            raise Refused("interface", f"has a second attention, '{others[0]}', which takes no part", index)
+    return path, {index: entries[0] for index, entries in found.items() if entries}
 
 
-def _check_one_attention(layer: nn.Module, index: int, entries: Sequence[tuple[str, _Call]]) -> None:
-    """Raise Refused unless a layer has one attention, which calls the interface once."""
-    if not entries:
-        raise Refused("interface", "never calls the attention interface", index)
-    if len(entries) > 1:
-        raise Refused("interface", f"calls the attention interface {len(entries)} times", index)
-    attention, call = entries[0]
-    others = [
+def _attention_paths(layer: nn.Module, kinds: Collection[type], beside: str = "") -> list[str]:
+    """Return the paths of modules of a layer that look like attention, without the one at `beside` and its parents."""
+    return [
         name
         for name, module in layer.named_modules()
-        if (type(module) is type(call.module) or type(module).__name__.endswith("Attention"))
-        and name != attention
-        and not f"{attention}.".startswith(f"{name}.")
+        if (type(module) in kinds or type(module).__name__.endswith("Attention"))
+        and (not beside or not f"{beside}.".startswith(f"{name}."))
     ]
-    if others:
-        raise Refused("interface", f"has a second attention, '{others[0]}', which takes no part", index)
+
+
+def _check_no_attention(layer: nn.Module, index: int, kinds: Collection[type], cache: Cache) -> None:
+    """Raise Refused unless a layer that never calls the interface has a recurrent state, or no memory at all."""
+    cached = cache.layers[index] if index < len(cache.layers) else None
+    if states.size(cached):
+        if states.LAYER is not None and type(cached) is states.LAYER:
+            return
+        raise Refused("cache", f"keeps more than a recurrent state, in a {type(cached).__name__}", index)
+    if cached is None or getattr(cached, "keys", None) is not None or _attention_paths(layer, kinds):
+        raise Refused("interface", f"never calls the attention interface{states.version_note()}", index)
 
 
 def _read_layer(index: int, call: _Call, masks: _Masks, cache: Cache, attention: str) -> LayerFacts:
@@ -324,6 +377,8 @@ def _read_layer(index: int, call: _Call, masks: _Masks, cache: Cache, attention:
     if unknown:
         raise Refused("keywords", f"gives its attention '{unknown[0]}', which is not known here", index)
     kind, window = _mask_kind(index, call, masks)
+    if math.isnan(call.error):
+        raise Refused("run", "has queries, keys or values that are no numbers", index)
     if not call.error <= _ERRORS[call.query.dtype]:
         raise Refused("output", f"has an attention that is no softmax of its logits (off by {call.error:.1g})", index)
     _check_entries(index, call, cache)
@@ -332,6 +387,7 @@ def _read_layer(index: int, call: _Call, masks: _Masks, cache: Cache, attention:
     return LayerFacts(
         attention, "", kind, window, heads, kv_heads, call.key.shape[-1], call.value.shape[-1],
         call.options["scaling"], None if cap is None else float(cap), _sink_parameter(index, call),
+        state=states.size(cache.layers[index]),
     )  # fmt: skip
 
 
@@ -341,7 +397,7 @@ def _check_entries(index: int, call: _Call, cache: Cache) -> None:
     keys, values = (getattr(cached, kind, None) for kind in ("keys", "values"))
     if keys is None or values is None:
         raise Refused("cache", "fills no cache of its own", index)
-    if type(cached) not in (DynamicLayer, DynamicSlidingWindowLayer):
+    if type(cached) not in (DynamicLayer, DynamicSlidingWindowLayer, states.ATTENTION_LAYER):
         raise Refused("cache", f"keeps more than keys and values, in a {type(cached).__name__}", index)
     length = keys.shape[2]  # a sliding layer holds the last entries
     for what, held, read in (("keys", keys, call.key), ("values", values, call.value)):
@@ -418,14 +474,14 @@ def _pattern(kind: str, window: int | None, queries: Tensor, keys: Tensor) -> Te
     return causal & (keys > queries - window if kind == SLIDING else keys // window == queries // window)
 
 
-def _find_projections(model: Any, ids: Tensor, attentions: Sequence[nn.Module]) -> list[tuple[str, bool]]:
+def _find_projections(model: Any, ids: Tensor, attentions: Mapping[int, nn.Module]) -> dict[int, tuple[str, bool]]:
     """Return per layer the path, from its attention, of the map that receives the heads' outputs, and whether gated.
 
     Row 0 of the batch runs as it is; in the others other numbers stand in the place of the heads' outputs, after
     another text each, while the attention's input is row 0's. Raises Refused where no map or several receive them
     unchanged, or times a gate.
     """
-    receivers = [_Receivers(module) for module in attentions]
+    receivers = {index: _Receivers(module) for index, module in attentions.items()}
     drawn, gated = dict[int, Tensor](), set[int]()
 
     def attend(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -439,17 +495,17 @@ def _find_projections(model: Any, ids: Tensor, attentions: Sequence[nn.Module]) 
     cache = DynamicCache(config=model.config)
     forward(model, torch.cat([probe_text(model, seed) for seed in range(1, 5)]), cache)
     with ExitStack() as stack:
-        for receiver in receivers:
+        for receiver in receivers.values():
             stack.enter_context(receiver)
-        stack.enter_context(intercept(implementation(model), attentions, attend))
+        stack.enter_context(intercept(implementation(model), list(attentions.values()), attend))
         forward(model, ids.expand(4, -1), cache)
-        found = [receiver.find(drawn[id(receiver.attention)], index) for index, receiver in enumerate(receivers)]
-        for receiver, place in zip(receivers, found, strict=True):
-            receiver.silence(*place)
-        gated |= {id(module) for module, (_, has_gate) in zip(attentions, found, strict=True) if has_gate}
+        found = {index: receiver.find(drawn[id(receiver.attention)], index) for index, receiver in receivers.items()}
+        for index, receiver in receivers.items():
+            receiver.silence(*found[index])
+        gated |= {id(attentions[index]) for index, (_, has_gate) in found.items() if has_gate}
         drawn.clear()
         forward(model, ids.expand(4, -1))
-    for index, receiver in enumerate(receivers):
+    for index, receiver in receivers.items():
         receiver.check_silent(index)
     return found
 
@@ -555,6 +611,8 @@ def _check_reading(model: Any, ids: Tensor) -> None:
     """Raise Refused unless reading in two parts equals reading at once, also where another text is read in between."""
     tail = 3
     whole = forward(model, ids)[0, -tail:].double()
+    if not bool(whole.isfinite().all()):
+        return  # which every run says of its samples
     bound = _LOGIT_ERRORS[model.dtype] * (whole - whole.mean()).norm()
     for check, between, seen in (
         ("parts", None, "reads a text in two parts otherwise than at once"),
@@ -567,6 +625,45 @@ def _check_reading(model: Any, ids: Tensor) -> None:
         read = torch.cat([forward(model, part, cache)[0].double() for part in (ids[:, -tail:-1], ids[:, -1:])])
         if not (read - whole).norm() <= bound:
             raise Refused(check, f"{seen} (logits off by {float((read - whole).norm() / bound):.1g} bounds)")
+
+
+@torch.inference_mode()
+def _check_evicted(model: Any, facts: Facts) -> None:
+    """Raise Refused unless decoding from an evicted cache equals a forward pass in which the evicted are masked."""
+    ids, layers = probe_text(model), model.get_submodule(facts.path)
+    generator, kept = torch.Generator().manual_seed(0), dict[nn.Module, Tensor]()
+    for index in measured(facts.layers):
+        drawn = torch.rand(facts.layers[index].heads, ids.shape[1], generator=generator) < 0.4
+        drawn[:, -1] = True
+        kept[layers[index].get_submodule(facts.layers[index].attention)] = drawn.to(ids.device)
+
+    def attend(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        query, key, value, mask = (*args, *(kwargs[name] for name in _ARGUMENTS[len(args) :]))[:4]
+        seen = visible(mask, query, key).expand(*query.shape[:2], -1, -1).clone()
+        seen[:, :, -1] &= kept[module][:, -key.shape[2] :]
+        cap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+        scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
+        found = recompute(query, key, value.nan_to_num(), seen, scale, cap, sinks)
+        return found.to(query.dtype).contiguous(), None
+
+    with intercept(implementation(model), list(kept), attend):
+        expected = forward(model, ids)[0, -1].double()
+        cache = DynamicCache(config=model.config)
+    forward(model, ids[:, :-1], cache)
+    for index, masks in zip(measured(facts.layers), kept.values(), strict=True):
+        _empty_evicted(cache.layers[index], masks)
+    with intercept(implementation(model), list(kept), attend):
+        found = forward(model, ids[:, -1:], cache)[0, -1].double()
+    if not float((found - expected).norm()) <= 1e-3 * float((expected - expected.mean()).norm()):
+        raise Refused("evicted", "decodes from an evicted cache otherwise than with the evicted entries masked")
+
+
+def _empty_evicted(cached: Any, kept: Tensor) -> None:
+    """Set to NaN the entries of a cache layer that no query head of a group keeps; `kept` is (head, token)."""
+    entries = cached.keys.shape[2]
+    held = kept.view(cached.keys.shape[1], -1, kept.shape[1]).any(dim=1)[:, -entries - 1 : -1]
+    for tensor in (cached.keys, cached.values):
+        tensor[0][~held] = math.nan
 
 
 def _find_rotary(model: Any, ids: Tensor, attentions: Sequence[nn.Module]) -> Rotary:

@@ -15,6 +15,7 @@ from perturbkv.analyses.names import plural
 from perturbkv.analyses.quality.graded_tasks import terms
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES, estimate_mean, share_kind
+from perturbkv.configs import layer_types
 from perturbkv.errors import TraceError
 from perturbkv.escaping import escape_control_characters, escape_line
 from perturbkv.reporting.arrays import kl_floor
@@ -40,7 +41,7 @@ def run_facts(trace: Trace, sides: Sides) -> tuple[Fact, ...]:
     facts = {
         "Model": run.model,
         "Weights": run.weights,
-        "Layers": f"{run.measured_layers} measured" if run.measured_layers else "",
+        "Layers": layer_types.describe_measured(run.measured_layers),
         "Data": run.dataset,
         "Scenario": run.scenario if run.scenario != "regular" else "",
         "Samples": plural(run.samples, "sample") + (f", {run.failed} failed" if run.failed else ""),

@@ -9,7 +9,7 @@ the heaviest entry of a query can have more than half of its weight; for all oth
 precision. A sink in the softmax is another entry, of value 0.
 
 Rotary positions follow transformers' rotation of queries and keys: component i is paired with i + half (`rotate_half`).
-Only the first components of a head are rotary where cosines are fewer than d_head (Phi-3's partial rotation); cosine
+Only the first components of a head are rotary where cosines are fewer than d_key (Phi-3's partial rotation); cosine
 and sine may both carry a factor (YaRN's), which the inverse rotation divides out.
 """
 
@@ -29,7 +29,7 @@ from perturbkv.configs.selections import ALL_QUERIES, TEXT_QUERIES
 from perturbkv.devices import to_device
 from perturbkv.errors import PluginError
 from perturbkv.scoring.window_attention import causal_logits
-from perturbkv.theory import WORK, softmax_with_sinks
+from perturbkv.theory import WORK, Softmax, softmax_with_sinks
 
 _TINY_MASS = 1e-290
 """Weights below this are rounded or lost in float64; the mean of the other entries is then computed from logarithms."""
@@ -50,11 +50,11 @@ class HeaviestLeftOut:
     index: Int[Tensor, "head row"]
     weight: Float[Tensor, "head row"]
     mass: Float[Tensor, "head row"]
-    value: Float[Tensor, "head row d_head"]
-    mean: Float[Tensor, "head row d_head"]
+    value: Float[Tensor, "head row d_value"]
+    mean: Float[Tensor, "head row d_value"]
 
     @property
-    def output(self) -> Float[Tensor, "head row d_head"]:
+    def output(self) -> Float[Tensor, "head row d_value"]:
         """Attention output Σ_j a_j v_j, over all entries, the heaviest included."""
         return self.mass.unsqueeze(-1) * self.mean + self.weight.unsqueeze(-1) * self.value
 
@@ -66,7 +66,7 @@ class HeaviestLeftOut:
 
 def leave_out_heaviest(
     weights: Float[Tensor, "head row key"],
-    values: Float[Tensor, "kv_head key d_head"],
+    values: Float[Tensor, "kv_head key d_value"],
     logarithms: Callable[[], Float[Tensor, "head row key"]],
     sink: Float[Tensor, "head row"],
     sinks: Float[Tensor, " head"] | None = None,
@@ -93,16 +93,16 @@ def leave_out_heaviest(
 
 
 def _weighted_values(
-    weights: Float[Tensor, "head row key"], values: Float[Tensor, "kv_head key d_head"]
-) -> Float[Tensor, "head row d_head"]:
+    weights: Float[Tensor, "head row key"], values: Float[Tensor, "kv_head key d_value"]
+) -> Float[Tensor, "head row d_value"]:
     """Return Σ_j a_j v_j, the values summed with each row's weights."""
     heads, rows, keys = weights.shape
     return (weights.reshape(len(values), -1, keys) @ values).view(heads, rows, -1)
 
 
 def _gather_values(
-    values: Float[Tensor, "kv_head key d_head"], index: Int[Tensor, "head row 1"]
-) -> Float[Tensor, "head row d_head"]:
+    values: Float[Tensor, "kv_head key d_value"], index: Int[Tensor, "head row 1"]
+) -> Float[Tensor, "head row d_value"]:
     """Return the values of the entries at the given index per row."""
     heads, rows, _ = index.shape
     component_index = index.view(len(values), -1, 1).expand(-1, -1, values.shape[-1])
@@ -116,7 +116,7 @@ class Rotation:
     cosine: Float[Tensor, "position rotary"]
     sine: Float[Tensor, "position rotary"]
 
-    def unrotate(self, vectors: Float[Tensor, "head position d_head"]) -> Float[Tensor, "head position d_head"]:
+    def unrotate(self, vectors: Float[Tensor, "head position d_key"]) -> Float[Tensor, "head position d_key"]:
         """Return the vectors at these positions with their rotation undone, in float32 or better."""
         work = torch.promote_types(vectors.dtype, torch.float32)
         cosine, sine = self.cosine.to(WORK), self.sine.to(WORK)
@@ -130,7 +130,7 @@ class Rotation:
         turned[..., half:].addcmul_(rotary[..., :half], sine[:, half:], value=-1)
         return result
 
-    def mean(self, d_head: int) -> Float[Tensor, "d_head d_head"]:
+    def mean(self, d_key: int) -> Float[Tensor, "d_key d_key"]:
         """Return R̄, the mean rotation matrix over the positions, in `WORK` precision.
 
         Components that are not rotary have the identity.
@@ -138,25 +138,25 @@ class Rotation:
         size = self.cosine.shape[-1]
         cosine, sine = (part.to(WORK).mean(dim=0) for part in (self.cosine, self.sine))
         pairs = torch.arange(size, device=cosine.device)
-        matrix = torch.eye(d_head, dtype=WORK, device=cosine.device)
+        matrix = torch.eye(d_key, dtype=WORK, device=cosine.device)
         matrix[pairs, pairs] = cosine
         matrix[pairs, pairs.roll(size // 2)] = torch.where(pairs < size // 2, -sine, sine)
         return matrix
 
 
 NEEDS = {
-    "queries": "all n queries after rotation (head, n, d_head)",
-    "keys": "after rotation (kv_head, n, d_head)",
-    "values": "(kv_head, n, d_head)",
+    "queries": "all n queries after rotation (head, n, d_key)",
+    "keys": "after rotation (kv_head, n, d_key)",
+    "values": "(kv_head, n, d_value)",
     "attention": "softmax rows of the window's queries, causal inside it (head, w, n), float64",
     "logits": "what `attention` is the softmax of, −inf after each query (head, w, n), float64",
-    "outputs": "o_i = Σ_j a_ij v_j of the window's queries, before W_O (head, w, d_head), float64",
+    "outputs": "o_i = Σ_j a_ij v_j of the window's queries, before W_O (head, w, d_value), float64",
     "distances": "‖v_j − o_i‖₂² (head, w, n), float64",
     "left_out": "for each window query its heaviest entry, and the mean of the values of all others, float64",
     "norms": "ν = ‖V_i W_O^h‖₁ (head, n); with a gate, of its mean size over the window",
-    "w_o": "W_O^h of each head (head, d_head, d_model); with a gate, behind its mean size over the window",
+    "w_o": "W_O^h of each head (head, d_value, d_model); with a gate, behind its mean size over the window",
     "hidden": "what goes into the layer's attention (n, d_model)",
-    "unrotated": "all n queries before rotation (head, n, d_head), float32 or better",
+    "unrotated": "all n queries before rotation (head, n, d_key), float32 or better",
     "rotations": "the model's rotation of any range of positions, also of those after the prompt",
     "replay": "the context, run once more over its own full cache: scored by `score_replay`, pass by pass",
 }
@@ -179,31 +179,29 @@ class LayerView:
         keys, values: of all n entries, keys after rotation.
         norms: ν.
         projection: columns of `o_proj.weight` of these heads, times the gate's mean size over the window, if any.
-        scale: factor on the logits.
+        softmax: how logits become weights.
         layer, layers: index of the layer, and number of layers.
         sample: the sample's id, for seeds.
         window: w.
         attention_input: (n, d_model); None where no score needs `hidden`.
         rotary: function from a range of positions to their rotation; None where no score needs `unrotated` or
             `rotations`.
-        sinks: logits in every softmax of these heads, of entries without a value; None where there are none.
         template: positions of the chat template's tokens behind the last message.
         window_queries: queries of the window that vote: `all`, or `text`, those outside of `template`.
     """
 
-    queries: Float[Tensor, "head query d_head"]
-    keys: Float[Tensor, "kv_head key d_head"]
-    values: Float[Tensor, "kv_head key d_head"]
+    queries: Float[Tensor, "head query d_key"]
+    keys: Float[Tensor, "kv_head key d_key"]
+    values: Float[Tensor, "kv_head key d_value"]
     norms: Float[Tensor, "head key"]
-    projection: Float[Tensor, "d_model head_d_head"]
-    scale: float
+    projection: Float[Tensor, "d_model head_d_value"]
+    softmax: Softmax
     layer: int
     layers: int
     sample: str
     window: int
     attention_input: Float[Tensor, "key d_model"] | None = None
     rotary: Callable[[range], Rotation] | None = None
-    sinks: Float[Tensor, " head"] | None = None
     template: range = range(0)
     window_queries: str = ALL_QUERIES
 
@@ -236,7 +234,7 @@ class LayerView:
     def logits(self) -> Float[Tensor, "head query key"]:
         """Attention logits of the window's queries that vote, −inf on later entries."""
         rows = min(self.window, self.entries)
-        logits = causal_logits(self.queries[:, -rows:].to(WORK), self.keys.to(WORK), self.scale)
+        logits = causal_logits(self.queries[:, -rows:].to(WORK), self.keys.to(WORK), self.softmax)
         if self.window_queries != TEXT_QUERIES:
             return logits
         text = [row for row in range(rows) if self.entries - rows + row not in self.template]
@@ -245,13 +243,12 @@ class LayerView:
     @cached_property
     def weights(self) -> tuple[Float[Tensor, "head query key"], Float[Tensor, "head query"]]:
         """Softmax weights of the window's queries on the entries, and on each head's sink (0 without sinks)."""
-        return softmax_with_sinks(self.logits, self.sinks)
+        return self.softmax.weights(self.logits)
 
     @cached_property
     def log_totals(self) -> Float[Tensor, "head query"]:
         """Logarithms of the softmax denominators of the window's queries."""
-        total = self.logits.logsumexp(dim=-1)
-        return total if self.sinks is None else torch.logaddexp(total, self.sinks.to(WORK).unsqueeze(-1))
+        return self.softmax.log_total(self.logits)
 
     @property
     def attention(self) -> Float[Tensor, "head query key"]:
@@ -266,10 +263,11 @@ class LayerView:
     @cached_property
     def left_out(self) -> HeaviestLeftOut:
         """Heaviest entry of each window query, and the sums over all other entries."""
-        return leave_out_heaviest(self.attention, self.values, lambda: self.logits, self.sink_attention, self.sinks)
+        sink, sinks = self.sink_attention, self.softmax.sinks
+        return leave_out_heaviest(self.attention, self.values, lambda: self.logits, sink, sinks)
 
     @cached_property
-    def outputs(self) -> Float[Tensor, "head query d_head"]:
+    def outputs(self) -> Float[Tensor, "head query d_value"]:
         """Attention outputs of the window's queries, before W_O."""
         return self.left_out.output
 
@@ -292,12 +290,12 @@ class LayerView:
         )
 
     @cached_property
-    def w_o(self) -> Float[Tensor, "head d_head d_model"]:
+    def w_o(self) -> Float[Tensor, "head d_value d_model"]:
         """Slices W_O^h of the output projection, one per head."""
         return theory.head_slices(self.projection, self.heads)
 
     @cached_property
-    def unrotated(self) -> Float[Tensor, "head query d_head"]:
+    def unrotated(self) -> Float[Tensor, "head query d_key"]:
         """All queries before rotation, in float32 or better."""
         return _require(self.rotary, "unrotated")(range(self.entries)).unrotate(self.queries)
 
@@ -336,15 +334,15 @@ class LayerView:
     def _take_heads(self, kv_heads: slice) -> LayerView:
         """Return the view restricted to a slice of key/value heads and their query heads."""
         heads = slice(kv_heads.start * self.group, kv_heads.stop * self.group)
-        d_head = self.queries.shape[-1]
+        d_value = self.values.shape[-1]
         return replace(
             self,
             queries=self.queries[heads],
             keys=self.keys[kv_heads],
             values=self.values[kv_heads],
             norms=self.norms[heads],
-            projection=self.projection[:, heads.start * d_head : heads.stop * d_head],
-            sinks=None if self.sinks is None else self.sinks[heads],
+            projection=self.projection[:, heads.start * d_value : heads.stop * d_value],
+            softmax=self.softmax.of_heads(heads),
         )
 
 

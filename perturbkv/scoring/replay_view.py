@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from perturbkv.scoring.window_attention import causal_blocks
-from perturbkv.theory import WORK
+from perturbkv.theory import WORK, Softmax
 
 
 @dataclass(frozen=True)
@@ -38,27 +38,25 @@ class ReplayView:
     """One layer's data in one pass of a replay.
 
     Attributes:
-        queries: queries of the pass (head, query, d_head), after rotation.
-        keys, values: of the first entries, the part and the pass (kv_head, key, d_head); keys after rotation.
+        queries: queries of the pass (head, query, d_key), after rotation.
+        keys, values: of the first entries, the part and the pass; keys after rotation.
         hidden: input of the layer's attention (query, d_model); None where no score needs `hidden`.
         projection: `o_proj.weight`.
-        scale: factor on the logits.
+        softmax: how logits become weights.
         sinks, chunk: number of first entries, and of entries of the part.
         layer, sample: layer index and sample id, for messages.
-        sink_logits: logits in every softmax of the heads, of entries without a value; None where there are none.
     """
 
-    queries: Float[Tensor, "head query d_head"]
-    keys: Float[Tensor, "kv_head key d_head"]
-    values: Float[Tensor, "kv_head key d_head"]
+    queries: Float[Tensor, "head query d_key"]
+    keys: Float[Tensor, "kv_head key d_key"]
+    values: Float[Tensor, "kv_head key d_value"]
     hidden: Float[Tensor, "query d_model"] | None
-    projection: Float[Tensor, "d_model head_d_head"]
-    scale: float
+    projection: Float[Tensor, "d_model head_d_value"]
+    softmax: Softmax
     sinks: int
     chunk: int
     layer: int
     sample: str
-    sink_logits: Float[Tensor, " head"] | None = None
 
     @property
     def group(self) -> int:
@@ -76,13 +74,12 @@ class ReplayView:
         The softmax is over all keys that the score sees.
         """
         dtype = torch.promote_types(self.queries.dtype, torch.float32)
-        for heads, queries, weights in causal_blocks(self.queries, self.keys, self.scale, self.sink_logits, dtype):
+        for heads, queries, weights in causal_blocks(self.queries, self.keys, self.softmax, dtype):
             yield heads, queries, weights[..., self.part]
 
     def norms(self) -> Float[Tensor, "head chunk"]:
         """Return the projected value norms ‖v_j W_O^h‖₂ of the part's entries: roots of v_j (W_O^h W_O^hᵀ) v_jᵀ."""
-        d_head = self.queries.shape[-1]
-        slices = self.projection.to(WORK).view(len(self.projection), -1, d_head)
+        slices = self.projection.to(WORK).view(len(self.projection), -1, self.values.shape[-1])
         products = torch.einsum("mhk,mhl->hkl", slices, slices)
         values = self.values[:, self.part].to(WORK).repeat_interleave(self.group, dim=0)
         return ((values @ products) * values).sum(dim=-1).clamp(min=0).sqrt()

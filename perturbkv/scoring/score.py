@@ -39,6 +39,7 @@ class Score(WithOptions):
         by_place: options that decide by position which entries stay; they have an effect even without a score.
         signed: whether it may be below 0, so that it cannot be multiplied or mixed.
         holds_norms: whether it includes value norms already.
+        plain_logits: why it needs logits without a soft cap, as a clause of a message; empty where it does not.
         whole_layer: whether it depends on several key/value heads, and so needs all of them at once.
         reduces: reduction over a group's query heads for a shared kept set, after pooling: `mean` or `max`; empty: the
             granularity's reduction, before pooling.
@@ -57,6 +58,7 @@ class Score(WithOptions):
     by_place: ClassVar[tuple[str, ...]] = ()
     signed: ClassVar[bool] = False
     holds_norms: ClassVar[bool] = False
+    plain_logits: ClassVar[str] = ""
     whole_layer: ClassVar[bool] = False
     reduces: ClassVar[str] = ""
     pools_inside: ClassVar[bool] = False

@@ -23,8 +23,8 @@ _INSTEAD = "choose auto or chunked"
 
 
 def projected_value_norms(
-    value: Float[Tensor, "kv_head key d_head"],
-    w_o: Float[Tensor, "d_model head_d_head"],
+    value: Float[Tensor, "kv_head key d_value"],
+    w_o: Float[Tensor, "d_model head_d_value"],
     chunk_bytes: int = CHUNK_BYTES,
     kernel: str = "auto",
 ) -> Float[Tensor, "head key"]:
@@ -45,24 +45,24 @@ def projected_value_norms(
 
 
 def euclidean_value_norms(
-    value: Float[Tensor, "kv_head key d_head"],
-    w_o: Float[Tensor, "d_model head_d_head"],
+    value: Float[Tensor, "kv_head key d_value"],
+    w_o: Float[Tensor, "d_model head_d_value"],
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Float[Tensor, "head key"]:
     """Return the projected value norms ‖V_i W_O^h‖₂ in float32 (float64 for a float64 model).
 
-    They come from V_i (W_O^h W_O^hᵀ) V_iᵀ in float64. Each head's product of weights is d_head × d_head: an entry costs
-    d_head² instead of d_head · d_model. Working memory stays under `chunk_bytes`, or under one entry's where that is
-    larger.
+    They come from V_i (W_O^h W_O^hᵀ) V_iᵀ in float64. Each head's product of weights is d_value × d_value: an entry
+    costs d_value² instead of d_value · d_model. Working memory stays under `chunk_bytes`, or under one entry's where
+    that is larger.
     """
-    kv_heads, keys, d_head = value.shape
-    heads = w_o.shape[1] // d_head
+    kv_heads, keys, d_value = value.shape
+    heads = w_o.shape[1] // d_value
     slices = head_slices(w_o, heads)
-    gram = (slices @ slices.mT).view(kv_heads, -1, d_head, d_head)
+    gram = (slices @ slices.mT).view(kv_heads, -1, d_value, d_value)
     norms = torch.empty(
         kv_heads, heads // kv_heads, keys, dtype=torch.promote_types(value.dtype, torch.float32), device=value.device
     )
-    tile = _tile_entries(3 * heads * d_head * WORK.itemsize, keys, value.device, chunk_bytes)
+    tile = _tile_entries(3 * heads * d_value * WORK.itemsize, keys, value.device, chunk_bytes)
     for start in range(0, keys, tile):
         rows = value[:, None, start : start + tile].to(WORK)
         norms[..., start : start + tile] = ((rows @ gram) * rows).sum(dim=-1).clamp(min=0).sqrt()
@@ -103,18 +103,18 @@ def _use_triton(kernel: str, value: Tensor, w_o: Tensor) -> bool:
 
 
 def _chunked_norms(
-    value: Float[Tensor, "kv_head key d_head"], w_o: Float[Tensor, "d_model head_d_head"], chunk_bytes: int
+    value: Float[Tensor, "kv_head key d_value"], w_o: Float[Tensor, "d_model head_d_value"], chunk_bytes: int
 ) -> Float[Tensor, "head key"]:
     """Return the projected value norms ‖V_i W_O^h‖₁ from matrix products of at most `chunk_bytes`."""
-    kv_heads, keys, d_head = value.shape
+    kv_heads, keys, d_value = value.shape
     dtype = torch.promote_types(value.dtype, torch.float32)
-    group = w_o.shape[1] // (kv_heads * d_head)
+    group = w_o.shape[1] // (kv_heads * d_value)
     norms = torch.empty(kv_heads, group, keys, dtype=dtype, device=value.device)
     tile = _tile_entries(group * w_o.shape[0] * dtype.itemsize, keys, value.device, chunk_bytes)
     buffer = torch.empty(tile, group * w_o.shape[0], dtype=dtype, device=value.device)  # one for all: no new pages
     for kv_head in range(kv_heads):
-        columns = w_o[:, kv_head * group * d_head : (kv_head + 1) * group * d_head].to(dtype)
-        per_head = columns.view(-1, group, d_head).permute(2, 1, 0).reshape(d_head, -1)
+        columns = w_o[:, kv_head * group * d_value : (kv_head + 1) * group * d_value].to(dtype)
+        per_head = columns.view(-1, group, d_value).permute(2, 1, 0).reshape(d_value, -1)
         for start in range(0, keys, tile):
             rows = value[kv_head, start : start + tile].to(dtype)
             projected = torch.mm(rows, per_head, out=buffer[: len(rows)]).view(len(rows), group, -1)

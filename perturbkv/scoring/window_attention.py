@@ -11,31 +11,29 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from perturbkv.devices import block_bytes
-from perturbkv.theory import WORK, softmax_with_sinks
+from perturbkv.theory import WORK, Softmax
 
 
 def causal_logits(
-    queries: Float[Tensor, "_head _query d_head"], keys: Float[Tensor, "_kv_head _key d_head"], scale: float
+    queries: Float[Tensor, "_head _query d_key"], keys: Float[Tensor, "_kv_head _key d_key"], softmax: Softmax
 ) -> Float[Tensor, "_head _query _key"]:
     """Return the attention logits of queries that are the last tokens of the keys; −∞ on later keys."""
-    heads, count, d_head = queries.shape
-    logits = (queries.reshape(len(keys), -1, d_head) @ keys.mT * scale).view(heads, count, -1)
+    heads, count, d_key = queries.shape
+    logits = softmax.logits(queries.reshape(len(keys), -1, d_key), keys).view(heads, count, -1)
     key = torch.arange(keys.shape[1], device=keys.device)
     return logits.masked_fill_(key > key[key.shape[0] - count :].unsqueeze(-1), -torch.inf)
 
 
 def causal_blocks(
-    queries: Float[Tensor, "_head _query d_head"],
-    keys: Float[Tensor, "_kv_head _key d_head"],
-    scale: float,
-    sinks: Float[Tensor, " _head"] | None,
+    queries: Float[Tensor, "_head _query d_key"],
+    keys: Float[Tensor, "_kv_head _key d_key"],
+    softmax: Softmax,
     dtype: torch.dtype,
 ) -> Iterator[tuple[slice, slice, Float[Tensor, "_head _query _key"]]]:
     """Yield (slice of heads, slice of queries, their attention weights in `dtype`), block by block.
 
-    The queries are the last tokens of the keys; a block has the keys up to its last query. `sinks` are logits, one per
-    head, in every softmax; None without sinks. A GPU takes all heads at once, a CPU those of a key/value head; both as
-    many queries as `block_bytes` allows.
+    The queries are the last tokens of the keys; a block has the keys up to its last query. A GPU takes all heads at
+    once, a CPU those of a key/value head; both as many queries as `block_bytes` allows.
     """
     kv_heads, (heads, count) = len(keys), queries.shape[:2]
     group, first = heads // kv_heads, keys.shape[1] - count
@@ -46,8 +44,7 @@ def causal_blocks(
         for begin in range(0, count, rows):
             end = min(begin + rows, count)
             seen, part = keys[start : start + together, : first + end].to(dtype), queries[block, begin:end].to(dtype)
-            logits = causal_logits(part, seen, scale)
-            yield block, slice(begin, end), softmax_with_sinks(logits, None if sinks is None else sinks[block])[0]
+            yield block, slice(begin, end), softmax.of_heads(block).weights(causal_logits(part, seen, softmax))[0]
 
 
 def pool(score: Float[Tensor, "head prefix"], kind: str, kernel: int) -> Float[Tensor, "head prefix"]:

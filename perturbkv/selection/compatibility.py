@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,7 @@ from perturbkv.configs.cache_contents import WITHOUT_EVICTION
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.plugins import commands_for_signed
+from perturbkv.configs.precision import needs_plain_logits
 from perturbkv.configs.selections import (
     GATE,
     GIVEN,
@@ -20,7 +21,7 @@ from perturbkv.configs.selections import (
     reduction,
     shares_layers,
 )
-from perturbkv.errors import BudgetError, ConfigError
+from perturbkv.errors import BudgetError, ConfigError, ModelError
 from perturbkv.selection.policies import checked
 from perturbkv.selection.policies.registry import all_policies, build, names, policy_class
 from perturbkv.selection.resolved_config import ResolvedConfig, resolve
@@ -186,6 +187,24 @@ def _check_sign(config: ResolvedConfig) -> None:
         raise ConfigError(
             f"{multiplier} multiplies or mixes scores, and '{config.score.display_name}' gives some below 0; {advice}"
         )
+
+
+def check_soft_cap(configs: Iterable[ResolvedConfig], cap: float | None, model: str) -> None:
+    """Raise ModelError for a configuration whose formula fails where the model caps logits; None: it does not."""
+    if cap is None:
+        return
+    reasons = (reason for config in configs for reason in _needs_of_plain_logits(config))
+    if (reason := next(reasons, "")) != "":
+        raise ModelError(f"{reason}, and model '{model}' soft-caps its logits at {cap:g}; leave it out")
+
+
+def _needs_of_plain_logits(config: ResolvedConfig) -> Iterator[str]:
+    """Yield what in a configuration needs logits without a soft cap, and why."""
+    for score in (config.score, config.first_stage):
+        if score is not None and score.plain_logits:
+            yield f"score '{score.display_name}' needs plain logits: {score.plain_logits}"
+    if needs_plain_logits(config.correction):
+        yield f"correction '{config.correction}' needs plain logits: it takes a log-mass for linear in the query"
 
 
 def check_compressible(config: EvictionConfig) -> None:

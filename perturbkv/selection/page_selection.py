@@ -34,42 +34,48 @@ class PagedLayer:
         keys: keys of all entries.
         low, high: minimum and maximum of each page's keys, channel by channel.
         size: entries of a page.
-        scale: factor on the logits.
+        softmax: how logits become weights.
     """
 
     statistics: LayerStatistics
-    keys: Float[Tensor, "kv_head key d_head"]
-    low: Float[Tensor, "kv_head page d_head"]
-    high: Float[Tensor, "kv_head page d_head"]
+    keys: Float[Tensor, "kv_head key d_key"]
+    low: Float[Tensor, "kv_head page d_key"]
+    high: Float[Tensor, "kv_head page d_key"]
     size: int
-    scale: float
+    softmax: theory.Softmax
 
     @classmethod
     def from_keys(
-        cls, statistics: LayerStatistics, keys: Float[Tensor, "kv_head key d_head"], scale: float, size: int
+        cls, statistics: LayerStatistics, keys: Float[Tensor, "kv_head key d_key"], softmax: theory.Softmax, size: int
     ) -> PagedLayer:
         """Return the layer divided into full pages of `size` entries before the window."""
         count = statistics.prefix // size
         pages = keys[:, : count * size].reshape(len(keys), count, size, keys.shape[-1])
-        return cls(statistics, keys, pages.amin(dim=2), pages.amax(dim=2), size, scale)
+        return cls(statistics, keys, pages.amin(dim=2), pages.amax(dim=2), size, softmax)
 
-    def bounds(self, query: Float[Tensor, "head d_head"]) -> Float[Tensor, "head page"]:
-        """Return an upper bound of each page's logits: scale · Σ_c max(q_c min_c, q_c max_c) (Quest, section 3.3)."""
+    def bounds(self, query: Float[Tensor, "head d_key"]) -> Float[Tensor, "head page"]:
+        """Return an upper bound of each page's logits: scale · Σ_c max(q_c min_c, q_c max_c) (Quest, section 3.3).
+
+        A soft cap grows with the logit, so that the capped bound is one of the capped logits.
+        """
         grouped = query.to(WORK).view(len(self.low), -1, query.shape[-1])
         positive, negative = grouped.clamp(min=0), grouped.clamp(max=0)  # the sign decides which end gives the maximum
         bounds = positive @ self.high.to(WORK).transpose(1, 2) + negative @ self.low.to(WORK).transpose(1, 2)
-        return (bounds * self.scale).flatten(0, 1)
+        return self.softmax.cap_logits(bounds * self.softmax.scale).flatten(0, 1)
 
-    def attention_weights(self, query: Float[Tensor, "head d_head"]) -> Float[Tensor, "head prefix"]:
-        """Return A, the query's attention weights on the entries before the window, of a softmax over all entries."""
-        weights = theory.decode_attention(query, self.keys, self.scale)
+    def attention_weights(self, query: Float[Tensor, "head d_key"]) -> Float[Tensor, "head prefix"]:
+        """Return A, the query's attention weights on the entries before the window, of a softmax over all entries.
+
+        It is over the entries alone, without the heads' sinks.
+        """
+        weights = theory.decode_attention(query, self.keys, replace(self.softmax, sinks=None))
         return weights[:, : self.statistics.prefix]
 
 
 class PageScores(Scores):
     """Scores of a layer's pages for one query; each is computed on first use."""
 
-    def __init__(self, layer: PagedLayer, query: Float[Tensor, "head d_head"]) -> None:
+    def __init__(self, layer: PagedLayer, query: Float[Tensor, "head d_key"]) -> None:
         super().__init__(layer.statistics)
         self.layer = layer
         self.query = query
@@ -193,7 +199,7 @@ AnyGroup = Group | PageGroup | SparsePrefillGroup
 def page_groups(
     configs: Sequence[ResolvedConfig],
     layer: PagesOfConfig,
-    queries: Sequence[Float[Tensor, "head d_head"]],
+    queries: Sequence[Float[Tensor, "head d_key"]],
     prompt_tokens: int,
 ) -> list[PageGroup]:
     """Return the groups of the page-reading configurations in one layer, with one query per step.
@@ -230,12 +236,12 @@ class PageReader:
     layer: PagedLayer
     prompt_tokens: int
 
-    def __call__(self, query: Float[Tensor, "head query d_head"]) -> Bool[Tensor, "head query key"]:
+    def __call__(self, query: Float[Tensor, "head query d_key"]) -> Bool[Tensor, "head query key"]:
         """Return the mask of the prompt's entries that each query of each head reads."""
         sets = [self._kept_sets(each) for each in query.unbind(dim=1)]
         return torch.stack(sets, dim=1).repeat_interleave(len(query) // len(sets[0]), dim=0)
 
-    def _kept_sets(self, query: Float[Tensor, "head d_head"]) -> Bool[Tensor, "kept_head key"]:
+    def _kept_sets(self, query: Float[Tensor, "head d_key"]) -> Bool[Tensor, "kept_head key"]:
         """Return the mask of the entries in the pages read for one query."""
         (group,) = _page_ranking_groups([self.config], lambda _: self.layer, query, self.prompt_tokens)
         return group.kept_sets().kept[0]

@@ -80,23 +80,23 @@ def check_kernel(device: torch.device) -> list[Check]:
     """
     return [
         Check(
-            f"Triton norms, {str(dtype).removeprefix('torch.')}, heads of {d_head}",
-            max(_worst_error(*shape, d_head, dtype, device) for shape in SHAPES.values()),
+            f"Triton norms, {str(dtype).removeprefix('torch.')}, heads of {d_value}",
+            max(_worst_error(*shape, d_value, dtype, device) for shape in SHAPES.values()),
             bound,
             _RULE,
         )
         for dtype, bound in BOUNDS.items()
-        for d_head in HEAD_SIZES
+        for d_value in HEAD_SIZES
     ]
 
 
 def _worst_error(
-    heads: int, kv_heads: int, entries: int, d_model: int, d_head: int, dtype: torch.dtype, device: torch.device
+    heads: int, kv_heads: int, entries: int, d_model: int, d_value: int, dtype: torch.dtype, device: torch.device
 ) -> float:
     """Return the largest relative error of the Triton kernel's value norms for one shape and dtype."""
-    generator = torch.Generator().manual_seed(d_head + entries)
-    value = torch.randn(kv_heads, entries, d_head, generator=generator).to(device, dtype)
-    w_o = torch.randn(d_model, heads * d_head, generator=generator).to(device, dtype)
+    generator = torch.Generator().manual_seed(d_value + entries)
+    value = torch.randn(kv_heads, entries, d_value, generator=generator).to(device, dtype)
+    w_o = torch.randn(d_model, heads * d_value, generator=generator).to(device, dtype)
     expected = loop_norms(value, w_o)
     norms = projected_value_norms(value, w_o, kernel="triton").double().cpu()
     return float(((norms - expected).abs() / expected).max())
@@ -104,9 +104,9 @@ def _worst_error(
 
 def loop_norms(value: Tensor, w_o: Tensor) -> Tensor:
     """Return value norms ν (METHOD: Notation) in float64 on the CPU: the L1 norm of each row of V times W_O^h."""
-    d_head, value, w_o = value.shape[-1], value.double().cpu(), w_o.double().cpu()
-    heads = w_o.shape[1] // d_head
-    slices = [w_o[:, head * d_head : (head + 1) * d_head].T for head in range(heads)]
+    d_value, value, w_o = value.shape[-1], value.double().cpu(), w_o.double().cpu()
+    heads = w_o.shape[1] // d_value
+    slices = [w_o[:, head * d_value : (head + 1) * d_value].T for head in range(heads)]
     group = heads // len(value)
     return torch.stack([(value[head // group] @ part).abs().sum(dim=-1) for head, part in enumerate(slices)])
 

@@ -26,9 +26,11 @@ from perturbkv.cache import ragged
 from perturbkv.cache.compact import CompactCache, CompactLayer
 from perturbkv.cache.entries import KeptEntries
 from perturbkv.models.adapter import Adapter
+from perturbkv.models.forward import run_with_cache
 from perturbkv.models.loading import ByteTokenizer
 from perturbkv.pipeline.sample.capture import Observer, capture, decode_from, intercept_attention
 from perturbkv.selfcheck.checks import Check
+from perturbkv.theory import Softmax
 
 HEADS, KV_HEADS, D_HEAD, LAYERS, VOCAB = 8, 2, 64, 3, 260
 
@@ -58,7 +60,7 @@ def full_cache(adapter: Adapter, count: int) -> DynamicCache:
     """Return the full cache of a random prompt of `count` tokens."""
     cache = DynamicCache()
     with torch.inference_mode():
-        adapter.model(input_ids=random_tokens(count, 0, adapter.device)[None], past_key_values=cache, logits_to_keep=1)
+        run_with_cache(adapter.model, random_tokens(count, 0, adapter.device)[None], cache, logits_to_keep=1)
     return cache
 
 
@@ -109,13 +111,14 @@ def check_layout(device: torch.device, sizes: Sizes, layout: str) -> list[Check]
 
 def supports(layout: str, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether the device supports this layout for a dtype."""
-    return layout != "packed" or ragged.kernel_for(torch.empty(0, D_HEAD, dtype=dtype, device=device)) is not None
+    like = torch.empty(0, D_HEAD, dtype=dtype, device=device)
+    return layout != "packed" or ragged.kernel_for(like, like) is not None
 
 
 def compare(adapter: Adapter, kept: Sets, sizes: Sizes, layout: str, reference: Tensor) -> list[Check]:
     """Return the checks of one layout at one dtype: attention for the same queries, decoding by step and at once.
 
-    `reference`: head outputs (row, layer, head, step, d_head) of the masked full cache in float32.
+    `reference`: head outputs (row, layer, head, step, d_value) of the masked full cache in float32.
     """
     name = f"{layout}, {str(adapter.dtype).removeprefix('torch.')}, per {'query' if len(kept[0][0]) == HEADS else 'kv'}"
     masked, compact = decode_masked(adapter, kept, sizes, compact_cache(adapter, kept, sizes, layout))
@@ -161,7 +164,7 @@ def compact_cache(adapter: Adapter, kept: Sets, sizes: Sizes, layout: str) -> Co
     full, kind = full_cache(adapter, sizes.entries), "rectangular" if layout == "rectangular" else "ragged"
     layers = []
     # a `padded` cache is one that finds no variable-length kernel
-    with patch.object(ragged, "kernel_for", lambda like: None) if layout == "padded" else nullcontext():
+    with patch.object(ragged, "kernel_for", lambda keys, values: None) if layout == "padded" else nullcontext():
         for layer, rows in zip(full.layers, kept, strict=True):
             entries = [_kept_entries(layer.keys[0], layer.values[0], row) for row in rows]
             layers.append(CompactLayer(entries, adapter.heads, sizes.entries, kind))
@@ -180,7 +183,7 @@ def _kept_entries(keys: Tensor, values: Tensor, sets: Sequence[Tensor]) -> KeptE
 def decode_masked(
     adapter: Adapter, kept: Sets, sizes: Sizes, compact: CompactCache | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return head outputs (row, layer, head, step, d_head) of decoding from the masked full cache, and a second tensor.
+    """Return head outputs (row, layer, head, step, d_value) of decoding from the masked full cache, and a second.
 
     The second tensor has the outputs of the `compact` cache for the same queries instead, where it is given.
     """
@@ -195,7 +198,7 @@ def decode_masked(
         if compact is not None:
             layer = compact.layers[module.layer_idx]
             layer.update(key[:, :, -1:], value[:, :, -1:])
-            compact_outputs.append(layer.attend(query, kwargs["scaling"])[:, -1].float())
+            compact_outputs.append(layer.attend(query, Softmax(kwargs["scaling"]))[:, -1].float())
         return output, None
 
     if compact is not None:
@@ -208,14 +211,14 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sc
     """Return softmax attention over the entries that each row's head keeps and over all later entries.
 
     Args:
-        query: (row, head, query, d_head).
-        key: keys (row, kv_head, entry, d_head): those of the prompt, then the decoded ones.
+        query: (row, head, query, d_key).
+        key: keys (row, kv_head, entry, d_key): those of the prompt, then the decoded ones.
         value: values of the same shape.
         mask: (row, head, entry) of the prompt, True for kept entries.
         scale: factor of the logits.
 
     Returns:
-        Head outputs (row, query, head, d_head), computed in float32, in the query's dtype.
+        Head outputs (row, query, head, d_value), computed in float32, in the query's dtype.
     """
     group = query.shape[1] // key.shape[1]
     keys, values = (part.float().repeat_interleave(group, dim=1) for part in (key, value))
@@ -241,36 +244,36 @@ def _decode(
     outputs: list[Tensor] = []
 
     def record(layer: int, mixed: Tensor) -> None:
-        outputs.append(mixed[:, -1].float().view(_ROWS, adapter.heads, adapter.d_head))
+        outputs.append(mixed[:, -1].float().view(_ROWS, adapter.heads, adapter.d_value))
 
     with torch.inference_mode(), attention(), capture(adapter, Observer(head_output=record)):
         for token in random_tokens(sizes.steps, 1, adapter.device):
-            adapter.model(input_ids=token.expand(_ROWS, 1), past_key_values=cache, logits_to_keep=1)
+            run_with_cache(adapter.model, token.expand(_ROWS, 1), cache, logits_to_keep=1)
     return _stack_outputs(outputs, sizes)
 
 
 def _decode_at_once(adapter: Adapter, cache: CompactCache, sizes: Sizes) -> Tensor:
-    """Return the head outputs (row, layer, head, step, d_head) of decoding all random tokens in one forward pass."""
+    """Return the head outputs (row, layer, head, step, d_value) of decoding all random tokens in one forward pass."""
     outputs: list[Tensor] = []
 
     def record(layer: int, mixed: Tensor) -> None:
-        outputs.append(mixed.float().view(_ROWS, sizes.steps, adapter.heads, adapter.d_head))
+        outputs.append(mixed.float().view(_ROWS, sizes.steps, adapter.heads, adapter.d_value))
 
     tokens = random_tokens(sizes.steps, 1, adapter.device).expand(_ROWS, -1)
     with torch.inference_mode(), decode_from(adapter, cache), capture(adapter, Observer(head_output=record)):
-        adapter.model(input_ids=tokens, past_key_values=cache, logits_to_keep=1)
+        run_with_cache(adapter.model, tokens, cache, logits_to_keep=1)
     return torch.stack(outputs).permute(1, 0, 3, 2, 4)
 
 
 def _stack_outputs(outputs: list[Tensor], sizes: Sizes) -> Tensor:
-    """Return the outputs (row, head, d_head) of every step and layer as a tensor (row, layer, head, step, d_head)."""
+    """Return the outputs (row, head, d_value) of every step and layer as a tensor (row, layer, head, step, d_value)."""
     return torch.stack(outputs).view(sizes.steps, LAYERS, _ROWS, HEADS, D_HEAD).permute(2, 1, 3, 0, 4)
 
 
 def worst_head_distance(outputs: Tensor, expected: Tensor) -> float:
     """Return the maximum over heads of root mean square difference / root mean square expected output.
 
-    Both are (row, layer, head, step, d_head); the means are over steps and components of one head of a row and layer.
+    Both are (row, layer, head, step, d_value); the means are over steps and components of one head of a row and layer.
     """
     error, size = (part.square().mean(dim=(-2, -1)).sqrt() for part in (outputs - expected, expected))
     return float((error / size).max())

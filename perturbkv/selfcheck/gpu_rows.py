@@ -21,6 +21,7 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.devices import synchronise
 from perturbkv.models.adapter import Adapter
+from perturbkv.models.forward import run_with_cache
 from perturbkv.models.loading import load_model, pick_device
 from perturbkv.pipeline.progress import time_phases
 from perturbkv.pipeline.sample.capture import decode_from
@@ -102,11 +103,11 @@ def _decoding_row(repeats: int) -> Values:
 
 def loop_norms(value: Tensor, w_o: Tensor) -> Tensor:
     """Return value norms ν (head, entry), computed in a loop over heads from stored projections."""
-    kv_heads, _, d_head = value.shape
-    group = w_o.shape[1] // (kv_heads * d_head)
+    kv_heads, _, d_value = value.shape
+    group = w_o.shape[1] // (kv_heads * d_value)
     return torch.stack(
         [
-            (value[head // group] @ w_o[:, head * d_head : (head + 1) * d_head].T).abs().sum(dim=-1)
+            (value[head // group] @ w_o[:, head * d_value : (head + 1) * d_value].T).abs().sum(dim=-1)
             for head in range(kv_heads * group)
         ]
     )
@@ -118,11 +119,11 @@ NORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"ours": projected_value_
 def random_layer(
     entries: int, d_model: int, heads: int, kv_heads: int, dtype: str, device: str
 ) -> tuple[Tensor, Tensor]:
-    """Return random values (kv_head, entry, d_head) and a random W_O (d_model, d_model) of a layer."""
-    chosen, d_head = pick_device(device), d_model // heads
+    """Return random values (kv_head, entry, d_value) and a random W_O (d_model, d_model) of a layer."""
+    chosen, d_value = pick_device(device), d_model // heads
     generator = torch.Generator(chosen).manual_seed(0)
     options: dict[str, Any] = {"generator": generator, "device": chosen, "dtype": getattr(torch, dtype)}
-    return torch.randn(kv_heads, entries, d_head, **options), torch.randn(d_model, d_model, **options) / d_model**0.5
+    return torch.randn(kv_heads, entries, d_value, **options), torch.randn(d_model, d_model, **options) / d_model**0.5
 
 
 @torch.inference_mode()
@@ -154,7 +155,7 @@ def run_plain(adapter: Adapter, token_ids: Sequence[int], decodes: int) -> None:
     cache, ids = DynamicCache(), torch.tensor([list(token_ids)], device=adapter.device)
     with torch.inference_mode():
         for _ in range(decodes + 1):
-            logits = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            logits = run_with_cache(adapter.model, ids, cache, logits_to_keep=1).logits
             ids = logits[:, -1:].argmax(dim=-1)
 
 
@@ -227,9 +228,12 @@ def time_decoding(
 
 def _random_cache(adapter: Adapter, batch: int, tokens: int) -> DynamicCache:
     """Return a full cache of `batch` rows with random entries."""
-    cache, shape = DynamicCache(), (batch, adapter.kv_heads, tokens, adapter.d_head)
+    cache, shape = DynamicCache(), (batch, adapter.kv_heads, tokens)
     for layer in range(len(adapter.layers)):
-        keys, values = (torch.randn(shape, dtype=adapter.dtype, device=adapter.device) for _ in range(2))
+        keys, values = (
+            torch.randn(*shape, size, dtype=adapter.dtype, device=adapter.device)
+            for size in (adapter.d_key, adapter.d_value)
+        )
         cache.update(keys, values, layer)
     return cache
 
@@ -246,7 +250,7 @@ def _keep_last(adapter: Adapter, keys: Tensor, values: Tensor, budget: int) -> C
 def _greedy_steps(adapter: Adapter, cache: Any, ids: Tensor, steps: int) -> None:
     """Decode `steps` tokens greedily from a cache."""
     for _ in range(steps):
-        logits = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        logits = run_with_cache(adapter.model, ids, cache, logits_to_keep=1).logits
         ids = logits[:, -1:].argmax(dim=-1)
 
 

@@ -174,7 +174,7 @@ def test_a_run_that_generates_decodes_more_caches_at_once_where_memory_is_free(
 ) -> None:
     data = rows(tmp_path / "d.jsonl", 1)
     tokens = len(pk.load_prompts(str(data), model)[0].token_ids)
-    full = 2 * len(model.layers) * model.kv_heads * tokens * model.d_head * 4
+    full = len(model.layers) * model.kv_heads * tokens * (model.d_key + model.d_value) * 4
     whole = sum(weight.numel() for weight in model.model.parameters()) * 4 + full
     monkeypatch.setattr(planning.memory, "free_bytes", lambda device: 10**12)
     assert bound(model, data) == pytest.approx(2 * whole, rel=0.05)

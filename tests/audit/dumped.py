@@ -97,7 +97,7 @@ class Made:
         ]
         adapter = model(self.kv_heads)
         return write_dump(
-            folder, requests, self.layers(blocks), kv_heads=self.kv_heads, head_size=adapter.d_head,
+            folder, requests, self.layers(blocks), kv_heads=self.kv_heads, head_size=adapter.d_key,
             block_size=self.block, layout=self.layout, engine="made-up 1.0", **self.header,
         )  # fmt: skip
 

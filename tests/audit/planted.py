@@ -91,7 +91,7 @@ def mask_of_evicted_length(model: Any, input_ids: Tensor, attention_mask: Tensor
     for place, layer in enumerate(cache.layers):
         other = _Seen()
         other.keys, other.values, other.is_initialized = layer.keys, layer.values, True
-        other.dtype, other.device = layer.dtype, layer.device
+        other.dtype, other.device = layer.keys.dtype, layer.keys.device
         other.gone = input_ids.shape[1] - layer.keys.shape[2]
         cache.layers[place] = other
     return cache
@@ -176,6 +176,31 @@ class Streaming(Cache):
 
     def __init__(self, layers: int = 3, sinks: int = SINKS, recent: int = RECENT) -> None:
         super().__init__(layers=[StreamingLayer(sinks, recent) for _ in range(layers)])
+
+
+class NarrowLayer(DynamicLayer):
+    """Takes keys and values alone."""
+
+    def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().update(key_states, value_states)  # type: ignore[no-any-return]
+
+
+class Narrow(Cache):
+    """Layers that take no more arguments, called as layers of transformers 5.24 do."""
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__(layers=[NarrowLayer() for _ in range(layers)])
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        return self.layers[layer_idx].update(key_states, value_states, kwargs={})
+
+
+def narrow_after_reading(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    """The cache meets the model's layers in decoding only."""
+    narrow, cache = Narrow(), right(model, input_ids, attention_mask)
+    for own, layer in zip(narrow.layers, cache.layers, strict=True):
+        own.update(layer.keys, layer.values)
+    return narrow
 
 
 class TruncatingLayer(StreamingLayer):

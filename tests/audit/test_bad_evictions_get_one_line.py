@@ -36,6 +36,23 @@ def test_what_cannot_be_read_is_unreadable_with_its_reason(eviction: Any, words:
     assert "\n" not in result.conclusion()
 
 
+@pytest.mark.parametrize("eviction", [planted.Narrow, planted.narrow_after_reading])
+def test_a_cache_that_takes_fewer_arguments_than_layers_pass_is_one_line(eviction: Any) -> None:
+    result = audited("llama", eviction, situations=["single"])
+    assert (result.verdict, result.exit_code) == ("unreadable", 2)
+    assert "NarrowLayer.update() got an unexpected keyword argument 'kwargs'" in result.conclusion()
+    assert "layers of transformers 5.24 and newer pass more to it, so let update take **kwargs" in result.conclusion()
+    assert "\n" not in result.conclusion()
+
+
+def test_another_error_of_an_update_stays_the_evictions_own() -> None:
+    def evict(model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        DynamicCache().update()
+
+    result = audited("llama", evict, situations=["single"])
+    assert "reading the prompt raises TypeError" in result.conclusion()
+
+
 def test_a_decoding_that_shows_no_keys_is_unreadable() -> None:
     def evict(model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
         return planted.right(model, input_ids, attention_mask)

@@ -61,7 +61,7 @@ def test_peaks_count_the_process_and_generating_counts_its_cache() -> None:
     assert work.peaks(tokens=150, count=0, **MODEL)["peak"] > 50 * 2**20
     full, evicted = (work.generation_memory(tokens=300, evicted=evicted, **MODEL) for evicted in (False, True))
     adapter = tiny_adapter()
-    entry = 2 * len(adapter.layers) * adapter.d_head * 4
+    entry = len(adapter.layers) * (adapter.d_key + adapter.d_value) * 4
     assert full["cache"] == entry * adapter.kv_heads * 300
     assert evicted["cache"] == entry * adapter.heads * 128
 

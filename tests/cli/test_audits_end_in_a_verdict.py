@@ -102,7 +102,7 @@ def dump(model: Path, tmp_path: Path) -> list[object]:
     with torch.inference_mode():
         adapter.model(torch.tensor([ids]), past_key_values=cache)
     rows = ({"keys.a": layer.keys[0].clone(), "values.a": layer.values[0].clone()} for layer in cache.layers)
-    shape = {"kv_heads": adapter.kv_heads, "head_size": adapter.d_head}
+    shape = {"kv_heads": adapter.kv_heads, "head_size": adapter.d_key}
     path = write_dump(tmp_path / "dump", [{"id": "a", "token_ids": ids}], rows, engine="made-up 1.0", **shape)
     return ["audit", path, "--model", model]
 

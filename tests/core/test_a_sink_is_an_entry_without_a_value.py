@@ -71,10 +71,10 @@ def test_heads_in_parts_have_their_own_sinks(name: str) -> None:
 
 
 def test_what_stays_has_the_sinks_mass_and_nothing_else_of_it() -> None:
-    seen = layer_view(4, 2, n=12, seed=3)
+    seen = layer_view(4, 2, n=12, seed=3, sinks=SINKS)
     query, kept = seen.queries[:, -1], torch.zeros(1, 4, 12, dtype=torch.bool)
     kept[..., 3:7] = True
-    attention, sink = theory.decode_weights(query, seen.keys, SCALE, SINKS)
+    attention, sink = theory.decode_weights(query, seen.keys, seen.softmax)
     beside = naive_theory.decode_attention(query.numpy(), seen.keys.numpy(), SCALE, SINKS.numpy())
     np.testing.assert_allclose(torch.cat([attention, sink.unsqueeze(-1)], dim=-1), beside, rtol=1e-12)
     found = theory.kept_sums(attention, theory.stack_summands(seen.values, seen.norms), kept, sink)
@@ -85,11 +85,11 @@ def test_what_stays_has_the_sinks_mass_and_nothing_else_of_it() -> None:
 
 def test_the_bound_of_theorem_2_holds_beside_a_sink() -> None:
     """L ≤ θ whatever is kept, nothing but the sink and one entry too."""
-    seen = layer_view(4, 2, n=12, seed=4)
+    seen = layer_view(4, 2, n=12, seed=4, sinks=SINKS)
     query, draw = seen.queries[:, -1], torch.Generator().manual_seed(1)
     kept = torch.rand(200, 4, 12, generator=draw) < torch.rand(200, 1, 1, generator=draw)
     kept[..., -1] = True
-    attention, sink = theory.decode_weights(query, seen.keys, SCALE, SINKS)
+    attention, sink = theory.decode_weights(query, seen.keys, seen.softmax)
     summands = theory.stack_summands(seen.values, seen.norms)
     stays = theory.kept_sums(attention, summands, kept, sink)
     whole = summands.sums(attention.unsqueeze(0))

@@ -96,9 +96,9 @@ def test_bytes_by_hand() -> None:
     """100 entries of 64 numbers, 32 of them the window, in 4 bits: keys have ⌈68 / 32⌉ groups of each channel."""
     codes, window = 2 * 68 * 64 * 4, 32 * 64 * 2 * 16
     scales = 3 * 64 * 32 + 68 * 2 * 32
-    assert stored_bits(config("quantise").precision, 100, 32, 64) == codes + window + scales == 110_848
-    assert stored_bits(config("full").precision, 100, 32, 64) == 100 * 64 * 2 * 16
-    assert stored_bits(config("quantise").precision, 20, 32, 64) == 20 * 64 * 2 * 16, "the window is whole"
+    assert stored_bits(config("quantise").precision, 100, 32, 64, 64) == codes + window + scales == 110_848
+    assert stored_bits(config("full").precision, 100, 32, 64, 64) == 100 * 64 * 2 * 16
+    assert stored_bits(config("quantise").precision, 20, 32, 64, 64) == 20 * 64 * 2 * 16, "the window is whole"
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
@@ -139,9 +139,9 @@ def test_what_cannot_be_asked_for(choices: dict[str, Any], error: type[Exception
 
 def test_bytes_are_those_of_the_models_heads() -> None:
     fits = config("quantise(fill=64)").precision
-    check_fill([fits, Choice("full")], 64, "m")
+    check_fill([fits, Choice("full")], 64, 64, "m")
     with pytest.raises(ConfigError, match="must be the size of a head, 128 in model 'm', or 0, .* got 64"):
-        check_fill([fits], 128, "m")
+        check_fill([fits], 128, 128, "m")
 
 
 def test_a_sweep_names_bits_once() -> None:

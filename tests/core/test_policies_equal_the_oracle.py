@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from perturbkv import theory
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import CHUNK_BYTES
 from perturbkv.errors import ConfigError, UnknownNameError
@@ -55,11 +56,9 @@ def test_h2o_makes_no_square_array(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows come in blocks, equal to those in one piece."""
     seen, score = layer_view(4, 2, n=30, seed=2), h2o.H2O()
     whole, made = score.score(seen), []
-    original = window_attention.softmax_with_sinks
+    original = theory.softmax_with_sinks
     monkeypatch.setattr(window_attention, "block_bytes", lambda device: 8 * 4 * 30)
-    monkeypatch.setattr(
-        window_attention, "softmax_with_sinks", lambda *given: made.append(given[0]) or original(*given)
-    )
+    monkeypatch.setattr(theory, "softmax_with_sinks", lambda *given: made.append(given[0]) or original(*given))
     torch.testing.assert_close(score.score(seen), whole, rtol=1e-12, atol=1e-15)
     assert max(block.numel() for block in made) <= 4 * 30
 

@@ -61,7 +61,7 @@ def expected(name: str, seen: LayerView) -> np.ndarray:
     if name == "defensive":
         found = later_scores.defensive(rows(seen), seen.norms.numpy(), kv_heads, "average", 5, seen.prefix)
         return np.repeat(np.array(found), seen.heads // kv_heads, axis=0)
-    sinks = None if seen.sinks is None else seen.sinks.numpy()
+    sinks = None if seen.softmax.sinks is None else seen.softmax.sinks.numpy()
     return naive.of_layer(name, *arrays, SCALE, seen.window, sinks, seen.template)
 
 

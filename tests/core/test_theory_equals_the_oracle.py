@@ -70,7 +70,9 @@ def test_window_attention(arrays: dict[str, np.ndarray]) -> None:
 def test_decode_attention(arrays: dict[str, np.ndarray]) -> None:
     given = tensors(arrays)
     expected = naive.decode_attention(arrays["query"], arrays["key"], 0.4)
-    np.testing.assert_allclose(theory.decode_attention(given["query"], given["key"], 0.4), expected, rtol=1e-10)
+    np.testing.assert_allclose(
+        theory.decode_attention(given["query"], given["key"], theory.Softmax(0.4)), expected, rtol=1e-10
+    )
 
 
 @pytest.mark.parametrize(("kind", "kernel"), [("max", 7), ("max", 3), ("average", 5), ("average", 1), ("none", 7)])
@@ -255,7 +257,7 @@ def test_the_bounds_stand_in_their_order(keys: int, sharpness: float, share: flo
     kept[..., -1] = True
     stage1 = kept & (draw.random(kept.shape) < first)
     stage1[..., -1] = True
-    attention = theory.decode_attention(torch.from_numpy(query), torch.from_numpy(key), 1.0)
+    attention = theory.decode_attention(torch.from_numpy(query), torch.from_numpy(key), theory.Softmax(1.0))
     norms = projected_value_norms(torch.from_numpy(value), w_o)
     n, s = torch.from_numpy(kept), torch.from_numpy(stage1)
     bounds, perturbation = quantities(attention, norms, torch.from_numpy(value), w_o, n, s)

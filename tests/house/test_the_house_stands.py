@@ -298,12 +298,12 @@ def test_kernels_are_imported_only_when_used() -> None:
     )
 
 
-def test_only_capture_registers_hooks_and_an_audit_puts_attention_back() -> None:
+def test_only_capture_and_the_proof_register_hooks_and_an_audit_puts_attention_back() -> None:
     def found(word: str) -> list[str]:
         return [name for name, source in modules().items() if word in source]
 
-    assert found("register_forward") == ["perturbkv.pipeline.sample.capture"]
-    assert found("ALL_ATTENTION_FUNCTIONS") == ["perturbkv.auditing.model_state", "perturbkv.pipeline.sample.capture"]
+    assert found("register_forward") == ["perturbkv.models.proof", "perturbkv.pipeline.sample.capture"]
+    assert found("ALL_ATTENTION_FUNCTIONS") == ["perturbkv.auditing.model_state", "perturbkv.models.interface"]
 
 
 def torch_is_loaded_after(code: str) -> bool:

@@ -15,12 +15,13 @@ from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotar
 
 from perturbkv.configs import layer_types
 from perturbkv.errors import ModelError
-from perturbkv.models import proof
+from perturbkv.models import proof, states
 from perturbkv.models.aliases import ALIASES
 from perturbkv.models.loading import ByteTokenizer, open_model
 from perturbkv.models.sanity import check_config
 from perturbkv.models.user_model import adapt
 from perturbkv.pipeline.sample.capture import Observer, capture
+from tests.support.hybrids import hybrid_model
 from tests.support.models import MIXED, tiny_adapter, tiny_model
 
 
@@ -382,3 +383,55 @@ def test_kinds_of_layers_that_a_familys_code_passes_over_are_refused() -> None:
 def test_a_family_without_a_causal_language_model_is_refused_before_anything_is_read() -> None:
     with pytest.raises(ModelError, match="is of the family 'vit', of which transformers .* makes no causal"):
         check_config(AutoConfig.for_model("vit"), "m")
+
+
+@pytest.mark.parametrize(
+    ("family", "kinds"),
+    [
+        ("lfm2", ["recurrent", "full"] * 2),
+        ("nemotron_h", ["recurrent", "full", "memoryless", "full"]),
+        ("falcon_h1", ["full"] * 2),
+    ],
+)
+def test_layers_without_attention_have_a_state_or_no_memory(family: str, kinds: list[str]) -> None:
+    layers = adapt(hybrid_model(family), ByteTokenizer()).facts.layers
+    assert [layer.kind for layer in layers] == kinds
+    assert [bool(layer.state) for layer in layers] == [kind == "recurrent" or family == "falcon_h1" for kind in kinds]
+    assert [layer.attends for layer in layers] == [kind == "full" for kind in kinds]
+
+
+@pytest.mark.parametrize(
+    ("family", "shapes", "words"),
+    [
+        ("recurrent_gemma", {"num_hidden_layers": 3, "lru_width": 32}, "in two parts otherwise than at once .* parts"),
+        ("minimax", {"num_local_experts": 4}, "cannot read a short text .*MiniMax uses cache of its own.* run"),
+        ("jamba", {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "num_experts_per_tok": 1,
+                   "mamba_d_state": 8, "mamba_dt_rank": 4, "use_mamba_kernels": False}, "in two parts .* parts"),
+    ],
+    ids=["in-its-modules", "in-a-cache-of-its-own", "not-read-on-from"],
+)  # fmt: skip
+def test_a_state_that_is_not_in_the_cache_is_refused(family: str, shapes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        adapt(hybrid_model(family, **shapes), ByteTokenizer())
+
+
+def test_what_looks_like_attention_beside_a_state_is_refused_where_it_fills_the_cache() -> None:
+    """A layer of keys and values whose attention does not call the interface; recurrent layers beside it."""
+    model = hybrid_model("lfm2")
+    attention = model.model.layers[1].self_attn
+
+    def silent(hidden_states: Tensor, past_key_values: Any = None, **kwargs: Any) -> tuple[Tensor, None]:
+        if past_key_values is not None:
+            entries = attention.k_proj(hidden_states).unflatten(-1, (2, 8)).transpose(1, 2)
+            past_key_values.update(entries, entries, 1)
+        return attention.out_proj(torch.zeros_like(hidden_states)), None
+
+    attention.forward = silent
+    assert "layer 1 of model 'Lfm2ForCausalLM' never calls the attention interface" in refusal(model)
+
+
+def test_an_older_transformers_is_named_where_a_recurrent_model_needs_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(states, "LAYER", None)
+    assert "(models with recurrent layers need transformers 5.5 or newer" in refusal(
+        hybrid_model("minimax", num_local_experts=4)
+    )

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from tests.oracle.correction import Extra
-from tests.oracle.theory import Array, softmax
+from tests.oracle.theory import Array, capped, softmax
 
+_GEMMA = ("gemma2", "gemma3_text")
 Stored = list[dict[int, tuple[Array, Array]]]
 """Per query head: position -> key and value."""
 Chosen = Callable[[Array], Array]
@@ -31,9 +32,9 @@ Along = Callable[[int, list[Array], list[list[Array]], list[list[Array]]], list[
 
 @dataclass
 class Step:
-    """Per measured layer: query (head, d_head), head_output (head, d_head), hidden (d_model); then final and logits.
+    """Per measured layer: query (head, d_head), head_output (head, d_value), hidden (d_model); then final and logits.
 
-    `gates` are γ (head, d_head) of every measured layer, 1 where there are none; head outputs are multiplied by them.
+    `gates` are γ (head, d_value) of every measured layer, 1 where there are none; head outputs are multiplied by them.
     """
 
     query: list[Array] = field(default_factory=list)
@@ -53,6 +54,8 @@ class Decoder:
         self.heads, self.kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
         self.d_head = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.heads
         every = range(self.config.num_hidden_layers)
+        values = self.weights.get("model.layers.0.self_attn.v_proj.weight")
+        self.d_value = self.d_head if values is None else len(values) // self.kv_heads
         self.types = getattr(self.config, "layer_types", None) or ["full_attention" for _ in every]
         self.places = [i for i in every if self.types[i] == "full_attention" or len(set(self.types)) == 1]
         self.layers = len(self.places)
@@ -86,6 +89,11 @@ class Decoder:
         if hasattr(config, "query_pre_attn_scalar"):
             return float(config.query_pre_attn_scalar**-0.5)
         return float(getattr(config, "attention_multiplier", self.d_head**-0.5))
+
+    @property
+    def cap(self) -> float | None:
+        """Soft cap on the logits of attention."""
+        return getattr(self.config, "attn_logit_softcapping", None)
 
     def copy(self) -> Decoder:
         """Another with the same cache, which grows by itself."""
@@ -122,7 +130,10 @@ class Decoder:
                 record.hidden.append(hidden.copy())
         record.final = self._norm(hidden, "model.norm.weight")
         head = self.weights.get("lm_head.weight", self.weights["model.embed_tokens.weight"])
-        record.logits = head @ record.final / getattr(config, "logits_scaling", 1.0)
+        logits = head @ record.final / getattr(config, "logits_scaling", 1.0)
+        record.logits = np.array(
+            [capped(float(one), getattr(config, "final_logit_softcapping", None)) for one in logits]
+        )
         self.position += 1
         return record
 
@@ -154,7 +165,7 @@ class Decoder:
     def _mean(self, query: Array, seen: Sequence[int], layer: int, kv_head: int) -> Array:
         """A query's values, weighted by its softmax over the entries that it sees."""
         keys, values = self._keys[layer][kv_head], self._values[layer][kv_head]
-        weights = softmax([float(query @ keys[i]) * self.scale for i in seen])
+        weights = softmax([capped(float(query @ keys[i]) * self.scale, self.cap) for i in seen])
         return np.sum([weight * values[i] for weight, i in zip(weights, seen, strict=True)], axis=0)
 
     def _behind(self, layer: int, hidden: Array, made: Array) -> Array:
@@ -167,7 +178,7 @@ class Decoder:
         return hidden + residual * (self._norm(made, f"{layer}.post_feedforward_layernorm") if after else made)
 
     def _embedding_scale(self) -> float:
-        if self.config.model_type == "gemma3_text":
+        if self.config.model_type in _GEMMA:
             return math.sqrt(self.config.hidden_size)
         return float(getattr(self.config, "embedding_multiplier", 1.0))
 
@@ -176,7 +187,7 @@ class Decoder:
         weight = self.weights.get(name if name.startswith("model") else f"model.layers.{name}.weight")
         if weight is None:
             return hidden
-        return _rms(hidden, weight + (self.config.model_type == "gemma3_text"), self.config.rms_norm_eps)
+        return _rms(hidden, weight + (self.config.model_type in _GEMMA), self.config.rms_norm_eps)
 
     def _linear(self, name: str, vector: Array) -> Array:
         out = self.weights[f"{name}.weight"] @ vector
@@ -200,7 +211,7 @@ class Decoder:
             self._keys[layer][head].append(self._rotate(key[head : head + 1], self.position, layer)[0])
             self._values[layer][head].append(value[head])
         kept = kept(query) if callable(kept) else kept
-        mixed, scale = np.zeros((self.heads, self.d_head)), self.scale
+        mixed, scale = np.zeros((self.heads, self.d_value)), self.scale
         sinks = self.weights.get(f"{prefix}.sinks")
         for head in range(self.heads):
             kv_head = head // (self.heads // self.kv_heads)
@@ -214,7 +225,7 @@ class Decoder:
                 query[head] = self._rotate(unrotated[head : head + 1], len(seen) - 1, layer)[0]
             own = {} if stored is None else stored[head]
             keys = [own[i][0] if i in own else key for i, key in zip(seen, keys, strict=True)]
-            scores = [float(query[head] @ key) * scale for key in keys]
+            scores = [capped(float(query[head] @ key) * scale, self.cap) for key in keys]
             values = [own[i][1] if i in own else self._values[layer][kv_head][i] for i in seen]
             extra = None if extras is None else extras[head]
             scores += [] if extra is None else [extra.logit(query[head])]
@@ -231,10 +242,10 @@ class Decoder:
         return self._linear(f"{prefix}.o_proj", mixed.reshape(-1))
 
     def _gate(self, prefix: str, hidden: Array) -> Array:
-        """γ of a token, (head, d_head): the softplus of a projection of its hidden state; 1 where there is none."""
+        """γ of a token, (head, d_value): the softplus of a projection of its hidden state; 1 where there is none."""
         if f"{prefix}.g_proj.weight" not in self.weights:
-            return np.ones((self.heads, self.d_head))
-        return np.logaddexp(0, self._linear(f"{prefix}.g_proj", hidden)).reshape(self.heads, self.d_head)
+            return np.ones((self.heads, self.d_value))
+        return np.logaddexp(0, self._linear(f"{prefix}.g_proj", hidden)).reshape(self.heads, self.d_value)
 
     def _projections(self, prefix: str, hidden: Array) -> tuple[Array, Array, Array]:
         sizes = [self.heads * self.d_head, self.kv_heads * self.d_head, self.kv_heads * self.d_head]
@@ -243,7 +254,8 @@ class Decoder:
         else:
             parts = [self._linear(f"{prefix}.{name}_proj", hidden) for name in "qkv"]
         parts = [self._head_norm(part, f"{prefix}.{name}_norm.weight") for part, name in zip(parts, "qkv", strict=True)]
-        query, key, value = (part.reshape(-1, self.d_head) for part in parts)
+        widths = (self.d_head, self.d_head, self.d_value)
+        query, key, value = (part.reshape(-1, width) for part, width in zip(parts, widths, strict=True))
         return query, key, value
 
     def _head_norm(self, rows: Array, name: str) -> Array:
@@ -276,7 +288,7 @@ class Decoder:
         return self._linear(f"{prefix}.down_proj", self._activated(gate) * up)
 
     def _activated(self, gate: Array) -> Array:
-        if self.config.model_type == "gemma3_text":  # the tanh approximation of GELU
+        if self.config.model_type in _GEMMA:  # the tanh approximation of GELU
             inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
             return 0.5 * gate * (1 + np.tanh(inner))
         return gate / (1 + np.exp(-gate))

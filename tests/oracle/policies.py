@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from tests.oracle.theory import Array, softmax
+from tests.oracle.theory import Array, capped, softmax
 from tests.support.configs import flat
 
 
-def rows(query: Array, key: Array, scale: float, first: int, sinks: Array | None = None) -> Array:
+def rows(
+    query: Array, key: Array, scale: float, first: int, sinks: Array | None = None, cap: float | None = None
+) -> Array:
     """(head, query, key): causal softmax rows of the queries from `first` on, zero where they see nothing.
 
     A sink is one more entry that every query of its head sees; its weight is left out.
@@ -23,14 +25,20 @@ def rows(query: Array, key: Array, scale: float, first: int, sinks: Array | None
     for head in range(heads):
         keys = key[head // (heads // len(key))]
         for place in range(first, n):
-            seen = [scale * math.fsum(query[head, place] * keys[entry]) for entry in range(place + 1)]
+            seen = [capped(scale * math.fsum(query[head, place] * keys[entry]), cap) for entry in range(place + 1)]
             beside = [] if sinks is None else [float(sinks[head])]
             weights[head, place - first, : place + 1] = softmax(seen + beside)[: place + 1]
     return weights
 
 
 def accumulate(
-    config: Any, query: Array, key: Array, scale: float, sinks: Array | None = None, template: range = range(0)
+    config: Any,
+    query: Array,
+    key: Array,
+    scale: float,
+    sinks: Array | None = None,
+    template: range = range(0),
+    cap: float | None = None,
 ) -> Array:
     """(head, n − w) of one layer, from all n queries; where the text's alone vote, those of `template` are silent."""
     config = flat(config)
@@ -40,7 +48,7 @@ def accumulate(
     result = np.zeros((heads, prefix))
     if config.policy == "tova":
         voting = max(place for place in range(n) if place not in silent)
-        last = rows(query, key, scale, voting, sinks)[:, 0]
+        last = rows(query, key, scale, voting, sinks, cap)[:, 0]
         for entry in range(prefix):
             result[:, entry] = math.fsum(last[:, entry]) / heads
         return result
@@ -50,7 +58,7 @@ def accumulate(
         first = max(0, n - config.history)
     else:
         first = max(0, n - config.window)
-    weights = rows(query, key, scale, first, sinks)
+    weights = rows(query, key, scale, first, sinks, cap)
     for head in range(heads):
         for entry in range(prefix):
             column = [weights[head, place, entry] for place in range(n - first) if first + place not in silent]

@@ -20,9 +20,9 @@ QUESTION = 7
 """Tokens of a prompt's question, its last."""
 
 
-def attention_of(held: dict[str, np.ndarray], scale: float) -> np.ndarray:
+def attention_of(held: dict[str, np.ndarray], scale: float, cap: float | None = None) -> np.ndarray:
     """(head, key), with a sink's weight behind the entries' where there is one."""
-    return theory.decode_attention(held["query"], held["key"], scale, held["sinks"])
+    return theory.decode_attention(held["query"], held["key"], scale, held["sinks"], cap)
 
 
 class Reference:
@@ -107,13 +107,13 @@ class Reference:
         held = self.layer(layer, 0)
         query = np.stack([step.query[layer] for step in self.prompt[: self.n]], axis=1)
         return policies.accumulate(
-            config, query, held["key"][:, : self.n], self.decoder.scale, held["sinks"], self.template
+            config, query, held["key"][:, : self.n], self.decoder.scale, held["sinks"], self.template, self.decoder.cap
         )
 
     def _realised(self, layer: int) -> np.ndarray:
         """(head, key), attention of the first decoded token."""
         held = self.layer(layer, 0)
-        return attention_of(held, self.decoder.scale)[:, : held["key"].shape[1]]
+        return attention_of(held, self.decoder.scale, self.decoder.cap)[:, : held["key"].shape[1]]
 
     @functools.cache  # noqa: B019
     def _shared(self, config: EvictionConfig) -> dict[tuple[int, int], tuple[list[int], list[int]]]:

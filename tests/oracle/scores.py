@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tests.oracle.theory import Array, softmax
+from tests.oracle.theory import Array, capped, softmax
 
 
 class Head:
@@ -29,11 +29,12 @@ class Head:
         window: int,
         sink: float | None = None,
         silent: range = range(0),
+        cap: float | None = None,
     ) -> None:
         self.n, self.keys, self.values = len(keys), keys, values
         self.first = max(0, self.n - window)
         voting = [i for i in range(len(queries))[self.first :] if i not in silent]
-        self.z = [[scale * math.fsum(queries[i] * keys[j]) for j in range(i + 1)] for i in voting]
+        self.z = [[capped(scale * math.fsum(queries[i] * keys[j]), cap) for j in range(i + 1)] for i in voting]
         self.a = [softmax(row + ([] if sink is None else [sink]))[: len(row)] for row in self.z]
         self.o = [self.mixed(row) for row in self.a]
 
@@ -112,6 +113,7 @@ def of_layer(
     window: int,
     sinks: Array | None = None,
     silent: range = range(0),
+    cap: float | None = None,
 ) -> Array:
     """(head, n − w) of a score of single entries, unpooled."""
     heads, n, _ = queries.shape
@@ -119,7 +121,7 @@ def of_layer(
     for h in range(heads):
         shared = h // (heads // len(keys))
         sink = None if sinks is None else float(sinks[h])
-        seen = Head(queries[h], keys[shared], values[shared], scale, window, sink, silent)
+        seen = Head(queries[h], keys[shared], values[shared], scale, window, sink, silent, cap)
         for j in range(found.shape[1]):
             found[h, j] = OF_ENTRY[name](seen, j)
     return found

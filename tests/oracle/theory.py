@@ -19,6 +19,11 @@ def softmax(logits: list[float]) -> list[float]:
     return [power / total for power in powers]
 
 
+def capped(logit: float, cap: float | None) -> float:
+    """METHOD, soft caps: what stands in place of the logit."""
+    return logit if cap is None else cap * math.tanh(logit / cap)
+
+
 def head_slice(w_o: Array, head: int, d_head: int) -> Array:
     """W_O^h, (d_head, d_model)."""
     return w_o[:, head * d_head : (head + 1) * d_head].T
@@ -61,11 +66,15 @@ def pool(row: list[float], kind: str, kernel: int) -> list[float]:
     return pooled
 
 
-def decode_attention(query: Array, key: Array, scale: float, sinks: Array | None = None) -> Array:
+def decode_attention(
+    query: Array, key: Array, scale: float, sinks: Array | None = None, cap: float | None = None
+) -> Array:
     """(head, key); with sinks, one more column behind the entries: the weight of an entry without a value."""
     heads = len(query)
     group = heads // len(key)
-    logits = [[scale * math.fsum(query[head] * entry) for entry in key[head // group]] for head in range(heads)]
+    logits = [
+        [capped(scale * math.fsum(query[head] * entry), cap) for entry in key[head // group]] for head in range(heads)
+    ]
     return np.array([softmax(row + ([] if sinks is None else [float(sinks[h])])) for h, row in enumerate(logits)])
 
 

@@ -159,7 +159,7 @@ def test_only_the_queries_that_are_looked_at_are_remembered() -> None:
 
 
 def test_a_whole_cache_of_its_own_is_planned_for() -> None:
-    shape = Shape(2, 4, 2, 8, 32, 260, 4, 10**6)
+    shape = Shape(2, 4, 2, 8, 8, 32, 260, 4, 10**6)
     assert shape.kept_bytes(lined(), 44) == shape.full_cache_bytes(44)
     assert shape.row_bytes(lined(), 44, 1, 1, passing=True) > shape.full_cache_bytes(44)
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from perturbkv import theory
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
 from perturbkv.configs.run import RunConfig
@@ -88,11 +89,9 @@ def test_blocks_of_queries_are_bounded_and_change_nothing(monkeypatch: pytest.Mo
         return prefill(adapter, PROMPT.token_ids, [chosen], Resources(), "s").statistics.scored[asked(chosen)]
 
     whole, made = scores(), []
-    original = window_attention.softmax_with_sinks
+    original = theory.softmax_with_sinks
     monkeypatch.setattr(window_attention, "block_bytes", lambda device: 8 * 300)
-    monkeypatch.setattr(
-        window_attention, "softmax_with_sinks", lambda *given: made.append(given[0]) or original(*given)
-    )
+    monkeypatch.setattr(theory, "softmax_with_sinks", lambda *given: made.append(given[0]) or original(*given))
     for one, other in zip(scores(), whole, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-15)
     assert max(block.numel() for block in made) <= 300
@@ -206,7 +205,16 @@ def test_a_score_of_somebody_else_that_replays_is_checked() -> None:
             return seen.queries
 
     seen = replay_view.ReplayView(
-        torch.zeros(4, 3, 8), torch.zeros(2, 5, 8), torch.zeros(2, 5, 8), None, torch.zeros(9, 32), 1.0, 0, 2, 7, "s"
+        torch.zeros(4, 3, 8),
+        torch.zeros(2, 5, 8),
+        torch.zeros(2, 5, 8),
+        None,
+        torch.zeros(9, 32),
+        theory.Softmax(1.0),
+        0,
+        2,
+        7,
+        "s",
     )
     with pytest.raises(PluginError, match=r"score 'kvzip' gives the shape \(4, 3, 8\).*\(layer 7, sample 's'\)"):
         compute_replay(Wrong(), seen)

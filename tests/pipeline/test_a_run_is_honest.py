@@ -64,7 +64,7 @@ def test_every_floor_is_at_least_one_rounding_of_what_it_is_the_floor_of(dtype: 
     """The head whose output is nothing at all has no length to round, and a floor above 0 all the same."""
     adapter = tiny_adapter(dtype=dtype)
     with torch.no_grad():
-        adapter.output_projection(0)[:, : adapter.d_head] = 0
+        adapter.output_projection(0)[:, : adapter.d_value] = 0
     arrays = trace_sample(adapter, prompt(), run(config(16))).arrays
     assert (arrays["output_norm"][:, 0, 0] == 0).all()
     scales = {"": "_norm", "_l2": "_norm_l2"}

@@ -251,7 +251,7 @@ def test_waiting_would_be_seen() -> None:
     assert mode.seen == ["_local_scalar_dense", "nonzero", "index"]
 
 
-SHAPE = Shape(layers=3, heads=4, kv_heads=2, d_head=8, d_model=32, vocab=100, itemsize=4, weights_bytes=40_000)
+SHAPE = Shape(3, 4, 2, d_key=8, d_value=8, d_model=32, vocab=100, itemsize=4, weights_bytes=40_000)
 
 
 @settings(deadline=None)

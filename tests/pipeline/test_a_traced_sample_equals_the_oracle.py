@@ -53,18 +53,26 @@ def test_kept_positions(case: tuple[SampleTrace, Reference]) -> None:
                 assert sample.arrays["stage1_count"][index, layer, head] == len(stage1) - config.window
 
 
+def entries_of_windows(reference: Reference) -> int:
+    """Entries that the sliding layers hold whatever is evicted, in all key/value heads."""
+    decoder = reference.decoder
+    sliding = decoder.config.num_hidden_layers - decoder.layers
+    return sliding * decoder.kv_heads * min(reference.n, decoder.config.sliding_window or 0) if sliding else 0
+
+
 def test_the_cache_holds_each_set_once_per_key_value_head(case: tuple[SampleTrace, Reference]) -> None:
     """A set of all heads is held once for each key/value head; what a block holds counts whole."""
     sample, reference = case
-    kv_heads, layers = reference.decoder.kv_heads, reference.decoder.layers
+    kv_heads, layers, windows = reference.decoder.kv_heads, reference.decoder.layers, entries_of_windows(reference)
+    full = layers * kv_heads * reference.n + windows
     for index, config in enumerate(reference.run.configs):
         sets = [reference.kept(layer, config) for layer in range(layers)]
         stored = len(sets[0]) if config.granularity.name == "query" else kv_heads
         held = sum(len(kept) for layer in sets for kept, _ in layer) * stored / len(sets[0])
-        assert sample.arrays["held_share"][index] == pytest.approx(held / (layers * kv_heads * reference.n))
+        assert sample.arrays["held_share"][index] == pytest.approx((held + windows) / full)
     copied = [index for index, config in enumerate(reference.run.configs) if not config.reads_pages]
     assert sample.arrays["cache_bytes"] - sample.arrays["cache_padding_bytes"] == pytest.approx(
-        sample.arrays["held_share"][copied].sum() * layers * kv_heads * reference.n * 2 * reference.decoder.d_head * 8
+        (sample.arrays["held_share"][copied] * full - windows).sum() * 2 * reference.decoder.d_head * 8
     )
 
 
@@ -72,7 +80,9 @@ def test_bytes_are_those_of_what_is_stored(case: tuple[SampleTrace, Reference]) 
     """A number takes its bits, a group 32 more, whatever type the run computes in."""
     sample, reference = case
     kv_heads, layers, d_head = reference.decoder.kv_heads, reference.decoder.layers, reference.decoder.d_head
-    assert sample.arrays["full_bytes"] == layers * kv_heads * reference.n * 2 * 2 * d_head
+    windows = entries_of_windows(reference) * 2 * 2 * d_head
+    assert sample.arrays["unmeasured_bytes"] == windows
+    assert sample.arrays["full_bytes"] == layers * kv_heads * reference.n * 2 * 2 * d_head + windows
     for index, config in enumerate(reference.run.configs):
         sets = [reference.kept(layer, config) for layer in range(layers)]
         stored = len(sets[0]) if config.granularity.name == "query" else kv_heads
@@ -81,7 +91,7 @@ def test_bytes_are_those_of_what_is_stored(case: tuple[SampleTrace, Reference]) 
         bits = [b + correction.bits(flat(config).mass, g, sharing, d_head) for b, g in zip(bits, gone, strict=True)]
         whole = layers * kv_heads * 4 * d_head * (reference.n + len(pages.page_table(flat(config), reference.n)))
         expected = whole if config.reads_pages else sum(bits) * stored / len(sets[0]) / 8
-        assert sample.arrays["held_bytes"][index] == expected
+        assert sample.arrays["held_bytes"][index] == expected + windows
 
 
 def test_bounds_stand_in_their_order(case: tuple[SampleTrace, Reference]) -> None:

@@ -160,7 +160,7 @@ def test_decoding_from_passing_blocks_equals_the_masked_full_cache(
     kernel: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Working memory of 1 KiB makes many blocks."""
-    monkeypatch.setattr(ragged, "kernel_for", lambda like: kernel)
+    monkeypatch.setattr(ragged, "kernel_for", lambda keys, values: kernel)
     monkeypatch.setattr(devices, "_CACHE_BYTES", 1024)
     adapter = tiny_adapter("llama", 4, 2)
     counts = [(9, 9, 9, 9), (25, 3, 11, 18), (40, 1, 2, 5)]
@@ -224,7 +224,7 @@ def test_caches_that_are_read_again_or_hold_what_the_full_one_does_not_are_held(
 
 
 def test_what_holds_no_copies_goes_in_fewer_batches() -> None:
-    shape = Shape(3, 4, 2, 64, 256, 100, itemsize=4, weights_bytes=2_000_000)
+    shape = Shape(3, 4, 2, 64, 64, 256, 100, itemsize=4, weights_bytes=2_000_000)
     many = CONFIGS * 8
     held, places = (plan_batches(many, shape, 400, 1, 1, None, passing=each) for each in (False, True))
     assert len(places.indices) < len(held.indices)

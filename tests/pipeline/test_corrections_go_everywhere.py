@@ -34,6 +34,7 @@ CORRECTIONS = ("corrected", "corrected(mass=linear)", "corrected-oracle")
 EVERY = pytest.mark.parametrize("correction", CORRECTIONS)
 HEAD, KV, D, N = 4, 2, 8, 30
 SCALE = 0.4
+PLAIN = theory.Softmax(SCALE)
 
 
 def config(correction: str = "none", budget: float = 16, policy: str = "adakv", **more: object) -> EvictionConfig:
@@ -53,10 +54,10 @@ class World:
     def stand_in(self, correction: str) -> StandIn:
         choice = parse(correction)
         whole = complete_choice(choice, "correction", CORRECTION_OPTIONS[choice.name])
-        return make_stand_in(whole, self.query, self.keys, self.values, self.gone, SCALE)
+        return make_stand_in(whole, self.query, self.keys, self.values, self.gone, PLAIN)
 
     def full(self, query: Tensor) -> Tensor:
-        return theory.attention_output(query, self.keys, self.values, SCALE)
+        return theory.attention_output(query, self.keys, self.values, PLAIN)
 
     def layer(self, stand_ins: Mapping[int, StandIn]) -> CompactLayer:
         """Three rows of the same kept entries, and the last entry decoded in each."""
@@ -71,7 +72,7 @@ class World:
 
     def decoded(self, layer: CompactLayer, query: Tensor) -> Tensor:
         """(row, head, d_head)."""
-        return layer.attend(query.view(1, HEAD, 1, D).expand(layer.batch, -1, -1, -1), SCALE)[:, 0]
+        return layer.attend(query.view(1, HEAD, 1, D).expand(layer.batch, -1, -1, -1), PLAIN)[:, 0]
 
 
 @pytest.fixture
@@ -111,7 +112,7 @@ def test_linear_is_the_tangent_of_the_true_mass_at_the_mean_query(world: World) 
 
     def off(made: StandIn, step: float) -> float:
         asked = (world.query + step * world.other).unsqueeze(1)
-        return float((made.logits(asked, SCALE) - known.logits(asked, SCALE))[:-1].abs().max())
+        return float((made.logits(asked, PLAIN) - known.logits(asked, PLAIN))[:-1].abs().max())
 
     assert off(linear, 0.0) < 1e-12 and off(stored, 0.0) < 1e-12
     assert off(linear, 1e-2) / off(linear, 1e-3) == pytest.approx(100, rel=0.1)
@@ -149,9 +150,9 @@ def off() -> float:
 
 
 PLANTED = {
-    "what stays for what went": lambda asked, query, keys, values, gone, scale: (query, keys, values, ~gone, scale),
-    "no scale": lambda asked, query, keys, values, gone, scale: (query, keys, values, gone, 1.0),
-    "no query": lambda asked, query, keys, values, gone, scale: (0 * query, keys, values, gone, scale),
+    "what stays for what went": lambda asked, query, keys, values, gone, softmax: (query, keys, values, ~gone, softmax),
+    "no scale": lambda asked, query, keys, values, gone, softmax: (query, keys, values, gone, theory.Softmax(1.0)),
+    "no query": lambda asked, query, keys, values, gone, softmax: (0 * query, keys, values, gone, softmax),
 }
 
 
@@ -193,9 +194,9 @@ def test_what_is_kept_and_its_bounds_are_those_of_the_uncorrected(corrected: dic
 def test_bytes_are_counted_for_each_head_that_loses_any() -> None:
     linear, oracle = (complete_choice(parse(one), "correction", CORRECTION_OPTIONS[parse(one).name])
                       for one in CORRECTIONS[1:])  # fmt: skip
-    assert correction_bits(linear, 10, 3, 64) == 3 * (16 * 2 * 64 + 32)
-    assert correction_bits(oracle, 10, 3, 64) == 16 * 64 * (3 + 10)
-    assert correction_bits(oracle, 0, 3, 64) == 0
+    assert correction_bits(linear, 10, 3, 64, 64) == 3 * (16 * 2 * 64 + 32)
+    assert correction_bits(oracle, 10, 3, 64, 64) == 16 * 64 * (3 + 10)
+    assert correction_bits(oracle, 0, 3, 64, 64) == 0
 
 
 def test_uncorrected_rows_are_those_of_a_run_without_others() -> None:

@@ -80,7 +80,10 @@ def test_what_is_held_is_what_was_given(measured: tuple[Trace, Adapter, list[tor
     kept = sum(int(mask.sum()) for mask in masks)
     assert float(trace.arrays["held_share"][0, 0]) == pytest.approx(kept / (len(masks) * adapter.kv_heads * n))
     assert trace.arrays["evicted"].tolist() == [[1]]
-    assert int(trace.arrays["cache_bytes"][0] - trace.arrays["cache_padding_bytes"][0]) == kept * 2 * adapter.d_head * 8
+    assert (
+        int(trace.arrays["cache_bytes"][0] - trace.arrays["cache_padding_bytes"][0])
+        == kept * (adapter.d_key + adapter.d_value) * 8
+    )
 
 
 def test_given_sets_have_no_stages(measured: tuple[Trace, Adapter, list[torch.Tensor], int]) -> None:
@@ -115,9 +118,9 @@ def test_they_are_measured_and_decoded_as_the_oracle_does(
         for layer, mask in enumerate(masks):
             w_o = reference.w_o(layer)
             keys, values = (np.array(kind[layer]) for kind in (reference.keys, reference.values))
-            attention = theory.decode_attention(full.query[layer], keys, adapter.d_head**-0.5)
+            attention = theory.decode_attention(full.query[layer], keys, adapter.d_key**-0.5)
             for head in range(adapter.heads):
-                projection = theory.head_slice(w_o, head, adapter.d_head)
+                projection = theory.head_slice(w_o, head, adapter.d_value)
                 kept = [*mask[head // group].tolist(), *[True] * (keys.shape[1] - n)]
                 moved = theory.l1((full.head_output[layer][head] - evicted.head_output[layer][head]) @ projection)
                 alone = theory.perturbation(list(attention[head]), kept, values[head // group], projection)

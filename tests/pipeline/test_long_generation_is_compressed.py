@@ -19,7 +19,7 @@ from perturbkv.selection.grid import configuration
 from tests.oracle import policies, selection, shared, theory
 from tests.oracle.decoder import Decoder
 from tests.support.configs import flat
-from tests.support.models import MIXED, exact_adapter, tiny_adapter, token_ids
+from tests.support.models import MIXED, exact_adapter, tiny_adapter, token_ids, wide_adapter
 from tests.support.resolved import answer, prefill_and_evict
 
 PROMPT = Prompt("s", token_ids(14, seed=4), 0)
@@ -84,7 +84,7 @@ class Naive:
                 for place, weight in enumerate(weights[: len(seen)]):
                     if first + place < prefix:
                         votes[head, first + place] += weight / WINDOW
-            columns = theory.head_slice(self._w_o(layer), head, decoder.d_head)
+            columns = theory.head_slice(self._w_o(layer), head, decoder.d_value)
             for place, value in enumerate(values[:-WINDOW]):
                 length = theory.l2 if flat(self.config).norm == "l2" else theory.l1
                 norms[head, first + place] = length(value @ columns)
@@ -118,10 +118,10 @@ class Naive:
         keys, values = self._entries(layer, head)
         query = self.queries[layer][-1][head]
         weights = self._softmax(layer, head, query, keys)
-        columns = theory.head_slice(self._w_o(layer), head, self.decoder.d_head)
+        columns = theory.head_slice(self._w_o(layer), head, self.decoder.d_value)
         stays = [place in positions for place in held]
         if len(weights) > len(held):  # the sink: an entry that always stays, without a value
-            stays, values = [*stays, True], [*values, np.zeros(self.decoder.d_head)]
+            stays, values = [*stays, True], [*values, np.zeros(self.decoder.d_value)]
         moved = theory.perturbation(weights, stays, values, columns)
         self.held[layer][head] = positions
         return moved
@@ -210,9 +210,10 @@ def test_uneven_sets_of_whole_blocks_stay_in_whole_blocks() -> None:
         ("adakv", {"selection": "two-stage(norm=l2)"}),
     ],
 )
-@pytest.mark.parametrize("family", ["llama", *MIXED])
+@pytest.mark.parametrize("family", ["llama", "wide", *MIXED])
 def test_compressions_equal_the_naive_runs(family: str, policy: str, fields: dict[str, object]) -> None:
-    adapter, chosen = exact_adapter(family, 4, 2, seed=1), config(policy, **fields)
+    adapter = wide_adapter(seed=1) if family == "wide" else exact_adapter(family, 4, 2, seed=1)
+    chosen = config(policy, **fields)
     naive = Naive(adapter, chosen)
     expected = naive.generate()
     found = answer(adapter, PROMPT, (chosen,), TOKENS, compress_every=LIMIT)

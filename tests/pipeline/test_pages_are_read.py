@@ -29,7 +29,7 @@ from tests.support.resolved import answer, trace_sample
 from tests.support.traces import kept_of
 
 HEAD, KV, D, N, WINDOW = 4, 2, 8, 41, 5
-SCALE = 0.4
+PLAIN = theory.Softmax(0.4)
 STEPS = 3
 PROMPT = Prompt("s", token_ids(40, seed=4), 0, question_tokens=QUESTION)
 SELECTIONS = ("attention", "two-stage", "two-stage(alpha=0)", "value", "random", "hindsight", "hindsight-attention")
@@ -53,10 +53,10 @@ class World:
 
     def paged(self, size: int) -> PagedLayer:
         statistics = LayerStatistics(torch.zeros_like(self.norms), self.norms, KV, 0, 1, "s")
-        return PagedLayer.from_keys(statistics, self.keys, SCALE, size)
+        return PagedLayer.from_keys(statistics, self.keys, PLAIN, size)
 
     def logits(self) -> Tensor:
-        return theory.decode_logits(self.query, self.keys, SCALE)
+        return theory.decode_logits(self.query, self.keys, PLAIN)
 
     def read(self, chosen: ResolvedConfig) -> Tensor:
         """(head, key) of its query."""
@@ -111,7 +111,7 @@ def everything() -> CompactLayer:
 
 def decoded(layer: CompactLayer, queries: Tensor) -> Tensor:
     """(row, query, head, d_head) of queries (head, query, d_head)."""
-    return layer.attend(queries.unsqueeze(0).expand(layer.batch, -1, -1, -1), SCALE)
+    return layer.attend(queries.unsqueeze(0).expand(layer.batch, -1, -1, -1), PLAIN)
 
 
 def test_what_reads_everything_equals_what_keeps_everything_bit_for_bit(everything: CompactLayer) -> None:
@@ -123,7 +123,7 @@ def test_what_reads_everything_equals_what_keeps_everything_bit_for_bit(everythi
 def test_each_query_of_a_pass_chooses_for_itself(everything: CompactLayer) -> None:
     world, decoded_too = World(1), torch.ones(KV, 1, D, dtype=torch.float64)
     keys, values = torch.cat([world.keys, decoded_too], dim=1), torch.cat([world.values, decoded_too], dim=1)
-    attention = theory.decode_attention(world.query, keys, SCALE)
+    attention = theory.decode_attention(world.query, keys, PLAIN)
     both = torch.stack([world.query, -world.query], dim=1)
     one = PageReader(config(), world.paged(4), N)
     together = one(both)

@@ -84,7 +84,7 @@ def test_logits_are_those_of_a_cache_whose_keys_stand_at_0_to_b(
     family: str, heads: tuple[int, int], scenario: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if path == "packed":
-        monkeypatch.setattr(ragged, "kernel_for", lambda like: varlen)
+        monkeypatch.setattr(ragged, "kernel_for", lambda keys, values: varlen)
     adapter = exact_adapter(family, *heads, **(PART if family == "phi3" else {}))
     rows = (INSIDE, KEPT, replace(INSIDE, budget=Budget(21), granularity=parse("kv")))
     for config, found in zip(rows, decoded(adapter, rows, scenario), strict=True):

@@ -9,7 +9,7 @@ import torch
 
 from perturbkv.auditing import loss
 from perturbkv.cache import ragged
-from perturbkv.cache.compact import CompactCache, CompactLayer, full_cache, join_layers, sliding_windows
+from perturbkv.cache.compact import CompactCache, CompactLayer, full_cache, join_layers, prompt_states
 from perturbkv.cache.entries import borrow
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
@@ -51,7 +51,7 @@ def compact(adapter: Adapter, positions: Sequence[Sequence[Positions | None]]) -
         keys, values = adapter.cache_layer(cache, place).keys[0], adapter.cache_layer(cache, place).values[0]
         entries = [borrow(keys, values) if row is None else gather(keys, values, row) for row in rows]
         layers.append(CompactLayer(entries, adapter.heads, N))
-    return CompactCache(join_layers(adapter, layers, sliding_windows(adapter, cache)))
+    return CompactCache(join_layers(adapter, layers, prompt_states(adapter, cache)))
 
 
 def decode(adapter: Adapter, cache: CompactCache, chunks: Sequence[Sequence[int]], rows: int) -> torch.Tensor:
@@ -139,7 +139,7 @@ def test_a_cache_that_is_shared_forgotten_and_cut_goes_on_as_a_new_one() -> None
 def test_the_models_own_cache_holds_windows_and_nothing_behind_them(family: str) -> None:
     adapter = tiny_adapter(family)
     before = prefill(adapter, token_ids(N), [configuration(12, window=4)], Resources(), "s")
-    assert sorted(before.windows) == [0, 2] and adapter.layer_indices == (1, 3)
+    assert sorted(before.states) == [0, 2] and adapter.layer_indices == (1, 3)
     for index, layer in enumerate(before.cache.layers):
         length = N if index in adapter.layer_indices else WINDOW - 1
         assert layer.keys.shape[2] == length
@@ -154,7 +154,8 @@ def test_only_measured_layers_are_held_and_compressed_again() -> None:
     adapter, prompt = tiny_adapter("gemma3_text"), Prompt("s", token_ids(N), 0)
     chosen = [configuration(10, policy="snapkv", window=4, granularity="query")]
     found = answer(adapter, prompt, chosen, 24, compress_every=20, divergence=True)
-    assert found.held == [pytest.approx(10 * 4 / (N * 2))]
+    windows = 2 * 2 * WINDOW  # of two layers, which hold them in both caches
+    assert found.held == [pytest.approx((2 * 10 * 4 + windows) / (2 * 2 * N + windows))]
     assert [one.perturbation.shape for one in found.compressions] == [(2, 4)] * len(found.compressions)
     assert len(found.compressions) >= 1
     assert found.divergence is not None
@@ -179,7 +180,7 @@ def test_a_kernel_of_packed_entries_is_joined_with_the_sink_once(
     granularity: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CUDA's kernel gives log-sum-exps over entries alone; here its stand-in does."""
-    monkeypatch.setattr(ragged, "kernel_for", lambda like: varlen)
+    monkeypatch.setattr(ragged, "kernel_for", lambda keys, values: varlen)
     adapter, counts = tiny_adapter("gpt_oss"), (EVEN[granularity], UNEVEN[granularity])
     positions = [[None, *(kept_positions(one, 10 * layer + row) for row, one in enumerate(counts))] for layer in (0, 1)]
     parts = [[token] for token in token_ids(6, seed=5)]

@@ -153,7 +153,7 @@ def check_step(case: Case, row: PatchingRow, step: int, full: object, found: obj
     for layer in range(LAYERS):
         w_o = case.adapter.output_projection(layer).double().numpy()
         for head in range(case.adapter.heads):
-            own = theory.head_slice(w_o, head, case.adapter.d_head)
+            own = theory.head_slice(w_o, head, case.adapter.d_value)
             moved = theory.l1((full.head_output[layer][head] - found.head_output[layer][head]) @ own)  # type: ignore[attr-defined]
             assert row.heads is not None
             assert row.heads[step][layer][head] == pytest.approx(moved, rel=1e-6, abs=1e-12)

@@ -100,7 +100,7 @@ def test_decoding_equals_the_masked_full_cache(
 ) -> None:
     adapter = tiny_adapter("llama", *heads)
     if path == "packed":
-        monkeypatch.setattr(ragged, "kernel_for", lambda like: varlen)
+        monkeypatch.setattr(ragged, "kernel_for", lambda keys, values: varlen)
     rows = counts_of(adapter, granularity)
     times = adapter.kv_heads if granularity == "layer" else 1  # one set, held once for each key/value head
     positions = [
@@ -162,7 +162,7 @@ def test_bytes_are_the_budgets_and_a_bounded_padding(spread: int) -> None:
     rows = [torch.randint(max(1, N // spread), N + 1, (4,), generator=generator).tolist() for _ in range(6)] + [[9, 9]]
     positions = [[kept_positions(row, seed=1) for row in rows] for _ in adapter.layers]
     cache = compact(full_cache(adapter), positions)
-    budgets = sum(map(sum, rows)) * len(adapter.layers) * 2 * adapter.d_head * 4
+    budgets = sum(map(sum, rows)) * len(adapter.layers) * (adapter.d_key + adapter.d_value) * 4
     assert sum(layer.kept_nbytes for layer in cache.layers) == budgets
     assert cache.nbytes == budgets + cache.padding_nbytes
     assert 0 <= cache.padding_nbytes <= budgets * SLACK
@@ -218,7 +218,7 @@ def test_rows_that_keep_everything_go_through_the_kernel_of_the_evicted_ones(
         seen.append(len(query) * query.shape[1])
         return varlen(query, *more)
 
-    monkeypatch.setattr(ragged, "kernel_for", lambda like: kernel)
+    monkeypatch.setattr(ragged, "kernel_for", lambda keys, values: kernel)
     full, tokens = full_cache(adapter), list(token_ids(5, seed=5))
     with torch.inference_mode():
         plain = [adapter.model(torch.tensor([[token]]), past_key_values=full).logits[0, -1] for token in tokens]
@@ -238,7 +238,7 @@ def test_rows_that_stay_go_on_as_if_the_others_were_there(
     path: str, rows: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if path == "packed":
-        monkeypatch.setattr(ragged, "kernel_for", lambda like: varlen)
+        monkeypatch.setattr(ragged, "kernel_for", lambda keys, values: varlen)
     adapter, tokens = tiny_adapter(), list(token_ids(14, seed=5))
     whole, counts = mixed_cache(adapter, full_cache(adapter))
     cache, _ = mixed_cache(adapter, full_cache(adapter))
@@ -260,13 +260,13 @@ def test_what_is_borrowed_is_read_where_it_lies_and_counted_as_borrowed(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if path == "packed":
-        monkeypatch.setattr(ragged, "kernel_for", lambda like: varlen)
+        monkeypatch.setattr(ragged, "kernel_for", lambda keys, values: varlen)
     adapter = tiny_adapter()
     full = full_cache(adapter)
     with torch.inference_mode():
         adapter.model(torch.tensor([[1, 2, 3]]), past_key_values=full)
     cache, counts = mixed_cache(adapter, full)
-    entry = 2 * adapter.d_head * 4
+    entry = (adapter.d_key + adapter.d_value) * 4
     for layer, original in zip(cache.layers, full.layers, strict=True):
         blocks = [block for block in layer.blocks if block.segments[0].row in (0, 2)]
         assert [block.keys.data_ptr() for block in blocks] == [original.keys.data_ptr()] * 2

@@ -51,7 +51,7 @@ def generated(adapter: Adapter, needle: tuple[Prompt, str]) -> list[int]:
 
 @pytest.mark.slow
 def test_its_shapes_are_those_of_its_alias(adapter: Adapter) -> None:
-    assert (len(adapter.layers), adapter.heads, adapter.kv_heads, adapter.d_head) == (30, 9, 3, 64)
+    assert (len(adapter.layers), adapter.heads, adapter.kv_heads, adapter.d_key) == (30, 9, 3, 64)
     assert adapter.positions == 8192
     assert adapter.revision.startswith("sha256:")
     assert adapter.weights == "Q4_1 → float32"
@@ -87,7 +87,7 @@ def test_its_measurements_obey_theory_and_oracle(adapter: Adapter, needle: tuple
     assert (arrays["kept_count"] == 96).all()
     assert arrays["noise_floor"].max() < 1e-4 * arrays["output_norm"].max()
     for layer, head in ((0, 0), (13, 5), (29, 8)):
-        w_o = theory.head_slice(adapter.output_projection(layer).double().numpy(), head, adapter.d_head)
+        w_o = theory.head_slice(adapter.output_projection(layer).double().numpy(), head, adapter.d_value)
         full, evicted = (arrays[name].astype(np.float64) for name in ("head_output_full", "head_output"))
         moved = theory.l1((full[0, layer, head] - evicted[1, 0, layer, head]) @ w_o)
         assert arrays["perturbation_propagated"][1, 0, layer, head] == pytest.approx(moved, rel=1e-5)

@@ -194,7 +194,7 @@ def test_where_nothing_went_the_distance_of_what_went_is_not_defined() -> None:
 def test_layers_have_their_own_names_where_some_were_measured() -> None:
     trace = dataclasses.replace(small(), attrs={MEASURED_LAYERS: "5 11 of 18"})
     told = everything_decodes(payload([trace]))
-    assert told["layers"] == [5, 11] and ["Layers", "5 11 of 18 measured"] in told["facts"]
+    assert told["layers"] == [5, 11] and ["Layers", "layers 5 11 of 18 measured"] in told["facts"]
 
 
 def test_text_from_outside_is_written_out() -> None:

@@ -29,7 +29,7 @@ SIZES = equality.Sizes(48, 3)
 @pytest.fixture
 def with_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on CUDA: half precision is packed, float32 padded."""
-    monkeypatch.setattr(ragged, "kernel_for", lambda like: None if like.dtype == torch.float32 else varlen)
+    monkeypatch.setattr(ragged, "kernel_for", lambda keys, values: None if keys.dtype == torch.float32 else varlen)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import sys
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ def tiny_model(
         "pad_token_id": None,
     }
     config = AutoConfig.for_model(family, **{**shapes, **_own(family, layers), **more})
-    kernel = "eager" if family == "gpt_oss" else "sdpa"
+    kernel = "eager" if family in ("gpt_oss", "gemma2") else "sdpa"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=kernel)
@@ -82,6 +83,8 @@ def _own(family: str, layers: int) -> dict[str, Any]:
     experts = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     return {
         "gemma3_text": {**sliding, **each, "query_pre_attn_scalar": 12},
+        "gemma2": {**sliding, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 1.5,
+                   "final_logit_softcapping": 9.0},
         "olmo3": {**sliding, **(each if family == "olmo3" and _rotates_by_kind(family) else {})},
         "qwen3_moe": {**experts, "norm_topk_prob": True, "mlp_only_layers": [0]},
         "mixtral": experts,
@@ -171,6 +174,38 @@ def exact_adapter(family: str, heads: int, kv_heads: int, **more: Any) -> Adapte
 
 def tiny_adapter(family: str = "llama", heads: int = 4, kv_heads: int = 2, **more: Any) -> Adapter:
     return Adapter(tiny_model(family, heads, kv_heads, **more), ByteTokenizer(), f"tiny-{family}", "test", True)
+
+
+def wide_adapter(d_value: int = 5, **more: Any) -> Adapter:
+    """An exact llama whose values have fewer components than its keys."""
+    model = tiny_model("llama", 4, 2, dtype=torch.float64, **more)
+    for layer in model.model.layers:
+        attention, size = layer.self_attn, model.config.hidden_size
+        attention.v_proj = torch.nn.Linear(size, 2 * d_value, bias=False, dtype=torch.float64)
+        attention.o_proj = torch.nn.Linear(4 * d_value, size, bias=False, dtype=torch.float64)
+        for projection in (attention.v_proj, attention.o_proj):
+            torch.nn.init.normal_(
+                projection.weight, std=0.25, generator=torch.Generator().manual_seed(attention.layer_idx)
+            )
+        attention.forward = functools.partial(_wide_attention, attention)
+    return Adapter(exact(model), ByteTokenizer(), "exact-wide", "test", True)
+
+
+def _wide_attention(attention: Any, hidden_states: torch.Tensor, position_embeddings: Any, **more: Any) -> Any:
+    """Llama's own, but that each projection is divided among its heads."""
+    module, heads = sys.modules[type(attention).__module__], attention.config.num_key_value_heads
+    cache, mask = more.pop("past_key_values", None), more.pop("attention_mask", None)
+    numbers = (heads * attention.num_key_value_groups, heads, heads)
+    query, key, value = (
+        projection(hidden_states).unflatten(-1, (count, -1)).transpose(1, 2)
+        for projection, count in zip((attention.q_proj, attention.k_proj, attention.v_proj), numbers, strict=True)
+    )
+    query, key = module.apply_rotary_pos_emb(query, key, *position_embeddings)
+    if cache is not None:
+        key, value = cache.update(key, value, attention.layer_idx)
+    attend = module.ALL_ATTENTION_FUNCTIONS[attention.config._attn_implementation]
+    output, weights = attend(attention, query, key, value, mask, dropout=0.0, scaling=attention.scaling, **more)
+    return attention.o_proj(output.flatten(2)), weights
 
 
 def token_ids(count: int, seed: int = 0, vocab: int = 256) -> tuple[int, ...]:

@@ -135,10 +135,10 @@ def prepare(folder: Path) -> None:
     model_folder(folder / "mixed", "gemma3_text", num_hidden_layers=6, layer_types=kinds)
     model_folder(folder / "dynamic", rope_parameters=dynamic)
     model_folder(folder / "longrope", "phi3", rope_parameters=longrope, eos_token_id=None, **switch)
-    for name in ("void", "gemma2", "there"):
+    for name in ("void", "bart", "there"):
         (folder / name).mkdir()
     files: dict[str, object] = {
-        "gemma2/config.json": {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]},
+        "bart/config.json": {"model_type": "bart", "architectures": ["BartForCausalLM"]},
         "prompts.jsonl": [{"id": f"p{place}", "prompt": f"{place} {text}"} for place in range(6)],
         "broken.jsonl": '{"prompt": "x"}\n{broken',
         "empty.jsonl": [{"prompt": " "}],

@@ -50,7 +50,7 @@ def sample_trace(
 ) -> SampleTrace:
     """Floats are lognormal, kept positions c … c + KEPT − 1 for every head of configuration c."""
     draw = np.random.default_rng(seed)
-    sizes = {"config": configs, "step": steps, "layer": layers, "head": heads, "d_head": 3, "d_model": 4, "key": keys}
+    sizes = {"config": configs, "step": steps, "layer": layers, "head": heads, "d_value": 3, "d_model": 4, "key": keys}
     sizes |= {"answer_token": 4, "lost_entry": 2}
     arrays: dict[str, Any] = text(f"Prompt of {name}:\nçé {seed}") if optional else {}
     for variable, spec in VARIABLES.items():

@@ -82,7 +82,8 @@ def audit_dump(
     adapter.check_no_gates("an audit of a dump")
     for name, found, expected in (
         ("layers", dump.layers, len(adapter.layers)), ("key/value heads", dump.kv_heads, adapter.kv_heads),
-        ("components a head", dump.head_size, adapter.d_head),
+        ("components a head", dump.head_size, adapter.d_key),
+        ("components a value", dump.head_size, adapter.d_value),
     ):  # fmt: skip
         if found != expected:
             raise UnreadableCacheError(
@@ -376,10 +377,7 @@ class _DumpComparison:
             return np.full(self.adapter.heads, np.nan)
         slices = theory.head_slices(self.adapter.output_projection(index), self.adapter.heads)
         plain, dumped = (
-            theory.project_outputs(
-                theory.attention_output(query, keys, values, self.adapter.scale(index), self.adapter.sinks(index)),
-                slices,
-            )
+            theory.project_outputs(theory.attention_output(query, keys, values, self.adapter.softmax(index)), slices)
             for keys, values in (full, (own.keys.to(query.device), own.values.to(query.device)))
         )
         moved = (dumped - plain).abs().sum(dim=-1) / plain.abs().sum(dim=-1)

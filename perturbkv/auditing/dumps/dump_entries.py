@@ -64,7 +64,7 @@ _RECOGNISED, _SURE = 0.25, 0.9
 """Least share of tried entries that are recognised in a layout that may be right, and in one that is for certain."""
 _TIE = 0.05
 """Difference of two such shares up to which the named layout is as good as another."""
-Pair = tuple[Float[Tensor, "kv_head entry d_head"], Float[Tensor, "kv_head entry d_head"]]
+Pair = tuple[Float[Tensor, "kv_head entry d_key"], Float[Tensor, "kv_head entry d_value"]]
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ class Entries:
         block_size: tokens of a block; 0 in rows.
     """
 
-    keys: Float[Tensor, "kv_head entry d_head"]
-    values: Float[Tensor, "kv_head entry d_head"]
+    keys: Float[Tensor, "kv_head entry d_key"]
+    values: Float[Tensor, "kv_head entry d_value"]
     positions: Int[Tensor, "kv_head entry"]
     blocks: Int[Tensor, " entry"]
     block_size: int = 0
@@ -106,7 +106,7 @@ class EntryDistances:
 def measure_distances(entries: Entries, plain: Pair) -> EntryDistances:
     """Return the distances of entries from the plain model's entries of the tokens that they stand for.
 
-    `plain` are keys and values (kv_head, token, d_head). The distance is 0 where there is no entry.
+    `plain` are keys and values (kv_head, token, width). The distance is 0 where there is no entry.
     """
     present = entries.positions != REMOVED
     distances = [
@@ -117,8 +117,8 @@ def measure_distances(entries: Entries, plain: Pair) -> EntryDistances:
 
 
 def _at_positions(
-    full: Float[Tensor, "kv_head token d_head"], positions: Int[Tensor, "kv_head entry"]
-) -> Float[Tensor, "kv_head entry d_head"]:
+    full: Float[Tensor, "kv_head token width"], positions: Int[Tensor, "kv_head entry"]
+) -> Float[Tensor, "kv_head entry width"]:
     """Return the entries at these positions, per head; those of the first token where there is none."""
     return full.float().gather(1, positions.clamp(min=0).unsqueeze(-1).expand(-1, -1, full.shape[-1]))
 
@@ -132,7 +132,7 @@ def mean_distance(entries: Entries, plain: Pair) -> float:
 def nearest_entries(entries: Entries, references: Sequence[Pair]) -> Pair:
     """Return, of each token, the keys and values of the reference that is nearest to its entries, over all heads.
 
-    Each of the `references` has keys and values (kv_head, token, d_head) of all tokens.
+    Each of the `references` has keys and values (kv_head, token, width) of all tokens.
     """
     if len(references) == 1:
         return references[0]
@@ -214,7 +214,7 @@ def common_factor(kind: int, entries: Mapping[str, Entries], plain: Mapping[str,
 
 def _dumped_and_plain(
     kind: int, entries: Mapping[str, Entries], plain: Mapping[str, Pair], heads: slice = slice(None)
-) -> tuple[Float[Tensor, "entry d_head"], Float[Tensor, "entry d_head"]]:
+) -> tuple[Float[Tensor, "entry width"], Float[Tensor, "entry width"]]:
     """Return all keys (`kind` 0) or values (1) of a layer, and the plain model's of the same tokens.
 
     They are those of all requests and of the given heads, one after the other.
@@ -417,7 +417,7 @@ class DumpReader:
         return float(np.mean(shares)) if shares else 0.0
 
     def alternatives(self, layer: LayerDump, block: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield (axes, keys, values (kv_head, token, d_head)) of a block by its id, were its axes in another order."""
+        """Yield (axes, keys, values (kv_head, token, width)) of a block by its id, were its axes in another order."""
         assert self.layout is not None
         index = int((layer.block_ids == block).nonzero()[0])
         keys, values = (part[index] for part in layer.split(self.layout, self.dump.sizes))

@@ -62,7 +62,7 @@ class LayerDump:
         block_tensors: as they were stored: `cache`, or `keys` and `values`.
         scales: of keys and of values, each () or (kv_head, 1).
         block_ids: id of each block of `block_tensors`, in order.
-        rows: request -> keys, values (kv_head, entry, d_head) and positions (kv_head, entry), `REMOVED` where there is
+        rows: request -> keys, values (kv_head, entry, width) and positions (kv_head, entry), `REMOVED` where there is
             no entry; None where positions are not known.
         earlier_rounding: keys or values that were rounded to fewer bits than their type has, in words.
     """
@@ -372,7 +372,7 @@ def write_dump(
         requests: per request id, token ids, and its block table where the cache has blocks.
         layers: per layer name -> tensor: `cache`, or `keys` and `values`, as the engine stores blocks, with `block_ids`
             where not all blocks are there and `key_scale`, `value_scale` where stored numbers are multiplied by them;
-            or `keys.ID`, `values.ID` (kv_head, entry, d_head) and `positions.ID` of each request. Taken one at a time.
+            or `keys.ID`, `values.ID` (kv_head, entry, width) and `positions.ID` of each request. Taken one at a time.
         kv_heads: key/value heads of a layer.
         head_size: components of a head.
         block_size: tokens in a block; 0 without blocks.

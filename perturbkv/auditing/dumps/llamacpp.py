@@ -36,6 +36,7 @@ from perturbkv.configs.audit_settings import SLOT_MAGIC, is_slot
 from perturbkv.configs.resources import Shape
 from perturbkv.errors import UnreadableCacheError
 from perturbkv.models.adapter import Adapter
+from perturbkv.models.forward import run_with_cache
 from perturbkv.models.interface import AttentionFunction
 from perturbkv.pipeline.sample.capture import intercept_attention
 
@@ -99,19 +100,19 @@ class StorageForm:
         numbers: NDArray[np.float32] = gguf.dequantize(rows, gguf.GGMLQuantizationType(self.kind))
         return np.array(numbers, dtype=np.float32)
 
-    def to_stored(self, entries: Float[Tensor, "*rows d_head"]) -> Float[Tensor, "*rows d_head"]:
+    def to_stored(self, entries: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows width"]:
         """Return the model's entries in the order and the basis in which they are stored."""
         half = entries.shape[-1] // 2
         return self._rotate(torch.unflatten(entries, -1, (2, half)).mT.flatten(-2) if self.paired else entries)
 
-    def from_stored(self, entries: Float[Tensor, "*rows d_head"]) -> Float[Tensor, "*rows d_head"]:
+    def from_stored(self, entries: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows width"]:
         """Return stored entries as the model has them: the inverse of `to_stored`."""
         rotated = self._rotate(entries)
         return torch.unflatten(rotated, -1, (-1, 2)).mT.flatten(-2) if self.paired else rotated
 
     def round(
-        self, entries: Float[Tensor, "*batch kv_head token d_head"], factor: float = 1.0
-    ) -> Float[Tensor, "*batch kv_head token d_head"]:
+        self, entries: Float[Tensor, "*batch kv_head token width"], factor: float = 1.0
+    ) -> Float[Tensor, "*batch kv_head token width"]:
         """Return the model's entries rounded to this type; multiplied by `factor` before, and divided by it after."""
         if self.name == "f32":
             return entries
@@ -122,7 +123,7 @@ class StorageForm:
         rounded = torch.from_numpy(self.dequantise(quantised)).to(entries.device)
         return self.from_stored(rounded.view(stored.shape).transpose(-2, -3) / factor).to(entries.dtype)
 
-    def coarser_type(self, entries: Float[Tensor, "kv_head entry d_head"]) -> str:
+    def coarser_type(self, entries: Float[Tensor, "kv_head entry width"]) -> str:
         """Return the type of fewer bits that floating-point numbers went through; empty where none is found.
 
         They went through a type if rounding to it once more leaves them as they are, up to `_FLOATS`.
@@ -204,7 +205,7 @@ class Slot(Dump):
         stored = [(keys.stored, values.stored) for keys, values in self.parts]
         return rounded_entries(adapter, token_ids, stored, self.flash)
 
-    def _read(self, part: _Part) -> Float[Tensor, "kv_head entry d_head"]:
+    def _read(self, part: _Part) -> Float[Tensor, "kv_head entry width"]:
         """Return the keys or values of one part of the file, as the model has them.
 
         Raises UnreadableCacheError where it ends too early.
@@ -275,9 +276,12 @@ class _Reader:
         tokens = self._read_tokens(words)
         positions = self._read_positions(len(tokens))
         transposed, layers, key_rotation, value_rotation = self._read_integers("IIII")
-        keys = [self._read_part(len(positions), key_rotation, "keys", paired=self.paired) for _ in range(layers)]
+        keys = [
+            self._read_part(len(positions), key_rotation, "keys", self.shape.d_key, paired=self.paired)
+            for _ in range(layers)
+        ]
         values = [
-            self._read_part(len(positions), value_rotation, "values", transposed=bool(transposed))
+            self._read_part(len(positions), value_rotation, "values", self.shape.d_value, transposed=bool(transposed))
             for _ in range(layers)
         ]
         if rest := self.size - self.stream.tell():
@@ -285,7 +289,7 @@ class _Reader:
         parts = tuple(zip(keys, values, strict=True))
         names = {f"{part.stored.name} {name}" for name, kind in (("keys", keys), ("values", values)) for part in kind}
         return Slot(
-            self.path, layers, self.shape.kv_heads, self.shape.d_head, (Request(_REQUEST, tokens),),
+            self.path, layers, self.shape.kv_heads, self.shape.d_key, (Request(_REQUEST, tokens),),
             dtype=", ".join(sorted(names)), engine="llama.cpp", parts=parts, positions=positions, flash=not transposed,
         )  # fmt: skip
 
@@ -340,20 +344,22 @@ class _Reader:
             _refuse(self.path, f"an entry at position {wrong[0]:,} of {tokens:,} tokens")
         return tuple(positions)
 
-    def _read_part(self, cells: int, rotation: int, what: str, paired: bool = False, transposed: bool = False) -> _Part:
+    def _read_part(
+        self, cells: int, rotation: int, what: str, size: int, paired: bool = False, transposed: bool = False
+    ) -> _Part:
         """Return where and how the keys or values of the next layer are stored in so many cells, and skip them.
 
-        `what` names them in messages; the others are as in `StorageForm` and `_Part`. Raises UnreadableCacheError for a
-        type or a rotation that is not read, and for another model's width.
+        `what` names them in messages, `size` is a head's number of them; the others are as in `StorageForm` and
+        `_Part`. Raises UnreadableCacheError for a type or a rotation that is not read, and for another model's width.
         """
         kind, *sizes = self._read_integers("iII" if transposed else "iQ")
         stored = StorageForm(kind, rotation, paired)
-        width = self.shape.kv_heads * self.shape.d_head
+        width = self.shape.kv_heads * size
         if kind not in TYPES:
             known = ", ".join(TYPES.values())
             _refuse(self.path, f"{what} of ggml's type {kind}; those read: {known}")
-        if rotation and (rotation & (rotation - 1) or self.shape.d_head % rotation):
-            _refuse(self.path, f"{what} rotated in parts of {rotation}, and a head has {self.shape.d_head} components")
+        if rotation and (rotation & (rotation - 1) or size % rotation):
+            _refuse(self.path, f"{what} rotated in parts of {rotation}, and a head has {size} components")
         expected = [stored.row_bytes(1), width] if transposed else [stored.row_bytes(width)]
         if sizes != expected:
             found = sizes[-1] if transposed else stored.row_numbers(sizes[0])
@@ -380,7 +386,7 @@ def rounded_entries(
         cache = _RoundingCache(stored, factor, flash)
         noise = torch.Generator().manual_seed(seed)
         with _RoundedProducts(adapter, factor), _noisy_sums(adapter, stored, noise if flash else None):
-            adapter.base(input_ids=ids, past_key_values=cache, use_cache=True)
+            run_with_cache(adapter.base, ids, cache)
         yield [(layer.keys, layer.values) for layer in cache.layers]
 
 
@@ -462,7 +468,7 @@ def _noisy_sums(
     """
 
     def attend(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return the outputs (row, token, head, d_head) of the model's attention with noise."""
+        """Return the outputs (row, token, head, d_value) of the model's attention with noise."""
         heads, *others = stock(module, *args, **kwargs)
         if noise is None or stored[adapter.layer_of(module)][1].name not in _SUMMED_IN_HALF:
             return heads, *others

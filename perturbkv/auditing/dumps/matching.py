@@ -49,7 +49,7 @@ class LayerReference:
         finished: requests that have ended.
         other_layers: index of another layer -> its entries, request by request.
         frequencies: of the rotation.
-        alternatives: of a block, (layout in words, keys and values (kv_head, token, d_head)) in every other layout.
+        alternatives: of a block, (layout in words, keys and values (kv_head, token, width)) in every other layout.
     """
 
     references: Mapping[str, Pair]
@@ -85,8 +85,8 @@ class _Run:
     """
 
     heads: tuple[int, ...]
-    keys: Float[Tensor, "kv_head entry d_head"]
-    values: Float[Tensor, "kv_head entry d_head"]
+    keys: Float[Tensor, "kv_head entry d_key"]
+    values: Float[Tensor, "kv_head entry d_value"]
     positions: Int[Tensor, " entry"]
     block: int
     offsets: Int[Tensor, " entry"]
@@ -195,7 +195,7 @@ class _FaultSearch:
         self.expected = self._entries_at(self.full, run.positions)
 
     def _entries_at(self, full: Pair, positions: Tensor, heads: Sequence[int] | None = None) -> Pair:
-        """Return, of `full` (kv_head, token, d_head), the entries at these positions, of the run's heads or others."""
+        """Return, of `full` (kv_head, token, width), the entries at these positions, of the run's heads or others."""
         rows = list(self.run.heads if heads is None else heads)
         return full[0][rows][:, positions].float(), full[1][rows][:, positions].float()
 
@@ -391,7 +391,7 @@ class _FaultSearch:
 
 
 def _relative_distances(
-    own: Float[Tensor, "kv_head entry d_head"], expected: Float[Tensor, "kv_head entry d_head"]
+    own: Float[Tensor, "kv_head entry width"], expected: Float[Tensor, "kv_head entry width"]
 ) -> Float[Tensor, "kv_head entry"]:
     """Return the distances of entries from those expected, over the root mean square norm of all those expected.
 

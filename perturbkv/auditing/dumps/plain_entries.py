@@ -21,6 +21,7 @@ from perturbkv.auditing.reference import decode, entry_distances, prompt_entries
 from perturbkv.cache.entries import rotate_keys
 from perturbkv.cache.external_cache import Layers
 from perturbkv.models.adapter import Adapter
+from perturbkv.models.forward import run_with_cache
 
 _TOKENS_PER_PASS = 256
 _COARSE = 0.3
@@ -69,8 +70,8 @@ class PlainEntries:
     """The plain model's entries of all requests, with their noise floors.
 
     Attributes:
-        layers: request -> keys and values (1, kv_head, entry, d_head) of each layer.
-        queries: request -> the last token's query (head, d_head) in each layer.
+        layers: request -> keys and values (1, kv_head, entry, width) of each layer.
+        queries: request -> the last token's query (head, d_key) in each layer.
         floors: (layer, kind) largest distance of an entry where the model reads the tokens in parts or by another
             kernel.
         expected: request -> the distances that the engine's rounding gives, in each layer; without those where it is
@@ -106,7 +107,7 @@ class PlainEntries:
         self.floors: Floats = np.max([least, *floors], axis=0)
 
     def layer(self, index: int) -> Mapping[str, Pair]:
-        """Return request -> keys and values (kv_head, entry, d_head) in one layer."""
+        """Return request -> keys and values (kv_head, entry, width) in one layer."""
         return {name: (layers[index][0][0], layers[index][1][0]) for name, layers in self.layers.items()}
 
     def expected_distance(self, index: int, kind: int) -> float | None:
@@ -116,12 +117,12 @@ class PlainEntries:
 
 
 def _layer_distances(rounded: tuple[Tensor, Tensor], plain: tuple[Tensor, Tensor]) -> Float[Tensor, "2 kv_head token"]:
-    """Return the distances of a layer's rounded keys and values (1, kv_head, token, d_head) from the plain model's."""
+    """Return the distances of a layer's rounded keys and values (1, kv_head, token, width) from the plain model's."""
     return torch.stack([entry_distances(own[0], full[0], full[0]) for own, full in zip(rounded, plain, strict=True)])
 
 
 def _last_query(adapter: Adapter, ids: Tensor, full: Layers) -> dict[int, Tensor]:
-    """Return, per layer, the query (head, d_head) of the last token, given the entries of all tokens."""
+    """Return, per layer, the query (head, d_key) of the last token, given the entries of all tokens."""
     before = [(keys[:, :, :-1], values[:, :, :-1]) for keys, values in full]
     kept = [torch.ones_like(keys[..., 0], dtype=torch.bool) for keys, _ in before]
     (record,) = decode(adapter, before, make_situation("single", ids[:-1], ids[-1:], 1), [kept])
@@ -147,7 +148,7 @@ class StoredCache(DynamicCache):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append keys and values, and return the stored ones of the same tokens (1, kv_head, key, d_head)."""
+        """Append keys and values, and return the stored ones of the same tokens (1, kv_head, key, width)."""
         end = super().update(key_states, value_states, layer_idx, *args, **kwargs)[0].shape[2]
         first = end - key_states.shape[2]
         for stored, new in zip(self.stored[layer_idx], (key_states[0], value_states[0]), strict=True):
@@ -162,12 +163,12 @@ class StoredCache(DynamicCache):  # type: ignore[misc]
         return own_keys, own_values
 
     def computed_entries(self, index: int) -> Pair:
-        """Return the keys and values (kv_head, token, d_head) that the model computed for a layer."""
+        """Return the keys and values (kv_head, token, width) that the model computed for a layer."""
         return self.layers[index].keys[0], self.layers[index].values[0]
 
 
 def arrange_by_token(entries: Entries, tokens: int, like: Tensor) -> Pair:
-    """Return keys and values (kv_head, token, d_head) of so many tokens, in the type and on the device of `like`.
+    """Return keys and values (kv_head, token, width) of so many tokens, in the type and on the device of `like`.
 
     NaN where a token has no entry.
     """
@@ -203,7 +204,7 @@ def token_logprobs(
     ids = torch.tensor([list(token_ids)], device=adapter.device)
     for first in range(0, ids.shape[1], at_once):
         part = ids[:, first : first + at_once]
-        logits = adapter.model(input_ids=part, past_key_values=cache, use_cache=True).logits[0].double()
+        logits = run_with_cache(adapter.model, part, cache).logits[0].double()
         before = logits[:-1] if last is None else torch.cat([last, logits[:-1]])
         targets = part[0, 1:] if last is None else part[0]
         found.append(before.log_softmax(dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1).cpu())

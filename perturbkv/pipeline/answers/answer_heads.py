@@ -30,10 +30,11 @@ from perturbkv.datasets.encode import Prompt
 from perturbkv.devices import full_precision, stack_on_device
 from perturbkv.errors import DatasetError
 from perturbkv.models.adapter import Adapter
+from perturbkv.models.forward import run_with_cache
 from perturbkv.pipeline.answers.generation import end_tokens
 from perturbkv.pipeline.sample.capture import FiniteCheck, Observer, capture
 from perturbkv.scoring.window_attention import causal_logits
-from perturbkv.theory import WORK, softmax_with_sinks
+from perturbkv.theory import WORK, Softmax
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def score_prompt(adapter: Adapter, evidence: Evidence) -> tuple[Float[Tensor, "l
     masses: list[list[Tensor]] = [[] for _ in adapter.layers]
 
     def observe(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-        mass = span_attention(query[0, :, -1:], key[0], adapter.scale(layer), span, adapter.sinks(layer))
+        mass = span_attention(query[0, :, -1:], key[0], adapter.softmax(layer), span)
         masses[layer].append(mass)
 
     finite = FiniteCheck()
@@ -104,7 +105,7 @@ def _generate_answer(adapter: Adapter, prompt: Sequence[int], most: int, ends: C
     cache, tokens, answer = full_cache(adapter), list(prompt), list[int]()
     while len(answer) < most:
         ids = torch.tensor([tokens], device=adapter.device)
-        logits = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        logits = run_with_cache(adapter.model, ids, cache, logits_to_keep=1).logits
         tokens = [int(logits[0, -1].argmax())]
         answer += tokens
         if tokens[0] in ends or "\n" in adapter.tokenizer.decode(tokens):
@@ -113,17 +114,16 @@ def _generate_answer(adapter: Adapter, prompt: Sequence[int], most: int, ends: C
 
 
 def span_attention(
-    query: Float[Tensor, "head query d_head"],
-    key: Float[Tensor, "kv_head key d_head"],
-    scale: float,
+    query: Float[Tensor, "head query d_key"],
+    key: Float[Tensor, "kv_head key d_key"],
+    softmax: Softmax,
     span: range,
-    sinks: Float[Tensor, " head"] | None = None,
 ) -> Float[Tensor, " head"]:
     """Return each head's attention mass on entries of `span` that are among its |span| largest, as a mean of queries.
 
-    The queries are the newest: the last one attends to all entries. `sinks` are logits of attention sinks, if any.
+    The queries are the newest: the last one attends to all entries.
     """
-    weights, _ = softmax_with_sinks(causal_logits(query.to(WORK), key.to(WORK), scale), sinks)
+    weights, _ = softmax.weights(causal_logits(query.to(WORK), key.to(WORK), softmax))
     largest = weights.topk(min(len(span), key.shape[1]), dim=-1)
     inside = (largest.indices >= span.start) & (largest.indices < span.stop)
     return (largest.values * inside).sum(dim=-1).mean(dim=-1)

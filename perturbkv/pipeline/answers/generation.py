@@ -17,11 +17,13 @@ from perturbkv.cache.compact import CompactCache, CompactLayer, join_layers
 from perturbkv.cache.entries import GatheredSet, borrow, check_positions, gather_kept, kept_lengths
 from perturbkv.cache.makers import Entries, Maker
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.precision import FULL_BITS
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
 from perturbkv.devices import full_precision, to_device
 from perturbkv.errors import ConfigError
 from perturbkv.models.adapter import Adapter
+from perturbkv.models.forward import run_with_cache
 from perturbkv.pipeline.answers.recompression import CacheSize, Compression, Compressor, EvictedPrompt
 from perturbkv.pipeline.answers.teacher_forcing import Divergence, teacher_force
 from perturbkv.pipeline.run.plan import plan_prompt_batches
@@ -65,7 +67,7 @@ def prefill_and_evict(
     if rows.needs_full_cache:
         rows.evict_all(prefilled)
     rows.finite.raise_if_not(prompt.sample_id)
-    cache = CompactCache(join_layers(adapter, rows.layers, prefilled.windows))
+    cache = CompactCache(join_layers(adapter, rows.layers, prefilled.states))
     return EvictedPrompt(cache, prefilled.logits, rows.queries, rows.sizes)
 
 
@@ -176,7 +178,7 @@ def generate(
     compressor, finished rows leave the cache once they are half of it.
     """
     finite, cache, ends = check or FiniteCheck(), prompt.cache, end_tokens(adapter)
-    rows = cache.layers[0].batch
+    rows = cache.rows
     observer = Observer(attention=None if compressor is None else compressor.store_queries)
     ids = torch.tensor([list(question)], device=adapter.device).expand(rows, -1)
     next_tokens = prompt.logits.argmax(dim=-1).expand(rows)
@@ -206,7 +208,7 @@ def generate(
 
 def _next_tokens(adapter: Adapter, cache: CompactCache, ids: Tensor, check: FiniteCheck) -> Tensor:
     """Read tokens (row, token) into the cache, and return the greedy next token per row."""
-    logits: Tensor = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    logits: Tensor = run_with_cache(adapter.model, ids, cache, logits_to_keep=1).logits
     check.check(LOGITS, logits)
     return logits[:, -1].argmax(dim=-1)
 
@@ -218,7 +220,7 @@ class Answers:
     Attributes:
         full: token ids of the full cache's answer.
         evicted: token ids of each configuration's answer.
-        held: number of entries in each configuration's cache over that of the full cache, after the context.
+        held: entries of each configuration's cache over those of the full cache, after the context, all layers counted.
         compressions: compressions of the caches during decoding.
         divergence: divergence of the evicted caches on the full cache's answer, where requested.
         stored: bytes of each configuration's cache over those of the full cache in 16 bits, after the context; empty
@@ -278,12 +280,15 @@ def _answer_batch(
     full_answer: list[int] | None,
 ) -> Answers:
     """Return the answers from the caches of `run`; `full_answer`, if known, is that of an earlier batch."""
-    limit, question = options.compress_every, prompt.parts(run.scenario)[1]
+    limit, (context, question) = options.compress_every, prompt.parts(run.scenario)
     if limit is not None:
         adapter.check_no_gates("compress_every (--compress-every)")
     evicted = prefill_and_evict(adapter, prompt, run, resources, with_full=True, evict_above=limit or 0)
-    entry_shares = _shares_of_full([[size.entries for size in layer] for layer in evicted.sizes])
-    byte_shares = _shares_of_full([[size.bits for size in layer] for layer in evicted.sizes])
+    unmeasured = adapter.shape.unmeasured_numbers(len(context))
+    entry_shares = _shares_of_full(
+        [[size.entries for size in layer] for layer in evicted.sizes], unmeasured / (adapter.d_key + adapter.d_value)
+    )
+    byte_shares = _shares_of_full([[size.bits for size in layer] for layer in evicted.sizes], FULL_BITS * unmeasured)
     forked = replace(evicted, cache=evicted.cache.fork()) if options.divergence else None
 
     def make_compressor(evicted_prompt: EvictedPrompt) -> Compressor | None:
@@ -337,10 +342,13 @@ def _join_batches(indices: Sequence[Sequence[int]], batches: Sequence[Answers]) 
     )
 
 
-def _shares_of_full(sizes: Sequence[Sequence[int]]) -> list[float]:
-    """Return each configuration's size over the full cache's; `sizes` are per layer, the full cache's first."""
+def _shares_of_full(sizes: Sequence[Sequence[int]], unmeasured: int | float) -> list[float]:
+    """Return each configuration's size over the full cache's, both with the size of `unmeasured` layers.
+
+    `sizes` are per measured layer, the full cache's first.
+    """
     full, *evicted = map(sum, zip(*sizes, strict=True))
-    return [size / full for size in evicted]
+    return [(size + unmeasured) / (full + unmeasured) for size in evicted]
 
 
 def end_tokens(adapter: Adapter) -> set[int]:

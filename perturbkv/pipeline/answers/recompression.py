@@ -68,7 +68,7 @@ class EvictedPrompt:
     Attributes:
         cache: one row per configuration, after a row that keeps everything where requested.
         logits: logits of the context's last position, for all rows or per row.
-        queries: per layer the last queries (head, query, d_head), as many as the largest window; empty where nothing
+        queries: per layer the last queries (head, query, d_key), as many as the largest window; empty where nothing
             is compressed again.
         sizes: per layer that of the full cache, then of each configuration's; empty where they are not asked for.
     """
@@ -109,7 +109,7 @@ class Compressor:
         self.resources = resources
         self.head_scores: tuple[tuple[float, ...], ...] = run.head_scores
         self.window: int = max(config.window for config in run.configs)
-        rows = prompt.cache.layers[0].batch
+        rows = prompt.cache.rows
         self.first_row: int = rows - len(run.configs)  # of the first configuration
         self.queries: list[Tensor] = [
             last[:, -self.window :].unsqueeze(0).expand(rows, -1, -1, -1) for last in prompt.queries
@@ -117,7 +117,7 @@ class Compressor:
         self.compressions: list[Compression] = []
 
     def store_queries(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store the newest queries (row, head, query, d_head) of a layer: an `Observer.attention`."""
+        """Store the newest queries (row, head, query, d_key) of a layer: an `Observer.attention`."""
         self.queries[layer] = torch.cat([self.queries[layer], query], dim=2)[:, :, -self.window :]
 
     def compress(self, generated: int) -> None:
@@ -160,9 +160,8 @@ class Compressor:
         counts = torch.stack(move_to_first_device(sets.sum(dim=-1) for sets in kept)).tolist()
         for view, sets, lengths in zip(views, kept, counts, strict=True):
             indices = view.kept_indices(sets, lengths)
-            remaining = maker_of(config).make_compressed(
-                view.take(indices), indices, view.lengths, self.adapter.frequencies
-            )
+            frequencies = self.adapter.frequencies if config.in_cache else torch.empty(0)
+            remaining = maker_of(config).make_compressed(view.take(indices), indices, view.lengths, frequencies)
             self.cache.evicted_layers[view.layer].replace_rows({row: remaining})
         return [torch.stack(view.perturbation(sets)) for view, sets in zip(views, kept, strict=True)]
 
@@ -180,14 +179,14 @@ class _RowView:
 
     Args:
         adapter: the model.
-        sets: keys and values (entry, d_head) of each kept set.
-        queries: the row's last queries (head, query, d_head).
+        sets: keys and values (entry, …) of each kept set.
+        queries: the row's last queries (head, query, d_key).
         layer: index of the layer.
         sample: the sample's id, for seeds.
         resources: memory and kernel for value norms.
 
     Attributes:
-        keys, values: per kept set (entry, d_head).
+        keys, values: per kept set (entry, …).
         lengths: number of entries of each kept set.
         longest: the largest of them, to which sets are padded.
         group: number of query heads that share a kept set.
@@ -255,7 +254,7 @@ class _RowView:
     def perturbation(self, kept: Bool[Tensor, "kept_head key"]) -> tuple[Tensor, Tensor, Tensor]:
         """Return isolated perturbation, output norm ‖o_h‖₁ and retained mass S on the last query, each (head,)."""
         views = [self._view_part(part, "") for part in self.parts]
-        weights = [theory.decode_weights(part.queries[:, -1], part.keys, part.scale, part.sinks) for part in views]
+        weights = [theory.decode_weights(part.queries[:, -1], part.keys, part.softmax) for part in views]
         attention = _align_ends([entry_weights for entry_weights, _ in weights], self.longest)
         sink = torch.cat([sink_weights for _, sink_weights in weights])
         value = _align_ends([keys.unsqueeze(0).transpose(1, 2) for keys in self.values], self.longest)
@@ -273,7 +272,7 @@ class _RowView:
 
     def _view_part(self, part: slice, name: str) -> LayerView:
         """Return the layer view of the kept sets in the slice `part`, of one length; `name` extends the sample's id."""
-        heads, sinks = self._head_slice(part), self.adapter.sinks(self.layer)
+        heads = self._head_slice(part)
         keys, values = torch.stack(self.keys[part]), torch.stack(self.values[part])
         return LayerView(
             queries=self.queries[heads],
@@ -281,18 +280,17 @@ class _RowView:
             values=values,
             norms=self.norms[heads, self.longest - keys.shape[1] :],
             projection=self._projection(part),
-            scale=self.adapter.scale(self.layer),
+            softmax=self.adapter.softmax(self.layer).of_heads(heads),
             layer=self.layer,
             layers=len(self.adapter.layers),
             sample=f"{self.sample}/{name}",
             window=0,
-            sinks=None if sinks is None else sinks[heads],
         )
 
     def _projection(self, part: slice) -> Tensor:
         """Return the columns of the output projection for the query heads of the kept sets in the slice `part`."""
-        heads, d_head = self._head_slice(part), self.adapter.d_head
-        return self.adapter.output_projection(self.layer)[:, heads.start * d_head : heads.stop * d_head]
+        heads, d_value = self._head_slice(part), self.adapter.d_value
+        return self.adapter.output_projection(self.layer)[:, heads.start * d_value : heads.stop * d_value]
 
     def _euclidean(self) -> Tensor:
         """Return the projected value norms ‖V_i W_O^h‖₂ (head, longest), padded by zeros at the start."""

@@ -16,9 +16,10 @@ from torch import Tensor
 from transformers import Cache
 
 from perturbkv import theory
-from perturbkv.cache.compact import CompactCache, SharedCache, rebuild_cache
+from perturbkv.cache.compact import CompactCache, PromptStates, SharedCache, rebuild_cache
 from perturbkv.devices import to_device
 from perturbkv.models.adapter import Adapter
+from perturbkv.models.forward import run_with_cache
 from perturbkv.pipeline.answers.recompression import Compressor
 from perturbkv.pipeline.sample.capture import LOGITS, FiniteCheck, Observer, capture, decode_from, decode_shared
 
@@ -55,8 +56,8 @@ def teacher_force(
     The first row keeps everything, and the plain model's cache has its entries. `compressor` is the cache's; `check`
     records all logits.
     """
-    rows, finite = cache.layers[0].batch, check or FiniteCheck()
-    reference = SharedCache(_full_cache_of_first_row(adapter, cache))
+    rows, finite, states = cache.rows, check or FiniteCheck(), cache.prompt_states
+    reference = SharedCache(_full_cache_of_first_row(adapter, cache, states), states, rows)
     observer = Observer(attention=None if compressor is None else compressor.store_queries)
 
     def read(ids: Int[Tensor, " token"]) -> tuple[Tensor, Tensor]:
@@ -79,17 +80,16 @@ def teacher_force(
     return _make_divergence(divergences, rows)
 
 
-def _full_cache_of_first_row(adapter: Adapter, cache: CompactCache) -> Cache:
-    """Return a plain transformers cache of the model with copies of row 0's entries, which are all entries."""
+def _full_cache_of_first_row(adapter: Adapter, cache: CompactCache, states: PromptStates) -> Cache:
+    """Return a plain cache of the model with copies of row 0's entries, which are all entries, and the states."""
     layers = [list(zip(*layer.entries(0).sets(), strict=True)) for layer in cache.evicted_layers]
     entries = [(torch.stack(keys), torch.stack(values)) for keys, values in layers]
-    windows = {index: layer.window for index, layer in enumerate(cache.layers) if layer.is_sliding}
-    return rebuild_cache(adapter, entries, windows)
+    return rebuild_cache(adapter, entries, states)
 
 
 def _read_tokens(adapter: Adapter, cache: Cache, ids: Tensor, check: FiniteCheck) -> Float[Tensor, "row token vocab"]:
     """Read tokens (row, token) into the cache, and return the logits after every token."""
-    logits: Tensor = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+    logits: Tensor = run_with_cache(adapter.model, ids, cache).logits
     check.check(LOGITS, logits)
     return logits
 

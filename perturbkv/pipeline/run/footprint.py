@@ -165,21 +165,21 @@ def _measured_layer_bytes(run: RunConfig, shape: Shape, tokens: int, working: in
     """Return the bytes of one layer's entries, projection and sums in float64, with `working` bytes for the sums."""
     row = WORK.itemsize * shape.heads * tokens  # a number per entry and query head
     sums = (1 + len(run.configs)) * row
-    entries = WORK.itemsize * shape.kv_heads * shape.d_head * tokens
+    entries = WORK.itemsize * shape.kv_heads * max(shape.d_key, shape.d_value) * tokens
     return (4 + 2 * run.steps) * row + entries + max(entries, _projection_bytes(shape) + min(working, sums))
 
 
 def _projection_bytes(shape: Shape) -> int:
     """Return the bytes of one layer's output projection in float64."""
-    return WORK.itemsize * shape.heads * shape.d_head * shape.d_model
+    return WORK.itemsize * shape.heads * shape.d_value * shape.d_model
 
 
 def _prefill_bytes(planned: Plan, shape: Shape, tokens: int, loops: int) -> int:
     """Return the bytes of a prefill in one layer: those of its feed-forward part, or of attention and its `loops`."""
     fused = any("gate_up_proj" in name for name in planned.files.shapes())  # both halves of one product stay
     feed_forward = 4 * shape.d_model + (3 + fused) * shape.d_mlp
-    attention = 3 * shape.d_model + shape.heads * shape.d_head
-    rotations = shape.itemsize * tokens * 2 * shape.d_head
+    attention = 3 * shape.d_model + shape.heads * shape.d_key
+    rotations = shape.itemsize * tokens * 2 * shape.d_key
     return rotations + max(shape.itemsize * tokens * feed_forward, shape.itemsize * tokens * attention + loops)
 
 
@@ -281,7 +281,7 @@ def _sample_bytes(planned: Plan, context: int, tokens: int) -> tuple[int, int]:
 
 def _axis_lengths(run: RunConfig, shape: Shape, tokens: int) -> dict[str, int]:
     """Return axis name -> length for the variables of a sample."""
-    heads = {"layer": shape.layers, "head": shape.heads, "d_head": shape.d_head, "d_model": shape.d_model}
+    heads = {"layer": shape.layers, "head": shape.heads, "d_value": shape.d_value, "d_model": shape.d_model}
     counts = {"config": len(run.configs), "step": run.steps, "answer_token": run.generate, "lost_entry": LOST_ENTRIES}
     return {**heads, **counts, "key": tokens + run.steps}
 

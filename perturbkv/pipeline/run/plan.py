@@ -12,6 +12,7 @@ from perturbkv import memory
 from perturbkv.cache import entries
 from perturbkv.configs import alpha_table, cache_contents
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.layer_types import soft_cap
 from perturbkv.configs.option import check_configurations
 from perturbkv.configs.precision import check_fill
 from perturbkv.configs.resources import Batches, Resources, Shape, plan_batches
@@ -142,6 +143,7 @@ def plan(
     resolved = tuple(map(resolve, configs))
     entries.check_positions(resolved, files.config, files.name)
     presses.check_sources(resolved, files.config, files.name)
+    compatibility.check_soft_cap(resolved, soft_cap(files.config), files.name)
     alpha_table.check_tables([config.alpha for config in configs], files.config)
     if loaded is not None:  # else, when the first prompt is read
         compatibility.check_gates(resolved, loaded.gated, files.name)
@@ -176,7 +178,7 @@ def plan(
     for name in compatibility.scores_with_norms_counted_twice(fit):
         _log.info("value norms are in %s already; the selection two-stage multiplies ν in again", name)
     shape = Shape.from_config(files.config, placement.dtype.itemsize, files.weights_bytes(placement.dtype))
-    check_fill([config.precision for config in configs], shape.d_head, files.name)
+    check_fill([config.precision for config in configs], shape.d_key, shape.d_value, files.name)
     if generate and settings.scored:
         resources = _bound_memory(resources, shape, run, prompts, placement, loaded)
     batches = _largest_batches(shape, ResolvedRun.from_run(run, fit), prompts, resources)

@@ -299,7 +299,8 @@ def _log_peculiarities(planned: Plan) -> None:
         _log.info("%d of %d prompts were cut in the middle%s", prompts.cut_count, len(prompts), most)
     _log_covering_budgets(run, [len(prompt.parts(run.scenario)[0]) for prompt in prompts])
     if measured := layer_types.format_measured(planned.files.config):
-        _log.info("layers %s are measured: the others keep their own sliding window", measured)
+        kept = "window or recurrent state" if layer_types.is_recurrent(planned.files.config) else "sliding window"
+        _log.info("%s: the others keep their own %s", layer_types.describe_measured(measured), kept)
     if run.random_weights:
         _log.info("random weights: these numbers say nothing of a trained model")
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from perturbkv.cache.entries import Lengths
 from perturbkv.cache.makers import OwnPrefill
 from perturbkv.configs.choice import Choice
-from perturbkv.configs.precision import FULL, stored_bits
+from perturbkv.configs.precision import FULL, FULL_BITS, stored_bits
 from perturbkv.configs.resources import Shape
 from perturbkv.datasets.metrics import leading_digits
 from perturbkv.datasets.prompts import decode_answer, grade, metrics_of
@@ -191,13 +191,13 @@ def _assign_to_heads(values: NDArray[Any], lengths: Lengths, order: Sequence[int
         heads[index] = per_set.repeat(heads.shape[1] // len(per_set))
 
 
-def cached_shares(lengths: Sequence[Lengths], kv_heads: int, prompt_tokens: int) -> NDArray[np.float64]:
-    """Return (config,) cached entries as a share of the full cache's (METHOD: a budget is not a share).
+def cached_shares(lengths: Sequence[Lengths], shape: Shape, prompt_tokens: int) -> NDArray[np.float64]:
+    """Return (config,) the caches as shares of the full one, all layers counted (METHOD: a budget is not a share).
 
     `lengths` are per layer the numbers of kept entries.
     """
     entries = [sum(sum(layer[index]) for layer in lengths) for index in range(len(lengths[0]))]
-    return np.array(entries, dtype=np.float64) / (len(lengths) * kv_heads * prompt_tokens)
+    return np.array([shape.cache_share(count, prompt_tokens) for count in entries], dtype=np.float64)
 
 
 def prefill_arrays(batches: Sequence[BatchResult], cached: NDArray[np.float64], seconds: float) -> Arrays:
@@ -217,12 +217,14 @@ def prefill_arrays(batches: Sequence[BatchResult], cached: NDArray[np.float64], 
 def cached_bytes(batches: Sequence[BatchResult], shape: Shape, prompt_tokens: int) -> Arrays:
     """Return the variables of the cache bytes: per configuration, corrections included, and of the full cache.
 
-    Numbers count 16 bits unless they are quantised.
+    Numbers count 16 bits unless they are quantised; windows and recurrent states of unmeasured layers are in all.
     """
-    full = stored_bits(Choice(FULL), prompt_tokens, 0, shape.d_head) * shape.kv_heads * shape.layers
+    unmeasured = FULL_BITS * shape.unmeasured_numbers(prompt_tokens)
+    per_set = stored_bits(Choice(FULL), prompt_tokens, 0, shape.d_key, shape.d_value)
+    full = per_set * shape.kv_heads * shape.layers + unmeasured
     bits = {index: size for batch in batches for index, size in batch.bits.items()}
-    sizes = [bits[index] for index in range(len(bits))]
-    return {"held_bytes": np.array(sizes, dtype=np.float64) / 8, "full_bytes": np.array(full / 8)}
+    held = np.array([bits[index] + unmeasured for index in range(len(bits))], dtype=np.float64)
+    return {"held_bytes": held / 8, "full_bytes": np.array(full / 8), "unmeasured_bytes": np.array(unmeasured / 8)}
 
 
 def answer_arrays(sample: SampleRun, batches: Sequence[BatchResult]) -> Arrays:

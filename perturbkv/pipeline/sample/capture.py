@@ -23,6 +23,7 @@ from perturbkv.models import gates
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.interface import AttentionFunction, intercept
 from perturbkv.models.proof import implementation
+from perturbkv.theory import Softmax
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,13 @@ class Observer:
     """Callbacks for the measured layers; each gets the layer's index first, `final` only the tensor.
 
     Attributes:
-        attention: query (batch, head, query, d_head), key and value (batch, kv_head, key, d_head) after RoPE.
-        head_output: input of the output projection (batch, query, head · d_head), before it mixes the heads.
+        attention: query (batch, head, query, d_key), key (batch, kv_head, key, d_key) and value (batch, kv_head, key,
+            d_value), after RoPE.
+        head_output: input of the output projection (batch, query, head · d_value), before it mixes the heads.
         hidden: residual stream after the decoder layer (batch, query, d_model).
         final: hidden state after the final norm (batch, query, d_model).
         attention_input: input of the attention module, after its norm (batch, query, d_model).
-        gate: γ of a layer with a gate (batch, query, head · d_head), after `attention` and before `head_output`.
+        gate: γ of a layer with a gate (batch, query, head · d_value), after `attention` and before `head_output`.
     """
 
     attention: Callable[[int, Tensor, Tensor, Tensor], None] | None = None
@@ -66,17 +68,15 @@ def intercept_attention(
     `stock` is the model's own attention function. Only measured layers are replaced unless `all_layers`. Raises
     ModelError as `interface.intercept`.
     """
-    modules = adapter.every_attention if all_layers else adapter.attentions
+    modules = adapter.every_attention.values() if all_layers else adapter.attentions
     with intercept(implementation(adapter.model), modules, replacement):
         yield
 
 
 @contextmanager
 def decode_from(adapter: Adapter, cache: CompactCache) -> Iterator[None]:
-    """Let the model decode from `cache` inside the block, passed as `past_key_values`; rows are configurations."""
-    cache_layers = {
-        id(attention): cached for attention, cached in zip(adapter.every_attention, cache.layers, strict=True)
-    }
+    """Let the model decode from `cache` inside the block, with `run_with_cache`; rows are configurations."""
+    cache_layers = {id(attention): cache.layers[index] for index, attention in adapter.every_attention.items()}
     cache.attach(True)
     try:
         with intercept_attention(adapter, partial(_attend_to_cache, cache_layers), all_layers=True):
@@ -90,10 +90,11 @@ def _attend_to_cache(
 ) -> tuple[Tensor, None]:
     """Return the attention output over the module's layer of a compact cache: an attention replacement.
 
-    `cache_layers` are keyed by the identity of the attention modules; models with sinks pass their logits as `s_aux`.
+    `cache_layers` are keyed by the identity of the attention modules. Models pass their soft cap as `softcap`, and the
+    logits of their sinks as `s_aux`.
     """
-    query = args[0]
-    return cache_layers[id(module)].attend(query, kwargs["scaling"], kwargs.get("s_aux")), None
+    softmax = Softmax(kwargs["scaling"], kwargs.get("softcap"), kwargs.get("s_aux"))
+    return cache_layers[id(module)].attend(args[0], softmax), None
 
 
 @contextmanager

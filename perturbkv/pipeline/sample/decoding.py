@@ -11,9 +11,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import Cache
 
-from perturbkv.cache.compact import CompactCache, SharedCache
+from perturbkv.cache.compact import CompactCache, SharedCache, restore_states
 from perturbkv.devices import copy_to_device, to_device
 from perturbkv.models.adapter import Adapter
+from perturbkv.models.forward import run_with_cache
 from perturbkv.pipeline.sample.capture import (
     FINAL_NORM,
     LOGITS,
@@ -31,22 +32,22 @@ class StepRecord:
     """One decode step of a batch of rows; lists are per layer.
 
     Attributes:
-        query: decoding query after RoPE (row, head, d_head).
-        head_output: input of the output projection (row, head, d_head).
+        query: decoding query after RoPE (row, head, d_key).
+        head_output: input of the output projection (row, head, d_value).
         hidden: residual stream after the layer (row, d_model).
         final: after the final norm (row, d_model).
         logits: (row, vocab).
         entries: number of entries that the query attends to in the full cache, its own included.
-        gates: layer -> γ (row, head · d_head), of the layers with a gate.
+        gates: layer -> γ (row, head · d_value), of the layers with a gate.
     """
 
-    query: list[Float[Tensor, "row head d_head"]] = field(default_factory=list)
-    head_output: list[Float[Tensor, "row head d_head"]] = field(default_factory=list)
+    query: list[Float[Tensor, "row head d_key"]] = field(default_factory=list)
+    head_output: list[Float[Tensor, "row head d_value"]] = field(default_factory=list)
     hidden: list[Float[Tensor, "row d_model"]] = field(default_factory=list)
     final: Float[Tensor, "row d_model"] = field(default_factory=lambda: torch.empty(0, 0))
     logits: Float[Tensor, "row vocab"] = field(default_factory=lambda: torch.empty(0, 0))
     entries: int = 0
-    gates: dict[int, Float[Tensor, "row head_d_head"]] = field(default_factory=dict)
+    gates: dict[int, Float[Tensor, "row head_d_value"]] = field(default_factory=dict)
 
 
 @dataclass
@@ -64,7 +65,7 @@ class _StepRecorder:
 
     def record_head_output(self, layer: int, mixed: Tensor) -> None:
         """Record the last token's head outputs in a layer: an `Observer.head_output`."""
-        self.record.head_output.append(mixed[:, -1].view(self.rows, self.adapter.heads, self.adapter.d_head))
+        self.record.head_output.append(mixed[:, -1].view(self.rows, self.adapter.heads, self.adapter.d_value))
 
     def record_gate(self, layer: int, gate: Tensor) -> None:
         """Record the last token's γ in a layer with a gate: an `Observer.gate`."""
@@ -88,10 +89,10 @@ def decode_full(
     """Decode the question and then `steps` greedy steps from the full cache; return the steps' records and tokens.
 
     The batch has `rows` identical rows so that the linear layers see the evicted runs' shapes; row 0 is recorded. The
-    first token is the greedy choice after the prompt and its question. The cache grows by all decoded tokens;
-    `prefill.finite` checks the activations.
+    first token is the greedy choice after the prompt and its question. The measured layers' cache grows by all decoded
+    tokens, others are put back; `prefill.finite` checks the activations.
     """
-    cache = SharedCache(prefill.cache)
+    cache = SharedCache(prefill.cache, prefill.states, rows)
     logits = prefill.logits
     if question:
         ids = to_device(question, adapter.device)
@@ -101,6 +102,7 @@ def decode_full(
         record = _decode_step(adapter, cache, decode_shared(adapter), tokens[-1].view(1), rows, prefill.finite)
         records.append(_first_row(record))
         tokens.append(record.logits[0].argmax())
+    restore_states(prefill.cache, prefill.states)
     return records, torch.stack(tokens[:steps])  # the one after the last step is not read
 
 
@@ -126,12 +128,14 @@ def decode_evicted(
 ) -> tuple[Float[Tensor, "row vocab"] | None, list[StepRecord]]:
     """Decode the question and then the given `tokens` (teacher-forced) from a compact cache, one row per configuration.
 
-    Returns the logits after the question (None without one) and the records of the steps.
+    Returns the logits after the question (None without one) and the records of the steps. `cache.forget` can go back to
+    the question's end.
     """
     question_logits = None
     if question:
         ids = to_device(question, adapter.device)
         question_logits = _decode_step(adapter, cache, decode_from(adapter, cache), ids, rows, finite).logits
+        cache.mark()
     steps = [
         _decode_step(adapter, cache, decode_from(adapter, cache), token, rows, finite)
         for token in torch.split(tokens, 1)
@@ -162,9 +166,7 @@ def _decode_step(
         gate=recorder.record_gate,
     )
     with attention, capture(adapter, observer):
-        record.logits = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[
-            :, -1
-        ]
+        record.logits = run_with_cache(adapter.model, ids, cache, logits_to_keep=1).logits[:, -1]
     finite.check(LOGITS, record.logits)
     record.entries = cache.get_seq_length()
     return record

@@ -37,8 +37,8 @@ class FullLayer:
     adapter: Adapter
     statistics: Statistics
     index: int
-    keys: Float[Tensor, "kv_head key d_head"]
-    values: Float[Tensor, "kv_head key d_head"]
+    keys: Float[Tensor, "kv_head key d_key"]
+    values: Float[Tensor, "kv_head key d_value"]
     results: dict[Hashable, Any] = field(default_factory=dict)
 
     @classmethod
@@ -53,12 +53,12 @@ class FullLayer:
         return self.statistics.tokens
 
     @property
-    def prompt_keys(self) -> Float[Tensor, "kv_head n d_head"]:
+    def prompt_keys(self) -> Float[Tensor, "kv_head n d_key"]:
         """Keys of the prompt's entries."""
         return self.keys[:, : self.tokens]
 
     @property
-    def prompt_values(self) -> Float[Tensor, "kv_head n d_head"]:
+    def prompt_values(self) -> Float[Tensor, "kv_head n d_value"]:
         """Values of the prompt's entries."""
         return self.values[:, : self.tokens]
 
@@ -68,7 +68,7 @@ class FullLayer:
         return self.adapter.output_projection(self.index)
 
     @cached_property
-    def slices(self) -> Float[Tensor, "head d_head d_model"]:
+    def slices(self) -> Float[Tensor, "head d_value d_model"]:
         """Slices W_O^h of the output projection, one per head."""
         return theory.head_slices(self.projection, self.adapter.heads)
 
@@ -77,33 +77,28 @@ class FullLayer:
         gate = step.gates.get(self.index)
         return theory.gated_projection(self.projection, None if gate is None else gate[0])
 
-    def slices_at(self, step: StepRecord) -> Float[Tensor, "head d_head d_model"]:
+    def slices_at(self, step: StepRecord) -> Float[Tensor, "head d_value d_model"]:
         """Return `slices` of a decode step, likewise."""
         if self.index not in step.gates:
             return self.slices
         return theory.head_slices(self.projection_at(step), self.adapter.heads)
 
     @property
-    def scale(self) -> float:
-        """Scale factor of the attention logits."""
-        return self.adapter.scale(self.index)
-
-    @property
-    def sinks(self) -> Float[Tensor, " head"] | None:
-        """Logits of the attention sinks in each head's softmax; None for a model without sinks."""
-        return self.adapter.sinks(self.index)
+    def softmax(self) -> theory.Softmax:
+        """How logits become attention weights."""
+        return self.adapter.softmax(self.index)
 
     def weights(self, step: StepRecord) -> tuple[Float[Tensor, "head key"], Float[Tensor, " head"]]:
         """Return a decode step's attention weights A on entries up to its own, and the weight of each head's sink."""
-        return theory.decode_weights(step.query[self.index][0], self.keys[:, : step.entries], self.scale, self.sinks)
+        return theory.decode_weights(step.query[self.index][0], self.keys[:, : step.entries], self.softmax)
 
     def full_step(self, step: StepRecord) -> FullStep:
         """Return what this layer does at a decode step of the full run."""
         keys, values = (kind[:, : step.entries] for kind in (self.keys, self.values))
         query, weights = step.query[self.index][0], self.weights(step)  # row 0 is the full run's only one
-        return FullStep(query, keys, values, self.tokens, *weights, self.scale, self.sinks)
+        return FullStep(query, keys, values, self.tokens, *weights, self.softmax)
 
-    def mean_query(self, window: int) -> Float[Tensor, "head d_head"]:
+    def mean_query(self, window: int) -> Float[Tensor, "head d_key"]:
         """Return the mean of the last `window` queries, which corrected configurations ask a prefill for."""
         return self.statistics.mean_queries[window][self.index]
 

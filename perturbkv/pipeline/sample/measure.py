@@ -62,8 +62,8 @@ class Reference:
 
     attention: Float[Tensor, "head key"]
     summands: Summands
-    whole: Float[Tensor, "1 head d_head"]
-    slices: Float[Tensor, "head d_head d_model"]
+    whole: Float[Tensor, "1 head d_value"]
+    slices: Float[Tensor, "head d_value d_model"]
     output: Float[Tensor, "head d_model"]
     total: Float[Tensor, " head"]
     smallest: Float[Tensor, " head"]
@@ -74,7 +74,7 @@ class Reference:
 def layer_reference(
     attention: Float[Tensor, "head key"],
     summands: Summands,
-    slices: Float[Tensor, "head d_head d_model"],
+    slices: Float[Tensor, "head d_value d_model"],
     sink: Float[Tensor, " head"],
 ) -> Reference:
     """Return the quantities of the full run at one layer and step, common to all configurations."""
@@ -181,8 +181,8 @@ def propagated_quantities(adapter: Adapter, full: StepRecord, evicted: StepRecor
 def _head_variables(
     adapter: Adapter,
     layer: int,
-    full: Float[Tensor, "1 head d_head"],
-    evicted: Float[Tensor, "row head d_head"],
+    full: Float[Tensor, "1 head d_value"],
+    evicted: Float[Tensor, "row head d_value"],
 ) -> dict[str, Tensor]:
     """Return name -> propagated perturbation, noise floor or norm of the full run's head outputs, in one layer."""
     slices = theory.head_slices(adapter.output_projection(layer), adapter.heads)

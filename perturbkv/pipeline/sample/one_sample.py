@@ -180,7 +180,7 @@ def _assemble_arrays(
     with phase("assembly"):
         arrays = sample_arrays(sample, batches, lengths) | isolated_arrays(layers, adapter.device)
         arrays |= changed_isolated_arrays(batches, arrays)
-        arrays |= {"held_share": cached_shares(lengths, adapter.kv_heads, n)}
+        arrays |= {"held_share": cached_shares(lengths, adapter.shape, n)}
         arrays |= cached_bytes(batches, adapter.shape, n)
         arrays |= step_arrays(batches) | kept_arrays(batches, lengths, layers, adapter.heads)
         arrays |= lost_arrays(layers, adapter.device)
@@ -232,7 +232,7 @@ class _BatchDecoder:
             makers = {index: sample.makers[index].begin(prompt) for index in indices}
             evicted_layers = [self._evict(layer, makers) for layer in range(len(self.layers))]
             caches = [layer.cache for layer in evicted_layers]
-            cache = CompactCache(join_layers(self.adapter, caches, sample.prefill.windows))
+            cache = CompactCache(join_layers(self.adapter, caches, sample.prefill.states))
         with phase("decode"):
             question_logits, records = decode_evicted(
                 self.adapter, cache, sample.question, sample.full.tokens, self.rows, self.finite

@@ -16,12 +16,13 @@ from transformers import Cache
 
 from perturbkv import theory
 from perturbkv.cache import stand_in
-from perturbkv.cache.compact import full_cache, sliding_windows
-from perturbkv.cache.sliding import Window
+from perturbkv.cache.compact import PromptStates, full_cache, prompt_states
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
 from perturbkv.devices import copy_to_device, to_device
+from perturbkv.errors import ModelError
 from perturbkv.models.adapter import Adapter
+from perturbkv.models.forward import run_with_cache
 from perturbkv.pipeline.progress import phase
 from perturbkv.pipeline.sample.capture import FINAL_NORM, LOGITS, FiniteCheck, Observer, capture
 from perturbkv.pipeline.sample.replay import append_replay_scores
@@ -69,7 +70,7 @@ class Rotations:
 Realised = Callable[[int], Float[Tensor, "head key"]]
 """Function from a layer's index to its attention weights A under the first decoding query, for hindsight selections."""
 Source = Callable[
-    [int, Float[Tensor, "kv_head key d_head"], Float[Tensor, "kv_head key d_head"]], Bool[Tensor, "kv_head key"]
+    [int, Float[Tensor, "kv_head key d_key"], Float[Tensor, "kv_head key d_value"]], Bool[Tensor, "kv_head key"]
 ]
 """Function from a layer's index, full keys and full values to an external kept set."""
 
@@ -88,8 +89,8 @@ class Statistics:
         head_scores: the user's scores of all query heads; empty where there are none.
         external: configuration with external kept sets -> their source.
         model_results: cached results of `compute_over_layers`, and of rankings that layers share.
-        mean_queries: window -> per layer the mean of its queries after rotation (head, d_head), for corrections.
-        queries: positions -> per layer their queries after rotation (head, query, d_head), for sparse prefills.
+        mean_queries: window -> per layer the mean of its queries after rotation (head, d_key), for corrections.
+        queries: positions -> per layer their queries after rotation (head, query, d_key), for sparse prefills.
     """
 
     sample: str
@@ -109,8 +110,8 @@ class Statistics:
         self,
         configs: Sequence[ResolvedConfig],
         layer: int,
-        key: Float[Tensor, "kv_head key d_head"],
-        value: Float[Tensor, "kv_head key d_head"],
+        key: Float[Tensor, "kv_head key d_key"],
+        value: Float[Tensor, "kv_head key d_value"],
         realised: Realised | None = None,
     ) -> list[Group]:
         """Return the groups of all configurations with their kept sets in one layer, from its n entries."""
@@ -205,15 +206,15 @@ class Statistics:
 class Prefill:
     """One prompt's full cache (batch 1), the logits of its last position, and its statistics.
 
-    `finite` has recorded every layer, the final norm and the logits, and raised nothing yet. `windows` are the prompt's
-    entries in layers that are not measured, by index.
+    `finite` has recorded every layer, the final norm and the logits, and raised nothing yet. `states` are what eviction
+    leaves as it is after the prompt.
     """
 
     cache: Cache
     logits: Float[Tensor, " vocab"]
     statistics: Statistics
     finite: FiniteCheck
-    windows: Mapping[int, Window] = field(default_factory=dict)
+    states: PromptStates = field(default_factory=dict)
 
 
 @runtime_checkable
@@ -240,8 +241,12 @@ def prefill(
     `external` are the sources of external kept sets. With a `visitor` that does not need the full cache, a layer's keys
     and values are freed when the layer is done. Scores that need a replay are computed last.
 
-    NaN and Inf are recorded in `Prefill.finite`, and raise nothing here.
+    NaN and Inf are recorded in `Prefill.finite`, and raise nothing here. Raises ModelError for a configuration that
+    needs plain logits, where the model caps them, or rotates keys or queries, where the model rotates none that way.
     """
+    caps = [adapter.softmax(layer).cap for layer in range(len(adapter.layers))]
+    compatibility.check_soft_cap(run.configs, next(filter(None, caps), None), adapter.name)
+    _check_rotations(adapter, run.configs)
     (token_ids, _), configs, sample = prompt.parts(run.scenario), run.configs, prompt.sample_id
     scored: dict[ScoreRequest, list[Tensor]] = {request: [] for config in configs for request in config.requests}
     shape = (len(token_ids), adapter.kv_heads, len(adapter.layers))
@@ -257,11 +262,24 @@ def prefill(
     reader = _PromptReader(adapter, statistics, resources, visitor, euclidean, prompt.template_tail)
     ids = torch.tensor([list(token_ids)], device=adapter.device)
     with phase("prefill"), capture(adapter, reader.observer()):
-        logits = adapter.model(input_ids=ids, past_key_values=reader.cache, use_cache=True, logits_to_keep=1).logits
+        logits = run_with_cache(adapter.model, ids, reader.cache, logits_to_keep=1).logits
     reader.finite.check(LOGITS, logits)
     append_replay_scores(adapter, token_ids, reader.cache, statistics.scored, sample, reader.finite)
-    windows = sliding_windows(adapter, reader.cache)
-    return Prefill(reader.cache, logits[0, -1], statistics, reader.finite, windows)
+    states = prompt_states(adapter, reader.cache)
+    return Prefill(reader.cache, logits[0, -1], statistics, reader.finite, states)
+
+
+def _check_rotations(adapter: Adapter, configs: Sequence[ResolvedConfig]) -> None:
+    """Raise ModelError for a configuration that rotates keys or queries, where the model rotates none that way."""
+    if adapter.rotary is not None:
+        return
+    for config in configs:
+        needs = {need for request in config.requests for need in request.score.needs}
+        if config.in_cache or not needs.isdisjoint(ROTATION_NEEDS):
+            raise ModelError(
+                f"configuration '{config.label()}' rotates keys or queries by their positions, and model "
+                f"'{adapter.name}' has no rotations by halves that it could use; choose another policy"
+            )
 
 
 class _PromptReader:
@@ -355,14 +373,13 @@ class _PromptReader:
             values=value,
             norms=norms,
             projection=projection,
-            scale=self.adapter.scale(layer),
+            softmax=self.adapter.softmax(layer),
             layer=layer,
             layers=self.statistics.layers,
             sample=self.statistics.sample,
             window=0,
             attention_input=self.input,
             rotary=None if self.needs.isdisjoint(ROTATION_NEEDS) else partial(self.rotations, device=query.device),
-            sinks=self.adapter.sinks(layer),
             template=self.template,
         )
 
@@ -392,7 +409,7 @@ class _PromptReader:
         self.finite.check(FINAL_NORM, output)
 
 
-def _mean_size(gate: Float[Tensor, "query head_d_head"] | None, window: int) -> Float[Tensor, " head_d_head"] | None:
+def _mean_size(gate: Float[Tensor, "query head_d_value"] | None, window: int) -> Float[Tensor, " head_d_value"] | None:
     """Return the mean |γ| over the last `window` queries; None for no window or no gate (METHOD: gates)."""
     return gate[-window:].to(WORK).abs().mean(dim=0) if gate is not None and window else None
 
@@ -400,7 +417,7 @@ def _mean_size(gate: Float[Tensor, "query head_d_head"] | None, window: int) -> 
 def layer_value_norms(value: Tensor, w_o: Tensor, resources: Resources) -> Tensor:
     """Return the projected value norms ν of a layer's entries (head, key), computed with the run's kernel.
 
-    `value` is (kv_head, key, d_head), and `w_o` the output projection's weight of the heads that share these. Both are
+    `value` is (kv_head, key, d_value), and `w_o` the output projection's weight of the heads that share these. Both are
     computed in float32 at least where a gate has made `w_o` finer than the values.
     """
     if w_o.dtype != value.dtype:

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from perturbkv.cache.compact import restore_windows, sliding_windows
+from perturbkv.cache.compact import prompt_states, restore_states
 from perturbkv.datasets.sample import text_after_turn
 from perturbkv.devices import to_device
 from perturbkv.errors import DatasetError
 from perturbkv.models.adapter import Adapter, check_long_rotations, check_sliding_window
+from perturbkv.models.forward import run_with_cache
 from perturbkv.pipeline.progress import phase
 from perturbkv.pipeline.sample.capture import FiniteCheck, Observer, capture
 from perturbkv.scoring.compute import compute_replay
@@ -117,7 +118,7 @@ class _Pass:
         self.sinks = min(replay.sinks, part.start)
         layers = [adapter.cache_layer(cache, index) for index in range(len(adapter.layers))]
         self.entries = [(layer.keys, layer.values) for layer in layers]
-        self.windows = sliding_windows(adapter, cache)
+        self.states = prompt_states(adapter, cache)
         self.input: Tensor | None = None
 
     def run(self, tokens: Sequence[int]) -> None:
@@ -130,8 +131,8 @@ class _Pass:
         )
         ids = to_device([tokens], self.adapter.device)
         with capture(self.adapter, observer):
-            self.adapter.base(input_ids=ids, past_key_values=self.cache, use_cache=True)
-        restore_windows(self.cache, self.windows)
+            run_with_cache(self.adapter.base, ids, self.cache)
+        restore_states(self.cache, self.states)
 
     def _keep_input(self, layer: int, hidden: Tensor) -> None:
         """Store a layer's attention input until the layer's scores are computed: an `Observer.attention_input`."""
@@ -146,12 +147,11 @@ class _Pass:
             values=self._visible_entries(value[0], count),
             hidden=self.input,
             projection=self.adapter.output_projection(layer),
-            scale=self.adapter.scale(layer),
+            softmax=self.adapter.softmax(layer),
             sinks=self.sinks,
             chunk=self.part.stop - self.part.start,
             layer=layer,
             sample=self.sample,
-            sink_logits=self.adapter.sinks(layer),
         )
         for score, layers in self.results.items():
             layers[layer].append(compute_replay(score, view))
@@ -159,7 +159,7 @@ class _Pass:
     def _visible_entries(self, entries: Tensor, count: int) -> Tensor:
         """Return the entries visible to the scores: the context's first ones, the repeated part and the pass's `count`.
 
-        `entries` are keys or values (kv_head, key, d_head).
+        `entries` are keys or values (kv_head, key, …).
         """
         return torch.cat([entries[:, : self.sinks], entries[:, self.part], entries[:, -count:]], dim=1)
 

@@ -132,7 +132,7 @@ class MixtureSample:
         padded = [*mixtures, *[mixtures[-1]] * (rows - len(mixtures))]
         evicted_layers = [self._evict(index, padded) for index in range(layers)]
         caches = [cache_layer for cache_layer, _ in evicted_layers]
-        cache, full = CompactCache(join_layers(self.adapter, caches, self.sample.prefill.windows)), self.full[rows]
+        cache, full = CompactCache(join_layers(self.adapter, caches, self.sample.prefill.states)), self.full[rows]
         question_logits, evicted = decode_evicted(
             self.adapter, cache, self.sample.question, full.tokens, full.rows, self.finite
         )
@@ -143,9 +143,9 @@ class MixtureSample:
             else [math.nan] * (1 + len(mixtures))
         )
         self.finite.raise_if_not(self.sample.prompt.sample_id)
-        full_entries = layers * self.adapter.kv_heads * self.sample.tokens
-        shares = torch.tensor([lengths for _, lengths in evicted_layers]).sum(dim=0) / full_entries
-        return _make_batch(self.sample.prompt.sample_id, mixtures, set(by_head), steps, shares.tolist(), scores)
+        entries = torch.tensor([lengths for _, lengths in evicted_layers]).sum(dim=0).tolist()
+        shares = [self.adapter.shape.cache_share(count, self.sample.tokens) for count in entries]
+        return _make_batch(self.sample.prompt.sample_id, mixtures, set(by_head), steps, shares, scores)
 
     def _layer(self, layer: FullLayer) -> _Layer:
         """Return copies of a layer's entries, with the kept sets of baseline and treatment."""

@@ -25,6 +25,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.plugins import external_code
 from perturbkv.errors import ConfigError, UnreadableCacheError
 from perturbkv.models.adapter import Adapter
+from perturbkv.models.forward import run_with_cache
 from perturbkv.pipeline.progress import phase
 from perturbkv.pipeline.sample.prefill import Source
 from perturbkv.selection.policies import kvpress
@@ -55,7 +56,7 @@ def press_source(adapter: Adapter, token_ids: Sequence[int], config: ResolvedCon
         cached, masked = _run_press(adapter, press, token_ids, name)
 
     def kept_set(
-        layer: int, key: Float[Tensor, "kv_head key d_head"], value: Float[Tensor, "kv_head key d_head"]
+        layer: int, key: Float[Tensor, "kv_head key d_key"], value: Float[Tensor, "kv_head key d_value"]
     ) -> Bool[Tensor, "kv_head key"]:
         press_entries, cached[layer] = cached[layer], (key[:0], value[:0])  # frees the press's layer, read once
         recovered = _recover_layer(press_entries, key, value, layer, name)
@@ -105,7 +106,7 @@ def _run_press(adapter: Adapter, press: Any, token_ids: Sequence[int], name: str
     with restore_model(adapter), _isolate_random_numbers(token_ids, adapter.device):
         with external_code(f"press '{name}' cannot be run:", ConfigError):
             with torch.inference_mode(False), torch.no_grad(), press(adapter.model):
-                adapter.base(input_ids=ids.clone(), past_key_values=cache)
+                run_with_cache(adapter.base, ids.clone(), cache)
         masked = [getattr(attention, _MASKED, None) for attention in adapter.attentions]
     return [(layer.keys, layer.values) for layer in cache.layers], masked
 

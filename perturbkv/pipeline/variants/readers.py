@@ -36,6 +36,7 @@ from perturbkv.configs.precision import FULL_BITS
 from perturbkv.configs.resources import CHUNK_BYTES, Resources
 from perturbkv.devices import block_bytes, stack_on_device, synchronise, to_device
 from perturbkv.models.adapter import Adapter
+from perturbkv.models.forward import run_with_cache
 from perturbkv.models.interface import AttentionFunction
 from perturbkv.pipeline.sample import measure
 from perturbkv.pipeline.sample.capture import LOGITS, intercept_attention
@@ -55,7 +56,7 @@ from perturbkv.selection.sparse_lines import (
     lines_for_budget,
     sparse_prefill_groups,
 )
-from perturbkv.theory import WORK, Summands, softmax_with_sinks
+from perturbkv.theory import WORK, Summands
 
 
 class Reader(Maker):
@@ -68,7 +69,7 @@ class Reader(Maker):
     @classmethod
     @abstractmethod
     def groups(
-        cls, layer: FullLayer, configs: Sequence[ResolvedConfig], queries: Sequence[Float[Tensor, "head d_head"]]
+        cls, layer: FullLayer, configs: Sequence[ResolvedConfig], queries: Sequence[Float[Tensor, "head d_key"]]
     ) -> Sequence[AnyGroup]:
         """Return groups with the entries of one layer that this kind of reader's configurations among `configs` read.
 
@@ -84,7 +85,7 @@ class PagedCacheReader(Reader):
 
     @classmethod
     def groups(
-        cls, layer: FullLayer, configs: Sequence[ResolvedConfig], queries: Sequence[Float[Tensor, "head d_head"]]
+        cls, layer: FullLayer, configs: Sequence[ResolvedConfig], queries: Sequence[Float[Tensor, "head d_key"]]
     ) -> list[PageGroup]:
         """Return the groups of the page-reading configurations in one layer, from one query per step."""
         return page_groups(configs, lambda config: _paged_layer(layer, config), queries, layer.tokens)
@@ -94,21 +95,21 @@ class PagedCacheReader(Reader):
 
         The pages' bounds, two keys each, are stored beside the entries.
         """
-        n, config, (kv_heads, _, d_head) = layer.tokens, self.config, layer.prompt_keys.shape
+        n, config, (kv_heads, _, d_key) = layer.tokens, self.config, layer.prompt_keys.shape
         row, pages = borrow(layer.prompt_keys, layer.prompt_values), 0
         read_per_set = config.kept_entries(n)
         if read_per_set < n:
             row = replace(row, reader=PageReader(config, _paged_layer(layer, config), n))
             pages = config.blocks(n).full
         sets = layer.adapter.heads if config.granularity.name == "query" else kv_heads
-        return Entries(row, 2 * FULL_BITS * d_head * kv_heads * (n + pages), sets * read_per_set)
+        return Entries(row, entry_bits(row) + 2 * FULL_BITS * d_key * kv_heads * pages, sets * read_per_set)
 
 
 def _paged_layer(layer: PrefilledLayer, config: ResolvedConfig) -> PagedLayer:
     """Return a layer split into a configuration's pages, once per page size and window."""
     return layer.compute_once(
         ("pages", config.block, config.window),
-        lambda: PagedLayer.from_keys(layer.statistics_of(config), layer.prompt_keys, layer.scale, config.block),
+        lambda: PagedLayer.from_keys(layer.statistics_of(config), layer.prompt_keys, layer.softmax, config.block),
     )
 
 
@@ -124,7 +125,7 @@ class SparsePrefillReader(Reader):
 
     @classmethod
     def groups(
-        cls, layer: FullLayer, configs: Sequence[ResolvedConfig], queries: Sequence[Float[Tensor, "head d_head"]]
+        cls, layer: FullLayer, configs: Sequence[ResolvedConfig], queries: Sequence[Float[Tensor, "head d_key"]]
     ) -> list[SparsePrefillGroup]:
         """Return the groups of the sparse-prefill configurations in one layer; `queries` decide nothing here."""
         return line_groups(layer, configs)
@@ -168,8 +169,8 @@ def line_groups(layer: FullLayer, configs: Sequence[ResolvedConfig]) -> list[Spa
 def last_query_weights(
     adapter: Adapter,
     layer: int,
-    queries: Float[Tensor, "head query d_head"],
-    keys: Float[Tensor, "kv_head key d_head"],
+    queries: Float[Tensor, "head query d_key"],
+    keys: Float[Tensor, "kv_head key d_key"],
     norms: Float[Tensor, "head key"],
     sample: str,
 ) -> LastQueries:
@@ -183,8 +184,8 @@ def last_query_weights(
         norms: value norms of the prompt's entries, with which a selection weights them.
         sample: the sample's id, for seeds.
     """
-    logits = causal_logits(queries.to(WORK), keys.to(WORK), adapter.scale(layer))
-    weights, _ = softmax_with_sinks(logits, adapter.sinks(layer))
+    softmax = adapter.softmax(layer)
+    weights, _ = softmax.weights(causal_logits(queries.to(WORK), keys.to(WORK), softmax))
     return LastQueries(weights, norms, len(keys), layer, sample)
 
 
@@ -202,7 +203,7 @@ def isolated_along_lines(
     per_query = []
     for index, position in enumerate(group.measured_positions):
         entries = slice(position + 1)
-        weights, sink = theory.decode_weights(queries[:, index], keys[:, entries], layer.scale, layer.sinks)
+        weights, sink = theory.decode_weights(queries[:, index], keys[:, entries], layer.softmax)
         full = measure.layer_reference(weights, summands.first_entries(position + 1), layer.slices, sink)
         masks = LayerMasks(kept[:, :, index, entries], stage1[:, :, index, entries])
         per_query.append(measure.isolated_quantities(full, masks, alphas))
@@ -255,7 +256,7 @@ def _time_prefill(adapter: Adapter, token_ids: Sequence[int], cache: Any) -> tup
     ids = torch.tensor([list(token_ids)], device=adapter.device)
     synchronise(adapter.device)
     begin = time.perf_counter()
-    logits = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    logits = run_with_cache(adapter.model, ids, cache, logits_to_keep=1).logits
     synchronise(adapter.device)
     return time.perf_counter() - begin, logits
 
@@ -274,7 +275,7 @@ class _LineAttention:
     attended_entries: list[Tensor] = field(default_factory=list)
 
     def __call__(self, stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> tuple[Tensor, None]:
-        """Return the masked attention output of one layer: (1, query, head, d_head)."""
+        """Return the masked attention output of one layer: (1, query, head, d_value)."""
         layer, (query, key, value) = self.adapter.layer_of(module), (tensor[0] for tensor in args[:3])
         chunks = list(self._attend_in_chunks(layer, query, key, value))
         self.attended_entries.append(torch.stack([count for _, count in chunks]).sum())
@@ -284,7 +285,7 @@ class _LineAttention:
     def _attend_in_chunks(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield, per chunk of queries, outputs (head, query, d_head) and the mean number of attended entries."""
+        """Yield, per chunk of queries, outputs (head, query, d_value) and the mean number of attended entries."""
         lines, n = self._choose_lines(layer, query, key, value), key.shape[1]
         most = block_bytes(key.device)
         if self.resources.chunk_bytes < CHUNK_BYTES:  # less than by default was asked for
@@ -310,18 +311,17 @@ class _LineAttention:
     def _attend(
         self,
         layer: int,
-        query: Float[Tensor, "head query d_head"],
-        key: Float[Tensor, "kv_head key d_head"],
-        value: Float[Tensor, "kv_head key d_head"],
+        query: Float[Tensor, "head query d_key"],
+        key: Float[Tensor, "kv_head key d_key"],
+        value: Float[Tensor, "kv_head key d_value"],
         mask: Tensor,
-    ) -> Float[Tensor, "head query d_head"]:
+    ) -> Float[Tensor, "head query d_value"]:
         """Return the attention output of a chunk of queries over the entries in `mask` (kept_head, query, key)."""
         work, groups = torch.promote_types(query.dtype, torch.float32), len(key)
-        queries = query.to(work).reshape(groups, -1, query.shape[-1])
-        logits = (queries @ key.to(work).mT * self.adapter.scale(layer)).view(len(query), -1, key.shape[1])
+        queries, softmax = query.to(work).reshape(groups, -1, query.shape[-1]), self.adapter.softmax(layer)
+        logits = softmax.logits(queries, key.to(work)).view(len(query), -1, key.shape[1])
         logits.masked_fill_(~mask.repeat_interleave(len(query) // len(mask), dim=0), -torch.inf)
-        weights = softmax_with_sinks(logits, self.adapter.sinks(layer))[0]
-        mixed = weights.view(groups, -1, key.shape[1]) @ value.to(work)
+        mixed = softmax.weights(logits)[0].view(groups, -1, key.shape[1]) @ value.to(work)
         return mixed.view(len(query), -1, value.shape[-1]).to(query.dtype)
 
 

@@ -80,7 +80,7 @@ def _project_and_sum(  # type: ignore[no-untyped-def]
 
 
 def projected_value_norms(
-    value: Float[Tensor, "kv_head key d_head"], w_o: Float[Tensor, "d_model head_d_head"]
+    value: Float[Tensor, "kv_head key d_value"], w_o: Float[Tensor, "d_model head_d_value"]
 ) -> Float[Tensor, "head key"]:
     """Return the projected value norms ν_{h,i} = ‖V_i W_O^h‖₁ in float32, with products in the inputs' precision.
 
@@ -88,16 +88,16 @@ def projected_value_norms(
     most `LARGEST_HEAD` (see `unmet_requirement`); any strides are supported. No memory is used besides inputs and
     result. The result has no gradient.
     """
-    kv_heads, keys, d_head = value.shape
-    heads = w_o.shape[1] // d_head
+    kv_heads, keys, d_value = value.shape
+    heads = w_o.shape[1] // d_value
     norms = torch.empty(heads, keys, dtype=torch.float32, device=value.device)
-    tile, padded = _tile(value.dtype, d_head)
+    tile, padded = _tile(value.dtype, d_value)
     if keys:
         # Triton launches on the current device, not on the tensors'; −1 changes nothing.
         with torch.cuda.device(value.device if value.is_cuda else -1):
             _project_and_sum[triton.cdiv(keys, tile.entries), heads](
                 value, w_o, norms, keys, heads // kv_heads, *value.stride(), *w_o.stride(),
-                D_MODEL=len(w_o), D_HEAD=d_head, D_PADDED=padded, ENTRIES=tile.entries, ROWS=tile.rows,
+                D_MODEL=len(w_o), D_HEAD=d_value, D_PADDED=padded, ENTRIES=tile.entries, ROWS=tile.rows,
                 OPERAND=_OPERANDS[value.dtype], num_warps=tile.warps, num_stages=tile.stages,
                 enable_fp_fusion=True,  # Triton 3.9 warns where it is not said
             )  # fmt: skip
@@ -129,7 +129,7 @@ def triton_unavailable_reason(device: torch.device) -> str:
     return ""
 
 
-def _tile(dtype: torch.dtype, d_head: int) -> tuple[Tile, int]:
+def _tile(dtype: torch.dtype, d_value: int) -> tuple[Tile, int]:
     """Return the tile for a dtype and head size, and the head size padded to a size that `tl.dot` accepts."""
-    padded = max(_SMALLEST_DOT, 1 << (d_head - 1).bit_length())
+    padded = max(_SMALLEST_DOT, 1 << (d_value - 1).bit_length())
     return _FLOAT32_TILE if dtype == torch.float32 else _TILES[max(padded, min(_TILES))], padded

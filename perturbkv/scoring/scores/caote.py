@@ -37,12 +37,13 @@ class CAOTE(Score):
         """Return the distance a ‖o − v‖ / (1 − a) by which removing the entry moves the mean output, per query head."""
         mean, values = layer.attention.mean(dim=-2), layer.values.to(WORK)
         sink, log_totals = layer.sink_attention.mean(dim=-1, keepdim=True), layer.log_totals
+        sinks = layer.softmax.sinks
         left = leave_out_heaviest(
             mean.unsqueeze(-2),
             values,
             lambda: (layer.logits - log_totals.unsqueeze(-1)).logsumexp(dim=-2, keepdim=True),
             sink,
-            None if layer.sinks is None else (layer.sinks.to(WORK).unsqueeze(-1) - log_totals).logsumexp(dim=-1),
+            None if sinks is None else (sinks.to(WORK).unsqueeze(-1) - log_totals).logsumexp(dim=-1),
         )
         outputs = left.output.view(layer.kv_heads, layer.group, -1)
         distances = torch.cdist(outputs, values, compute_mode="donot_use_mm_for_euclid_dist").flatten(0, 1)

@@ -25,7 +25,7 @@ from perturbkv.configs.option import option
 from perturbkv.errors import ConfigError
 from perturbkv.scoring.layer_view import LayerView
 from perturbkv.scoring.score import Score
-from perturbkv.theory import WORK, softmax_with_sinks
+from perturbkv.theory import WORK
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class ExpectedAttention(Score):
     own_defaults: ClassVar[tuple[str, ...]] = ("pool", "epsilon")
     by_place: ClassVar[tuple[str, ...]] = ("sinks",)
     holds_norms: ClassVar[bool] = True
+    plain_logits: ClassVar[str] = "it takes a logit for normal where queries are"
     n_future: int = option(512, "positions after the prompt whose rotation is averaged", low=1, high=2**20)
     sinks: int = option(4, "first entries that stay and are looked at by nothing")
     use_covariance: bool = option(True, "whether the queries' covariance counts beside their mean")
@@ -58,7 +59,7 @@ class ExpectedAttention(Score):
         """Return the expected attention times ‖v‖₂ per query head, with 0 for the sinks."""
         if layer.prefix <= self.sinks:
             return torch.zeros(layer.heads, layer.prefix, dtype=WORK, device=layer.keys.device)
-        expected, _ = softmax_with_sinks(self._exponents(layer).to(WORK), layer.sinks)
+        expected, _ = layer.softmax.weights(self._exponents(layer).to(WORK))
         if self.use_vnorm:
             norms = torch.linalg.vector_norm(layer.values[:, self.sinks :], dim=-1, dtype=WORK)
             expected = (expected + self.epsilon) * layer.per_head(norms)
@@ -68,16 +69,16 @@ class ExpectedAttention(Score):
         """Return the log of the expected attention weight per entry, sinks excluded, up to a constant per head."""
         unrotated = layer.unrotated
         queries = unrotated.view(layer.kv_heads, layer.group, *unrotated.shape[1:])[:, :, self.sinks :]
-        keys = layer.keys[:, self.sinks :].to(queries.dtype) * layer.scale
+        keys = layer.keys[:, self.sinks :].to(queries.dtype) * layer.softmax.scale
         rotation = layer.rotations(range(layer.entries, layer.entries + self.n_future)).mean(keys.shape[-1])
         rotation = rotation.to(queries.dtype)
         return torch.cat([self._group_exponents(*shared, rotation) for shared in zip(queries, keys, strict=True)])
 
     def _group_exponents(
         self,
-        queries: Float[Tensor, "group key d_head"],
-        keys: Float[Tensor, "key d_head"],
-        rotation: Float[Tensor, "d_head d_head"],
+        queries: Float[Tensor, "group key d_key"],
+        keys: Float[Tensor, "key d_key"],
+        rotation: Float[Tensor, "d_key d_key"],
     ) -> Float[Tensor, "group key"]:
         """Return one key/value head's log expected weights; `keys` are scaled, `rotation` is the mean rotation."""
         mean = queries.mean(dim=1)

@@ -34,6 +34,6 @@ class H2O(Score):
         """Return the mean attention of all queries on the entry, in at least float32 per row and float64 in sums."""
         dtype = torch.promote_types(layer.queries.dtype, torch.float32)
         total = torch.zeros(layer.heads, layer.entries, dtype=WORK, device=layer.keys.device)
-        for heads, _, weights in causal_blocks(layer.queries, layer.keys, layer.scale, layer.sinks, dtype):
+        for heads, _, weights in causal_blocks(layer.queries, layer.keys, layer.softmax, dtype):
             total[heads, : weights.shape[-1]] += weights.sum(dim=1, dtype=WORK)
         return total[:, : layer.prefix] / layer.queries.shape[1]

@@ -28,6 +28,7 @@ class OBCacheJoint(Score):
     paper: ClassVar[str] = "https://arxiv.org/abs/2510.07651"
     needs: ClassVar[tuple[str, ...]] = ("attention", "logits", "distances", "outputs", "values")
     holds_norms: ClassVar[bool] = True
+    plain_logits: ClassVar[str] = "it takes a logit for the product of a query and a key"
 
     def score(self, layer: LayerView) -> Float[Tensor, "rows prefix"]:
         """Return the joint key-value score Σ a² ((1 + z) (‖v‖² + z ‖v − o‖²) − z ‖o‖²); z: logit, o: output."""

@@ -26,6 +26,7 @@ class OBCacheKey(Score):
     paper: ClassVar[str] = "https://arxiv.org/abs/2510.07651"
     needs: ClassVar[tuple[str, ...]] = ("attention", "logits", "distances")
     holds_norms: ClassVar[bool] = True
+    plain_logits: ClassVar[str] = "it takes a logit for the product of a query and a key"
 
     def score(self, layer: LayerView) -> Float[Tensor, "rows prefix"]:
         """Return the key score Σ (a z)² ‖v − o‖² over the window's queries, per head; z: logit, o: output."""

@@ -39,7 +39,7 @@ class Scissorhands(Score):
         average = 1 / torch.arange(keys - rows + 1, keys + 1, dtype=WORK, device=layer.keys.device)
         votes = torch.zeros(layer.heads, keys, dtype=WORK, device=layer.keys.device)
         last = layer.queries[:, -rows:]
-        for heads, queries, weights in causal_blocks(last, layer.keys, layer.scale, layer.sinks, WORK):
+        for heads, queries, weights in causal_blocks(last, layer.keys, layer.softmax, WORK):
             important = weights > average[queries].unsqueeze(-1)
             votes[heads, : weights.shape[-1]] += important.sum(dim=1)
         return votes[:, : layer.prefix] / rows

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from perturbkv.configs.choice import UNNAMED, Choice
-from perturbkv.configs.layer_types import is_mixed
+from perturbkv.configs.layer_types import is_mixed, is_recurrent
 from perturbkv.configs.plugins import external_code
 from perturbkv.errors import ConfigError, ModelError, UnknownNameError, install_extra
 from perturbkv.selection.policies.external import ExternalPolicy
@@ -56,11 +56,13 @@ class Press(ExternalPolicy):
     @classmethod
     def check_model(cls, model_config: Any, name: str) -> None:
         """Raise ModelError for a model with layers that presses cannot compress."""
+        press = cls.name.partition(":")[2]
         if is_mixed(model_config):
-            press = cls.name.partition(":")[2]
             raise ModelError(
                 f"press '{press}' expects layers that all see the whole prompt; some of model '{name}' do not"
             )
+        if is_recurrent(model_config):
+            raise ModelError(f"press '{press}' expects a cache of keys and values; model '{name}' has recurrent states")
 
     @classmethod
     def provenance(cls) -> dict[str, str]:

@@ -1,0 +1,51 @@
+"""The one place where a model runs with a cache, under whichever name its forward takes it.
+
+transformers 5.24 renames the argument `past_key_values` to `cache`. An older forward passes over a `cache=` among its
+further arguments and runs without it, so the name is asked of the signature, and the outputs must give the cache back.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from inspect import signature
+from typing import Any
+
+from torch import Tensor
+from transformers import Cache
+
+from perturbkv.errors import ModelError
+
+CACHE_ARGUMENTS = ("cache", "past_key_values")
+"""Names of the forward's argument that takes the cache: from transformers 5.24 on, and before."""
+
+
+@functools.cache
+def cache_argument(forward: Callable[..., Any]) -> str:
+    """Return the name of the argument by which the forward of a class of models takes a cache, as `generate` does.
+
+    Raises ModelError for a forward that names none.
+    """
+    parameters = signature(forward).parameters
+    for name in CACHE_ARGUMENTS:
+        if name in parameters:
+            return name
+    raise ModelError(
+        f"expected {forward.__qualname__} to take a cache as {' or '.join(CACHE_ARGUMENTS)}, got "
+        f"({', '.join(list(parameters)[1:])}); name the argument in its signature"
+    )
+
+
+def run_with_cache(model: Any, input_ids: Tensor, cache: Cache, **arguments: Any) -> Any:
+    """Return the outputs of a forward pass that reads the tokens into `cache`; `model` is one with or without a head.
+
+    Raises ModelError for a forward that takes no cache, or that ran without the one it was given.
+    """
+    name = cache_argument(type(model).forward)
+    outputs = model(input_ids=input_ids, use_cache=True, **{name: cache}, **arguments)
+    if getattr(outputs, name, None) is not cache:
+        raise ModelError(
+            f"{type(model).__name__} ran without the cache that it was given as {name}: its outputs hold another; use "
+            "the forward of transformers"
+        )
+    return outputs
