@@ -87,10 +87,10 @@ def make_twin(config: Any, seed: int = 0, kind: Any = None) -> Any:
     Raises:
         ModelError: transformers has no causal model for this configuration, or none that is small runs.
     """
-    text = config.get_text_config(decoder=True)
-    parts = [(config, kind or _causal_class(config))] + ([] if text is config else [(text, _causal_class(text))])
-    if parts[0][1] is None:
+    whole, text = kind or _causal_class(config), config.get_text_config(decoder=True)
+    if whole is None:
         raise ModelError(f"expected a configuration of a causal language model, got {type(config).__name__}")
+    parts = [(config, whole)] + ([] if text is config else [(text, _causal_class(text) or whole)])
     for (part, class_), of_kind in itertools.product(parts, (1, 2)):
         try:
             return _attempt(class_, _small_config(part, of_kind), seed)

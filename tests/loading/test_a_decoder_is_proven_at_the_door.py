@@ -403,7 +403,8 @@ def test_layers_without_attention_have_a_state_or_no_memory(family: str, kinds: 
 @pytest.mark.parametrize(
     ("family", "shapes", "words"),
     [
-        ("recurrent_gemma", {"num_hidden_layers": 3, "lru_width": 32}, "in two parts otherwise than at once .* parts"),
+        ("recurrent_gemma", {"num_hidden_layers": 3, "lru_width": 32},
+         "ran without the cache that it was given .* run"),
         ("minimax", {"num_local_experts": 4}, "cannot read a short text .*MiniMax uses cache of its own.* run"),
         ("jamba", {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "num_experts_per_tok": 1,
                    "mamba_d_state": 8, "mamba_dt_rank": 4, "use_mamba_kernels": False}, "in two parts .* parts"),

@@ -94,10 +94,12 @@ def test_bytes_are_of_both_widths(case: Case) -> None:
     entry = reference.decoder.d_head + reference.decoder.d_value
     assert (adapter.d_key, adapter.d_value) == (8, 8 if reference.decoder.cap else 5)
     entries = len(adapter.layers) * adapter.kv_heads * LENGTH
-    assert sample.arrays["full_bytes"] == entries * entry * 2
-    np.testing.assert_allclose(sample.arrays["held_bytes"], sample.arrays["held_share"] * entries * entry * 2)
+    windows = sample.arrays["unmeasured_bytes"]
+    full = entries * entry * 2 + windows
+    assert sample.arrays["full_bytes"] == full
+    np.testing.assert_allclose(sample.arrays["held_bytes"], sample.arrays["held_share"] * full)
     packed = sample.arrays["cache_bytes"] - sample.arrays["cache_padding_bytes"]
-    assert packed == pytest.approx(sample.arrays["held_share"].sum() * entries * entry * 8)
+    assert packed == pytest.approx((sample.arrays["held_bytes"] - windows).sum() * 4)
 
 
 REFUSED = {
