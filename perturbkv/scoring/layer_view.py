@@ -153,8 +153,8 @@ NEEDS = {
     "outputs": "o_i = Σ_j a_ij v_j of the window's queries, before W_O (head, w, d_value), float64",
     "distances": "‖v_j − o_i‖₂² (head, w, n), float64",
     "left_out": "for each window query its heaviest entry, and the mean of the values of all others, float64",
-    "norms": "ν = ‖V_i W_O^h‖₁ (head, n)",
-    "w_o": "W_O^h of each head (head, d_value, d_model)",
+    "norms": "ν = ‖V_i W_O^h‖₁ (head, n); with a gate, of its mean size over the window",
+    "w_o": "W_O^h of each head (head, d_value, d_model); with a gate, behind its mean size over the window",
     "hidden": "what goes into the layer's attention (n, d_model)",
     "unrotated": "all n queries before rotation (head, n, d_key), float32 or better",
     "rotations": "the model's rotation of any range of positions, also of those after the prompt",
@@ -178,7 +178,7 @@ class LayerView:
         queries: queries after rotation, of the last positions that are available, all of them in a prefill.
         keys, values: of all n entries, keys after rotation.
         norms: ν.
-        projection: columns of `o_proj.weight` of these heads.
+        projection: columns of `o_proj.weight` of these heads, times the gate's mean size over the window, if any.
         softmax: how logits become weights.
         layer, layers: index of the layer, and number of layers.
         sample: the sample's id, for seeds.

@@ -42,8 +42,8 @@ def sample_run(adapter: Adapter, *configs: pk.EvictionConfig) -> SampleRun:
 
 @pytest.mark.parametrize(
     ("family", "more"),
-    [(GATED, {"gating": "per-head"}), (GATED, {}), ("afmoe", {}), ("beam", {})],
-    ids=["per-head", "per-element", "afmoe", "beam"],
+    [(GATED, {"gating": "per-head"}), (GATED, {}), ("afmoe", {}), ("beam", {}), ("qwen3_next", {})],
+    ids=["per-head", "per-element", "afmoe", "beam", "qwen3_next"],
 )
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)], ids=str)
 def test_what_the_formulas_project_is_what_the_models_projection_receives(
@@ -57,6 +57,16 @@ def test_what_the_formulas_project_is_what_the_models_projection_receives(
         received = theory.project_outputs(step.head_output[index][0], layer.slices)
         assert (found - received).norm() <= rounding * received.norm()
         assert (plain - received).norm() > 0.2 * received.norm(), "without the gate it is something else"
+
+
+@pytest.mark.parametrize("family", [GATED, "afmoe", "beam", "qwen3_next"])
+def test_in_the_first_evicted_layer_what_is_isolated_is_what_is_propagated(family: str) -> None:
+    """Its query is the full run's, so that the formulas and the model's own code tell the same distance."""
+    configs = (config("attention"), config(), config("two-stage(gate=none)"), config("hindsight"))
+    arrays = trace_sample(tiny_adapter(family), PROMPT, RunConfig("m", "d", configs, steps=2)).arrays
+    isolated, propagated = (arrays[f"perturbation_{kind}"][:, :1, 0] for kind in ("isolated", "propagated"))
+    np.testing.assert_allclose(isolated, propagated, rtol=1e-4)
+    assert (arrays["perturbation_isolated"] <= arrays["theta"] * (1 + 1e-9)).all()
 
 
 def test_value_norms_take_the_gates_mean_size_over_the_window_and_none_where_told() -> None:
@@ -82,10 +92,8 @@ def kept(adapter: Adapter, *configs: pk.EvictionConfig) -> list[bytes]:
     arrays = trace_sample(adapter, PROMPT, RunConfig("m", "d", configs)).arrays
     codes, starts, sizes = (arrays[name] for name in ("kept_code", "kept_offset", "kept_length"))
     return [
-        b"".join(  # noqa: E501
-            codes[start : start + size].tobytes() for start, size in zip(starts[i].flat, sizes[i].flat, strict=True)
-        )
-        for i in range(len(configs))
+        b"".join(codes[at : at + size].tobytes() for at, size in zip(of_starts.flat, of_sizes.flat, strict=True))
+        for of_starts, of_sizes in zip(starts, sizes, strict=True)
     ]
 
 
@@ -162,10 +170,10 @@ def test_what_does_not_know_gates_is_refused(wrong: pk.EvictionConfig, words: st
         pk.measure(tiny_adapter(GATED), [PROMPT], [wrong], settings=pk.Settings(steps=1), progress=False)
 
 
-def test_caches_that_are_compressed_again_and_dumps_are_refused() -> None:  # noqa: E501
+def test_caches_that_are_compressed_again_and_dumps_are_refused() -> None:
     adapter = tiny_adapter(GATED)
     with pytest.raises(
-        ModelError, match=r"compress_every \(--compress-every\) expects .* model 'tiny-laguna' has a gate"
+        ModelError, match=r"compress_every \(--compress-every\) expects .* has a gate between attention"
     ):
         answer(adapter, PROMPT, (config(),), 6, compress_every=20)
     with pytest.raises(ModelError, match="an audit of a dump expects"):

@@ -92,6 +92,7 @@ def _own(family: str, layers: int) -> dict[str, Any]:
         "afmoe": {**sliding, "num_dense_layers": 2 * layers},
         "beam": {**sliding, **each},
         "laguna": {**sliding, **each, "gating": "per-element", "mlp_layer_types": ["dense"] * 2 * layers},
+        "qwen3_next": {**experts, "layer_types": ["full_attention"] * layers, "mlp_only_layers": [*range(layers)]},
         "granite": {"attention_multiplier": 0.3, "residual_multiplier": 0.7, "embedding_multiplier": 3.0,
                     "logits_scaling": 2.0},
     }.get(family, {})  # fmt: skip
