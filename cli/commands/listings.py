@@ -22,13 +22,19 @@ _POLICIES_COLUMNS = 34
 """Width of a list of policies in a table with two other columns, 80 characters in all."""
 
 
-def models(as_json: JsonOption = False) -> None:
-    """List the model aliases, and what else is a model.
+def models(
+    name: Annotated[str | None, Argument(help="What --model takes: say whether and how it is measured.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the model aliases, and what else is a model; or say what the proof finds of one, without its weights.
 
     Any hub id, folder or .gguf file of a decoder of transformers works too.
     """
     from perturbkv.models.aliases import ALIASES, DEFAULT
 
+    if name is not None:
+        _prove(name, as_json)
+        return
     rows = [
         {
             "alias": name,
@@ -57,6 +63,32 @@ def models(as_json: JsonOption = False) -> None:
     console.say("any decoder of transformers, in safetensors or GGUF, whose attention is proven when it is loaded")
     console.say("quantised: GGUF, and weight-only kinds of torchao, bitsandbytes, GPTQ, AWQ (docs/how-to/models.md)")
     console.say("random:<alias> has an alias' shapes and random weights, for tests")
+
+
+def _prove(name: str, as_json: bool) -> None:
+    """Say what the proof finds of a model: of a tiny one with its configuration, as its weights are not read."""
+    from perturbkv.configs.layer_types import format_measured
+    from perturbkv.models.loading import open_model
+    from perturbkv.models.proven_twin import describe
+
+    files = open_model(name)
+    found, family = describe(files.whole_config), files.config.model_type
+    if as_json:
+        marks = {mark: bool(found.get(mark)) for mark in ("gate", "cap", "sinks")}
+        kinds = found["kinds"].split(", ") if "kinds" in found else []
+        refusal = {part: found.get(part, "") for part in ("check", "seen")}
+        console.print_json({"model": name, "family": family, "kinds": kinds, **marks, **refusal})
+    elif "check" in found:
+        console.say(f"{name} ({family}) is refused by the check '{found['check']}': {found['seen']}")
+    else:
+        has = [words for mark, words in _MARKS.items() if found[mark]]
+        console.say(f"{name} ({family}) is measured; kinds of layers: {', '.join([found['kinds'], *has])}")
+        if measured := format_measured(files.config):
+            console.say(f"layers measured: {measured}; the others keep what they hold")
+
+
+_MARKS = {"gate": "gates before the projection", "cap": "soft caps", "sinks": "sinks in the softmax"}
+"""Cell of `proven_twin.describe` -> its words."""
 
 
 def policies(

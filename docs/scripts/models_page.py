@@ -77,7 +77,11 @@ def page(found: Mapping[str, Mapping[str, str]]) -> str:
     refused = {family: cells for family, cells in found.items() if "check" in cells}
     how = "[choices](../how-to/choices.md)"
     lines = [_HEAD.format(how=how, count=len(found), version=transformers.__version__)]
-    lines += [f"## Measured: {len(measured)}\n", "| family | layers | gate | soft cap | sinks |", "|---|---|---|---|---|"]
+    lines += [
+        f"## Measured: {len(measured)}\n",
+        "| family | layers | gate | soft cap | sinks |",
+        "|---|---|---|---|---|",
+    ]
     lines += [
         f"| `{family}` | {cells['kinds']} | {cells['gate']} | {cells['cap']} | {cells['sinks']} |"
         for family, cells in measured.items()
