@@ -68,11 +68,11 @@ def models(
 def _prove(name: str, as_json: bool) -> None:
     """Say what the proof finds of a model: of a tiny one with its configuration, as its weights are not read."""
     from perturbkv.configs.layer_types import format_measured
-    from perturbkv.models.loading import open_model
+    from perturbkv.models.loading import read_config
     from perturbkv.models.proven_twin import describe
 
-    files = open_model(name)
-    found, family = describe(files.whole_config), files.config.model_type
+    config = read_config(name)
+    found, family = describe(config), config.model_type
     if as_json:
         marks = {mark: bool(found.get(mark)) for mark in ("gate", "cap", "sinks")}
         kinds = found["kinds"].split(", ") if "kinds" in found else []
@@ -83,7 +83,7 @@ def _prove(name: str, as_json: bool) -> None:
     else:
         has = [words for mark, words in _MARKS.items() if found[mark]]
         console.say(f"{name} ({family}) is measured; kinds of layers: {', '.join([found['kinds'], *has])}")
-        if measured := format_measured(files.config):
+        if measured := format_measured(config.get_text_config(decoder=True)):
             console.say(f"layers measured: {measured}; the others keep what they hold")
 
 

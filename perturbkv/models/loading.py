@@ -284,11 +284,29 @@ def _open_gguf(source: Source) -> ModelFiles:
     )
 
 
-def _read_settings(source: Source, tokenizer: Any = None) -> tuple[Any, Any]:
-    """Return a source's checked configuration and its tokenizer; a tokenizer passed in is returned instead of read."""
+@quiet()
+def read_config(name: str, revision: str = "") -> Any:
+    """Return transformers' configuration of a model, checked, without its tokenizer and weights.
+
+    Raises ModelError or UnknownNameError, as `open_model`.
+    """
+    if name.startswith(RANDOM):
+        return _random_config(name)
+    source = download_settings(resolve(name, revision))
+    return _read_config(source) if source.gguf_file is None else open_model(name, revision=revision).whole_config
+
+
+def _read_config(source: Source) -> Any:
+    """Return a source's checked configuration."""
     with explain_errors(source, _CONFIG):
         config = AutoConfig.from_pretrained(source.location, **source.arguments)
     check_config(config, source.name)
+    return config
+
+
+def _read_settings(source: Source, tokenizer: Any = None) -> tuple[Any, Any]:
+    """Return a source's checked configuration and its tokenizer; a tokenizer passed in is returned instead of read."""
+    config = _read_config(source)
     quantisers.check_installed(config, source.name)
     with explain_errors(source, "the tokenizer (tokenizer.json)"):
         return config, tokenizer or AutoTokenizer.from_pretrained(source.location, **source.arguments)

@@ -624,7 +624,8 @@ def _check_reading(model: Any, ids: Tensor) -> None:
             forward(model, between, DynamicCache(config=model.config))
         read = torch.cat([forward(model, part, cache)[0].double() for part in (ids[:, -tail:-1], ids[:, -1:])])
         if not (read - whole).norm() <= bound:
-            raise Refused(check, f"{seen} (logits off by {float((read - whole).norm() / bound):.1g} bounds)")
+            off = f"logits off by {float((read - whole).norm() / bound):.1g} bounds"
+            raise Refused(check, f"{seen} ({off}){states.version_note()}")
 
 
 @torch.inference_mode()

@@ -1,6 +1,7 @@
 """Recurrent states in transformers' caches: of linear attention, Mamba and short convolutions, in a layer of their own.
 
-Versions before `LEAST` keep them elsewhere, in a way for each family; there no cache layer has a state.
+Versions before 5.5 keep them elsewhere, in a way for each family; there no cache layer has a state. Before `LEAST` most
+families do not read on from a state with more than one token, which the proof refuses.
 """
 
 from __future__ import annotations
@@ -8,21 +9,23 @@ from __future__ import annotations
 from typing import Any
 
 import transformers
+from packaging.version import Version
 from torch import Tensor
 from transformers import cache_utils
 
-LEAST = "5.5"
-"""Oldest version of transformers whose caches have layers for recurrent states."""
+LEAST = "5.18"
+"""Version of transformers from which on families with recurrent layers read on from the state that is in the cache."""
 LAYER: Any = getattr(cache_utils, "LinearAttentionLayer", None)
-"""Class of cache layers with a recurrent state; None before `LEAST`."""
+"""Class of cache layers with a recurrent state; None before 5.5."""
 ATTENTION_LAYER: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", None)
-"""Class of cache layers with a recurrent state beside keys and values; None before `LEAST`."""
+"""Class of cache layers with a recurrent state beside keys and values; None before 5.5."""
 
 
 def version_note() -> str:
     """Return which transformers a model with recurrent layers needs, as a refusal's end; empty where it is here."""
-    here = f" (models with recurrent layers need transformers {LEAST} or newer, this is {transformers.__version__})"
-    return "" if LAYER is not None else here
+    here = transformers.__version__
+    needs = f" (models with recurrent layers need transformers {LEAST} or newer, this is {here})"
+    return needs if Version(here) < Version(LEAST) else ""
 
 
 def size(layer: Any) -> int:

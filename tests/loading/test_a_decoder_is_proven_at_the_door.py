@@ -432,7 +432,8 @@ def test_what_looks_like_attention_beside_a_state_is_refused_where_it_fills_the_
 
 
 def test_an_older_transformers_is_named_where_a_recurrent_model_needs_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states, "LAYER", None)
-    assert "(models with recurrent layers need transformers 5.5 or newer" in refusal(
+    assert states.version_note() == ""
+    monkeypatch.setattr(states, "LEAST", "9.1")
+    assert "(models with recurrent layers need transformers 9.1 or newer" in refusal(
         hybrid_model("minimax", num_local_experts=4)
     )

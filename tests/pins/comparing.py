@@ -53,7 +53,8 @@ NEW: tuple[str, ...] = (
     "relative", "relative_interval", "ablation-methods-budgets.svg", "heads-cosine.svg", "evicted_attention_baseline",
     "evicted_attention_treatment", "pk.search_kept_sets", "pk.stats", "pk.EvictionConfig.cache_contents",
     "pk.EvictionConfig.in_16_bits", "pk.EvictionConfig.is_staged", "pk.Policy.check_model", "pk.Policy.provenance",
-    "pk.Policy.ranks", "pk.Policy.stage1_counts", "pk.CompactCache.evicted_layers",
+    "pk.Policy.ranks", "pk.Policy.stage1_counts", "pk.CompactCache.evicted_layers", "unmeasured_bytes",
+    "pk.CompactCache.prompt_states", "pk.CompactCache.mark", "pk.CompactCache.rows",
 )  # fmt: skip
 """What comes on purpose: beginnings of pins, and of entries of lists, that the earlier version does not have."""
 WORDS: tuple[str, ...] = (
@@ -61,6 +62,7 @@ WORDS: tuple[str, ...] = (
     r"^ablation --methods all/figures/(length|\d+)$",
     r"^pk\.\w+\((baseline|treatments?|compare)\)/default$|^pk\.Prompt\.from_text\(id\)/default$",  # a trace's own
     r"^(grown|interrupted|killed|merge|terminated|workers)/equal$",  # counts of what files hold, sums among them
+    r"(gemma3_text|gpt_oss)\b.*/(held_share|held_bytes|full_bytes|held|stored)$",  # windows are in every cache
     r"^report( of two)?/(bytes|scripts|words|document page/traces/\d+/warnings/\d+)$",
 )
 """Patterns of pins that hold words which are rewritten on purpose; they are not compared."""

@@ -22,6 +22,7 @@ from perturbkv.configs.resources import Resources
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ConfigError, ModelError
+from perturbkv.models import states as recurrent
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample.capture import decode_from, intercept_attention
 from perturbkv.pipeline.sample.decoding import decode_full
@@ -34,6 +35,7 @@ from tests.support.hybrids import HYBRIDS, MEASURED, STATES, hybrid_adapter
 from tests.support.models import MIXED, tiny_adapter, token_ids
 from tests.support.resolved import answer, prefill, trace_sample
 
+pytestmark = pytest.mark.skipif(recurrent.LAYER is None, reason="no states in caches")
 N, KV, HEADS = 40, 2, 4
 Positions = list[torch.Tensor]
 
