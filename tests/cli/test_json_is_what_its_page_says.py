@@ -104,6 +104,7 @@ def commands(tiny: list[object], model: Path, data: Path) -> dict[str, list[obje
         "dry run": ["heads", *tiny, "--dry-run", "-o", "dry", "--shard", "1/2", "--correction", "corrected"],
         "trace --head-scores": ["trace", "--head-scores", "s.json", *own],
         "list models": ["list", "models"],
+        "list models NAME": ["list", "models", "random:gpt-oss-20b"],
         "list datasets": ["list", "datasets"],
         "list datasets NAME": ["list", "datasets", "trec"],
         "list datasets NAME --show": ["list", "datasets", data, "--show", *own, "--tokens", 5],
