@@ -94,9 +94,9 @@ class Shape:
         wide as the model.
         """
         heads, d_model = int(config.num_attention_heads), int(config.hidden_size)
-        d_head = getattr(config, "head_dim", None) or d_model // heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        d_mlp = getattr(config, "intermediate_size", None) or 4 * d_model
+        d_head = _told_size(config, "head_dim") or d_model // heads
+        kv_heads = _told_size(config, "num_key_value_heads") or heads
+        d_mlp = _told_size(config, "intermediate_size") or 4 * d_model
         layers = len(layer_types.measured_layers(config))
         return cls(
             layers, heads, int(kv_heads), int(d_head), int(d_head), d_model, int(config.vocab_size), itemsize,
@@ -154,6 +154,14 @@ class Shape:
     def _layer_bytes(self, entries: int) -> int:
         """Return the bytes of the keys and values of `entries` entries in one layer."""
         return entries * self._entry_bytes
+
+
+def _told_size(config: Any, name: str) -> int | None:
+    """Return a size of a configuration; None where it names none, or another one for each layer."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # of a configuration of layers that differ
+        return None
 
 
 @dataclass(frozen=True)

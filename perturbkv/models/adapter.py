@@ -96,6 +96,11 @@ class Adapter:
         """The model without its output layer."""
         return cast("nn.Module", self.model.base_model)
 
+    @property
+    def output_layer(self) -> nn.Module:
+        """The layer that makes logits of hidden states."""
+        return cast("nn.Module", self.model.get_output_embeddings())
+
     @cached_property
     def every_layer(self) -> Sequence[Any]:
         """All decoder layers, including those that are not measured."""

@@ -251,8 +251,15 @@ def _observe(model: Any, ids: Tensor) -> tuple[list[_Call], _Masks, Cache]:
         calls.append(_record(module, args, kwargs, found[0]))
         return found
 
-    with intercept(kernel, list(model.modules()), attend), intercept_masks(kernel, masks):
-        forward(model, ids, cache)
+    received = list[Any]()
+    hook = model.get_output_embeddings().register_forward_pre_hook(lambda module, args: received.append(args))
+    try:
+        with intercept(kernel, list(model.modules()), attend), intercept_masks(kernel, masks):
+            forward(model, ids, cache)
+    finally:
+        hook.remove()
+    if len(received) != 1:
+        raise Refused("run", f"calls its output layer {len(received)} times in a forward pass")
     return calls, masks, cache
 
 
