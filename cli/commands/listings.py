@@ -26,9 +26,10 @@ def models(
     name: Annotated[str | None, Argument(help="What --model takes: say whether and how it is measured.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the model aliases, and what else is a model; or say what the proof finds of one, without its weights.
+    """List the model aliases, and what else is a model.
 
-    Any hub id, folder or .gguf file of a decoder of transformers works too.
+    Any hub id, folder or .gguf file of a decoder of transformers works too. Of a named one it says what the proof finds,
+    without reading its weights.
     """
     from perturbkv.models.aliases import ALIASES, DEFAULT
 
