@@ -93,7 +93,7 @@ def describe(config: Any) -> dict[str, str]:
     except Refused as refusal:
         return {"check": refusal.check, "seen": str(refusal)}
     marks = {
-        "gate": any(layer.gated for layer in layers),
+        "gate": any(layer.has_gate for layer in layers),
         "cap": any(layer.cap for layer in layers),
         "sinks": any(layer.sinks for layer in layers),
     }
