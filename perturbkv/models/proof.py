@@ -477,7 +477,7 @@ def _pattern(kind: str, window: int | None, queries: Tensor, keys: Tensor) -> Te
 
 
 def _find_projections(model: Any, ids: Tensor, attentions: Mapping[int, nn.Module]) -> dict[int, tuple[str, bool]]:
-    """Return per layer the path of the map that receives its heads' outputs, from its attention, and whether it has a gate.
+    """Return per layer the path, from its attention, of the map that receives the heads' outputs, and if it has a gate.
 
     Row 0 of the batch runs as it is; in the others other numbers stand in the place of the heads' outputs, after
     another text each, while the attention's input is row 0's. Raises Refused where no map or several receive them
