@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument
@@ -34,7 +35,7 @@ def models(
     from perturbkv.models.aliases import ALIASES, DEFAULT
 
     if name is not None:
-        _prove(name, as_json)
+        _show_finding(name, as_json)
         return
     rows = [
         {
@@ -66,7 +67,11 @@ def models(
     console.say("random:<alias> has an alias' shapes and random weights, for tests")
 
 
-def _prove(name: str, as_json: bool) -> None:
+_MARKS = {"gate": "gates before the projection", "cap": "soft caps", "sinks": "sinks in the softmax"}
+"""Attribute of a `proven_twin.Finding` -> its words."""
+
+
+def _show_finding(name: str, as_json: bool) -> None:
     """Say what the proof finds of a model: of a tiny one with its configuration, as its weights are not read."""
     from perturbkv.configs.layer_types import format_measured
     from perturbkv.models.loading import read_config
@@ -75,21 +80,14 @@ def _prove(name: str, as_json: bool) -> None:
     config = read_config(name)
     found, family = describe(config), config.model_type
     if as_json:
-        marks = {mark: bool(found.get(mark)) for mark in ("gate", "cap", "sinks")}
-        kinds = found["kinds"].split(", ") if "kinds" in found else []
-        refusal = {part: found.get(part, "") for part in ("check", "seen")}
-        console.print_json({"model": name, "family": family, "kinds": kinds, **marks, **refusal})
-    elif "check" in found:
-        console.say(f"{name} ({family}) is refused by the check '{found['check']}': {found['seen']}")
+        console.print_json({"model": name, "family": family, **asdict(found)})
+    elif found.check:
+        console.say(f"{name} ({family}) is refused by the check '{found.check}': {found.seen}")
     else:
-        has = [words for mark, words in _MARKS.items() if found[mark]]
-        console.say(f"{name} ({family}) is measured; kinds of layers: {', '.join([found['kinds'], *has])}")
+        marks = [words for mark, words in _MARKS.items() if getattr(found, mark)]
+        console.say(f"{name} ({family}) is measured; kinds of layers: {', '.join([*found.kinds, *marks])}")
         if measured := format_measured(config.get_text_config(decoder=True)):
             console.say(f"layers measured: {measured}; the others keep what they hold")
-
-
-_MARKS = {"gate": "gates before the projection", "cap": "soft caps", "sinks": "sinks in the softmax"}
-"""Cell of `proven_twin.describe` -> its words."""
 
 
 def policies(

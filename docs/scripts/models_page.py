@@ -15,7 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from perturbkv.errors import ModelError
-from perturbkv.models.proven_twin import describe
+from perturbkv.models.proven_twin import Finding, describe
 
 PAGE = Path(__file__).resolve().parents[1] / "reference" / "models.md"
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
@@ -57,25 +57,25 @@ only where a model has no others (sliding ones, up to the window). Made by `pyth
 """
 
 
-def rows() -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield each family and the cells of its row."""
+def findings() -> Iterator[tuple[str, Finding]]:
+    """Yield each family and what the proof finds of it."""
     for family in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        yield family, row(family)
+        yield family, finding(family)
 
 
-def row(family: str) -> dict[str, str]:
-    """Return the cells of a family's row."""
+def finding(family: str) -> Finding:
+    """Return what the proof finds of a family; a configuration that does not stand is refused by `configuration`."""
     try:
         return describe(CONFIG_MAPPING[family](**COMPLETED.get(family, {})))
     except Exception as error:  # a configuration raises what it likes at its own defaults
         words = str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
-        return {"check": "configuration", "seen": words}
+        return Finding(check="configuration", seen=words)
 
 
-def page(found: Mapping[str, Mapping[str, str]]) -> str:
-    """Return the page of all families' rows."""
-    measured = {family: cells for family, cells in found.items() if "kinds" in cells}
-    refused = {family: cells for family, cells in found.items() if "check" in cells}
+def page(found: Mapping[str, Finding]) -> str:
+    """Return the page of all families' findings."""
+    measured = {family: one for family, one in found.items() if not one.check}
+    refused = {family: one for family, one in found.items() if one.check}
     how = "[choices](../how-to/choices.md)"
     lines = [_HEAD.format(how=how, count=len(found), version=transformers.__version__)]
     lines += [
@@ -84,12 +84,17 @@ def page(found: Mapping[str, Mapping[str, str]]) -> str:
         "|---|---|---|---|---|",
     ]
     lines += [
-        f"| `{family}` | {cells['kinds']} | {cells['gate']} | {cells['cap']} | {cells['sinks']} |"
-        for family, cells in measured.items()
+        f"| `{family}` | {', '.join(one.kinds)} | {_mark(one.gate)} | {_mark(one.cap)} | {_mark(one.sinks)} |"
+        for family, one in measured.items()
     ]
     lines += [f"\n## Refused: {len(refused)}\n", "| family | check | what was seen |", "|---|---|---|"]
-    lines += [f"| `{family}` | {cells['check']} | {_short(cells['seen'])} |" for family, cells in refused.items()]
+    lines += [f"| `{family}` | {one.check} | {_short(one.seen)} |" for family, one in refused.items()]
     return "\n".join(lines) + "\n"
+
+
+def _mark(has: bool) -> str:
+    """Return a cell that says whether a family has something."""
+    return "yes" if has else ""
 
 
 def _short(seen: str) -> str:
@@ -101,7 +106,7 @@ def _short(seen: str) -> str:
 def main() -> None:
     """Write the page."""
     transformers.logging.set_verbosity_error()
-    PAGE.write_text(page(dict(rows())), encoding="utf-8")
+    PAGE.write_text(page(dict(findings())), encoding="utf-8")
 
 
 if __name__ == "__main__":

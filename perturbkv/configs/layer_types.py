@@ -13,7 +13,9 @@ from typing import Any
 FULL, SLIDING, CHUNKED, HYBRID = "full_attention", "sliding_attention", "chunked_attention", "hybrid"
 """Kinds of attention layers in a configuration's `layer_types`; a hybrid one has a recurrent state beside it."""
 _RECURRENT = frozenset({"linear_attention", "conv", "mamba", HYBRID, "hybrid_sliding"})
+"""Kinds of layers with a recurrent state."""
 _SOFT_CAPS = ("attn_logit_softcapping", "attn_logit_softcap", "logit_softcap")
+"""Names that configurations give the soft cap of attention's logits."""
 
 
 def measured_layers(config: Any) -> tuple[int, ...]:

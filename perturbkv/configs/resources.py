@@ -68,7 +68,6 @@ class Shape:
         weights_bytes: bytes of the weights.
         sliding: number of other layers whose cache holds at most `window` entries.
         window: entries of a sliding layer's window; 0 without such layers.
-        d_mlp: size of the MLP's inside.
         state: numbers in the recurrent states of one text; 0 where they are not known, before the weights are read.
     """
 

@@ -53,7 +53,9 @@ _SCORE = {
 L1, L2 = "l1", "l2"
 _NORM = {"norm": Option(L1, "of ν, the projected value: l1 or l2", known=(L1, L2), new=True)}
 """`l1`: ν = ‖V_i W_O^h‖₁ (paper, Theorem 2). `l2`: ‖·‖₂, of which no bound of the paper speaks (its appendix G)."""
-GATE, FIRST_STEP = "gate", -1
+GATE = "gate"
+FIRST_STEP = -1
+"""In the place of a number of queries: the query of the first decode step, whose gate hindsight knows."""
 _GATE = {
     GATE: Option(
         "window",

@@ -118,7 +118,7 @@ class Adapter:
     @cached_property
     def layer_indices(self) -> tuple[int, ...]:
         """The measured layers' indices among all layers; a trace's `layer` axis has measured layers only."""
-        return proof.measured(self.facts.layers)
+        return proof.measured_layers(self.facts.layers)
 
     @property
     def is_mixed(self) -> bool:
@@ -154,10 +154,10 @@ class Adapter:
 
     def has_gate(self, layer: int) -> bool:
         """Return whether a gate stands between a measured layer's attention and its output projection."""
-        return self.layer_facts(layer).gated
+        return self.layer_facts(layer).has_gate
 
     @cached_property
-    def gated(self) -> bool:
+    def has_gates(self) -> bool:
         """True if any measured layer has a gate."""
         return any(self.has_gate(layer) for layer in range(len(self.layers)))
 
@@ -238,7 +238,7 @@ class Adapter:
         """Return the cache-layer object of a measured layer in a transformers cache, which covers all layers."""
         return cache.layers[self.layer_indices[layer]]
 
-    def check_all_measured(self, feature: str) -> None:
+    def check_plain_layers(self, feature: str) -> None:
         """Raise ModelError for a model with unmeasured layers, states or sinks, which `feature` does not support."""
         obstacles = {"recurrent states": self.is_recurrent, "layers that see a part of it": self.is_mixed,
                      "sinks in its softmax": bool(self.layer_facts(0).sinks)}  # fmt: skip
@@ -251,7 +251,7 @@ class Adapter:
 
     def check_no_gates(self, feature: str) -> None:
         """Raise ModelError for a model with gates, which `feature` does not take into account."""
-        if self.gated:
+        if self.has_gates:
             raise ModelError(
                 f"{feature} expects heads' outputs that are projected as they are; model '{self.name}' has a gate "
                 "between attention and projection"

@@ -34,11 +34,13 @@ TOKENS = 24
 """Length of the probe's text."""
 _HARMLESS = frozenset({
     "cache_position", "dropout", "is_causal", "logits_to_keep", "output_attentions", "output_hidden_states",
-    "output_router_logits", "position_ids", "return_dict", "scaling", "sliding_window", "use_cache",
+    "output_router_logits", "position_ids", "return_dict", "sliding_window", "use_cache",
 })  # fmt: skip
-"""Keywords that change no output beside the mask and the scale, which are read."""
+"""Keywords that change no output beside what the mask and the keywords of `_READ` say."""
+_READ = frozenset({"s_aux", "scaling", "softcap"})
+"""Keywords that are read: sinks, scale and soft cap."""
 _ARGUMENTS = ("query", "key", "value", "attention_mask")
-_READ = frozenset({"s_aux", "softcap"})
+"""Arguments of the attention interface after the module, by keyword or in this order."""
 _ERRORS = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
 """Relative rounding error that recomputed attention may have, by dtype; eager softmax is in float32 for all."""
 _LOGIT_ERRORS = {torch.float64: 1e-4, torch.float32: 5e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
@@ -74,7 +76,7 @@ class LayerFacts:
         scale: factor on the logits.
         cap: soft cap of the logits; None without one.
         sinks: name of the attention's parameter with the heads' sink logits; empty without sinks.
-        gated: whether the heads' outputs are multiplied by a gate before the projection receives them.
+        has_gate: whether the heads' outputs are multiplied by a gate before the projection receives them.
         state: numbers in the recurrent state of one text, beside attention or in its place; 0 without one.
     """
 
@@ -89,7 +91,7 @@ class LayerFacts:
     scale: float
     cap: float | None = None
     sinks: str = ""
-    gated: bool = False
+    has_gate: bool = False
     state: int = 0
 
     @classmethod
@@ -165,7 +167,7 @@ _FAILURES = (ModelError, RuntimeError, ValueError, TypeError, KeyError, IndexErr
 
 def prove(model: Any) -> Facts:
     """Return the facts of a loaded causal language model in eval mode. Raises Refused."""
-    with _explained_failures():
+    with _explain_failures():
         return _prove(model)
 
 
@@ -175,12 +177,12 @@ def prove_evicted(model: Any, facts: Facts) -> None:
     Each query head of a measured layer keeps other entries; what no head of a group keeps is NaN in the cache. Raises
     Refused.
     """
-    with _explained_failures():
+    with _explain_failures():
         _check_evicted(model, facts)
 
 
 @contextmanager
-def _explained_failures() -> Iterator[None]:
+def _explain_failures() -> Iterator[None]:
     """Turn what a model raises while it reads a short text into a Refused."""
     try:
         yield
@@ -202,17 +204,17 @@ def _prove(model: Any) -> Facts:
     read = {index: _read_layer(index, call, masks, cache, name) for index, (name, call) in attentions.items()}
     receivers = _find_projections(model, ids, modules)
     layers = tuple(
-        replace(read[index], projection=receivers[index][0], gated=receivers[index][1])
+        replace(read[index], projection=receivers[index][0], has_gate=receivers[index][1])
         if index in read
         else LayerFacts.without_attention(states.size(cached))
         for index, cached in enumerate(cache.layers)
     )
-    _check_alike([layers[index] for index in measured(layers)])
+    measured = measured_layers(layers)
+    _check_alike([layers[index] for index in measured])
     _check_reading(model, ids)
-    of_measured = [modules[index] for index in measured(layers)]
-    for index in measured(layers):
+    for index in measured:
         _check_matrix(modules[index], layers[index], index, model.dtype)
-    return Facts(path, layers, _find_rotary(model, ids, of_measured))
+    return Facts(path, layers, _find_rotary(model, ids, [modules[index] for index in measured]))
 
 
 def _check_alike(layers: Sequence[LayerFacts]) -> None:
@@ -222,7 +224,7 @@ def _check_alike(layers: Sequence[LayerFacts]) -> None:
         raise Refused("heads", f"has measured layers of {len(sizes)} shapes, in heads or widths, and not of one")
 
 
-def measured(layers: Sequence[LayerFacts]) -> tuple[int, ...]:
+def measured_layers(layers: Sequence[LayerFacts]) -> tuple[int, ...]:
     """Return the indices of the measured layers: those that see the whole prompt, or all where none does."""
     full = tuple(index for index, layer in enumerate(layers) if layer.kind == FULL)
     return full or tuple(index for index, layer in enumerate(layers) if layer.attends)
@@ -383,7 +385,7 @@ def _read_layer(index: int, call: _Call, masks: _Masks, cache: Cache, attention:
     unknown = sorted(call.options.keys() - _HARMLESS - _READ)
     if unknown:
         raise Refused("keywords", f"gives its attention '{unknown[0]}', which is not known here", index)
-    kind, window = _mask_kind(index, call, masks)
+    kind, window = _read_mask(index, call, masks)
     if math.isnan(call.error):
         raise Refused("run", "has queries, keys or values that are no numbers", index)
     if not call.error <= _ERRORS[call.query.dtype]:
@@ -425,7 +427,7 @@ def _sink_parameter(index: int, call: _Call) -> str:
     raise Refused("keywords", "has sinks that are no parameter of its attention, one per head", index)
 
 
-def _mask_kind(index: int, call: _Call, masks: _Masks) -> tuple[str, int | None]:
+def _read_mask(index: int, call: _Call, masks: _Masks) -> tuple[str, int | None]:
     """Return the kind of a layer's mask and its window. Raises Refused for a mask that is not one of positions."""
     rule = masks.rule(call.mask)
     if rule is None:
@@ -482,14 +484,14 @@ def _pattern(kind: str, window: int | None, queries: Tensor, keys: Tensor) -> Te
 
 
 def _find_projections(model: Any, ids: Tensor, attentions: Mapping[int, nn.Module]) -> dict[int, tuple[str, bool]]:
-    """Return per layer the path, from its attention, of the map that receives the heads' outputs, and whether gated.
+    """Return per layer the path, from its attention, of the map that receives the heads' outputs, and if it has a gate.
 
     Row 0 of the batch runs as it is; in the others other numbers stand in the place of the heads' outputs, after
     another text each, while the attention's input is row 0's. Raises Refused where no map or several receive them
     unchanged, or times a gate.
     """
     receivers = {index: _Receivers(module) for index, module in attentions.items()}
-    drawn, gated = dict[int, Tensor](), set[int]()
+    drawn, with_gate = dict[int, Tensor](), set[int]()
 
     def attend(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
         output, weights = stock(module, *args, **kwargs)
@@ -497,7 +499,7 @@ def _find_projections(model: Any, ids: Tensor, attentions: Mapping[int, nn.Modul
         rows = torch.randn(2, *output.shape[1:], generator=generator).to(output)
         drawn[id(module)] = torch.cat([output[:1], rows[:1], 4 * rows[1:], torch.ones_like(rows[:1])])
         output = drawn[id(module)]
-        return gates.beside_ones(output) if id(module) in gated else output, weights
+        return gates.beside_ones(output) if id(module) in with_gate else output, weights
 
     cache = DynamicCache(config=model.config)
     forward(model, torch.cat([probe_text(model, seed) for seed in range(1, 5)]), cache)
@@ -509,7 +511,7 @@ def _find_projections(model: Any, ids: Tensor, attentions: Mapping[int, nn.Modul
         found = {index: receiver.find(drawn[id(receiver.attention)], index) for index, receiver in receivers.items()}
         for index, receiver in receivers.items():
             receiver.silence(*found[index])
-        gated |= {id(attentions[index]) for index, (_, has_gate) in found.items() if has_gate}
+        with_gate |= {id(attentions[index]) for index, (_, has_gate) in found.items() if has_gate}
         drawn.clear()
         forward(model, ids.expand(4, -1))
     for index, receiver in receivers.items():
@@ -558,10 +560,10 @@ class _Receivers:
     def _keep_output(self, module: nn.Module, args: Any, output: Any) -> None:
         self.output = output[0] if isinstance(output, tuple) else output
 
-    def silence(self, name: str, gated: bool) -> None:
-        """Let the module of this name put out zeros in the block, and receive ones beside its input where `gated`."""
+    def silence(self, name: str, has_gate: bool) -> None:
+        """Let the module of this name put out zeros in the block, and receive ones beside its input after a gate."""
         module = self.attention.get_submodule(name)
-        if gated:
+        if has_gate:
             self._stack.callback(module.register_forward_pre_hook(lambda _, args: gates.split(args[0])[:1]).remove)
         self._stack.callback(module.register_forward_hook(lambda *about: torch.zeros_like(about[-1])).remove)
 
@@ -640,7 +642,7 @@ def _check_evicted(model: Any, facts: Facts) -> None:
     """Raise Refused unless decoding from an evicted cache equals a forward pass in which the evicted are masked."""
     ids, layers = probe_text(model), model.get_submodule(facts.path)
     generator, kept = torch.Generator().manual_seed(0), dict[nn.Module, Tensor]()
-    for index in measured(facts.layers):
+    for index in measured_layers(facts.layers):
         drawn = torch.rand(facts.layers[index].heads, ids.shape[1], generator=generator) < 0.4
         drawn[:, -1] = True
         kept[layers[index].get_submodule(facts.layers[index].attention)] = drawn.to(ids.device)
@@ -658,7 +660,7 @@ def _check_evicted(model: Any, facts: Facts) -> None:
         expected = forward(model, ids)[0, -1].double()
         cache = DynamicCache(config=model.config)
     forward(model, ids[:, :-1], cache)
-    for index, masks in zip(measured(facts.layers), kept.values(), strict=True):
+    for index, masks in zip(measured_layers(facts.layers), kept.values(), strict=True):
         _empty_evicted(cache.layers[index], masks)
     with intercept(implementation(model), list(kept), attend):
         found = forward(model, ids[:, -1:], cache)[0, -1].double()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,25 +81,42 @@ def try_twin(config: Any, kind: Any, kernel: str) -> Facts:
     return facts
 
 
-def describe(config: Any) -> dict[str, str]:
-    """Return what the twin of a configuration is proven to have, or the check that refuses it, as cells of a table.
+@dataclass(frozen=True)
+class Finding:
+    """What the proof finds of a configuration's twin.
 
-    `kinds` are those of its layers, `gate`, `cap` and `sinks` are `yes` or empty; `check` and `seen` stand in their
-    place where it is refused. Raises ModelError where transformers makes no causal language model of it.
+    Attributes:
+        kinds: kinds of its layers; empty where it is refused.
+        gate, cap, sinks: whether a layer has a gate, a soft cap, sinks.
+        check: the check that refuses it; empty where it is measured.
+        seen: what that check saw.
+    """
+
+    kinds: tuple[str, ...] = ()
+    gate: bool = False
+    cap: bool = False
+    sinks: bool = False
+    check: str = ""
+    seen: str = ""
+
+
+def describe(config: Any) -> Finding:
+    """Return what the proof finds of a configuration's twin.
+
+    Raises ModelError where transformers makes no causal language model of it.
     """
     check_class(config, config.model_type)
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     try:
         layers = try_twin(config, kind, default_implementation(kind)).layers
     except Refused as refusal:
-        return {"check": refusal.check, "seen": str(refusal)}
-    marks = {
-        "gate": any(layer.gated for layer in layers),
-        "cap": any(layer.cap for layer in layers),
-        "sinks": any(layer.sinks for layer in layers),
-    }
-    kinds = dict.fromkeys(_kind(layer) for layer in layers)
-    return {"kinds": ", ".join(sorted(kinds)), **{name: "yes" if has else "" for name, has in marks.items()}}
+        return Finding(check=refusal.check, seen=str(refusal))
+    return Finding(
+        kinds=tuple(sorted({_kind(layer) for layer in layers})),
+        gate=any(layer.has_gate for layer in layers),
+        cap=any(layer.cap for layer in layers),
+        sinks=any(layer.sinks for layer in layers),
+    )
 
 
 def _kind(layer: LayerFacts) -> str:

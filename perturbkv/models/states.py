@@ -22,14 +22,14 @@ ATTENTION_LAYER: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLaye
 
 
 def version_note() -> str:
-    """Return which transformers a model with recurrent layers needs, as a refusal's end; empty where it is here."""
+    """Return which transformers recurrent layers need, as the end of a refusal; empty where this one is new enough."""
     here = transformers.__version__
     needs = f" (models with recurrent layers need transformers {LEAST} or newer, this is {here})"
     return needs if Version(here) < Version(LEAST) else ""
 
 
 def size(layer: Any) -> int:
-    """Return the number of numbers in the recurrent state of a cache layer's first row; 0 without a state."""
+    """Return how many numbers the recurrent state of a cache layer's first row has; 0 without a state."""
     kinds = [getattr(layer, name, None) for name in ("conv_states", "recurrent_states")]
     held = [tensor for kind in kinds for tensor in (kind.values() if isinstance(kind, dict) else [kind])]
     return sum(tensor[:1].numel() for tensor in held if isinstance(tensor, Tensor))

@@ -31,47 +31,42 @@ MOST_HEADS = 8
 """Most heads of a layer; a longer vector is not one number for each head."""
 
 _HIDDEN = r"hidden_size|d_model|n_embd|emb_dim"
-_MAIN_COUNTS = (r"num_layers_per_stack", r"(num_)?decoder_layers", r"(num_|n_)?(hidden_)?(layers?|blocks)|depth")
+_LAYER_COUNTS = (r"num_layers_per_stack", r"(num_)?decoder_layers", r"(num_|n_)?(hidden_)?(layers?|blocks)")
 """Names of a count of layers, those first that leave an encoder's out."""
-_LAYER_COUNT = "|".join([*_MAIN_COUNTS, r"(num_)?encoder_layers"])
-_LAYER_INDICES = r"layer|index|idx|indices"
+_LAYER_INDICES = r"layer|index|idx"
 _FROM_START = r"first_k_dense|num_dense_layers|max_window_layers|layer_(start|end)_index"
 """Counts of the first layers, which are of another kind."""
 _FROM_END = r"kv_shared_layers$"
 """Counts of the last layers, which are of another kind."""
-_MAIN_HEADS = r"(num_)?(decoder_)?attention_heads|n_heads?|num_heads|num_decoder_attention_heads"
-_QUERY_HEADS = r"attention_heads|^n_heads?$|^num_heads$|heads_per_layer$"
+_MAIN_HEADS = r"(num_)?(decoder_)?attention_heads|n_heads?|num_heads"
+_QUERY_HEADS = r"attention_heads"
 _HEADS = r"((?<!d_)heads?(_per_layer)?|num_query_groups)$"
 _KEY_VALUE = r"key_value|kv|query_groups"
-_SSM = r"mamba|ssm"
+_SSM = r"mamba"
 _RECURRENT = rf"^linear_|{_SSM}"
 _HEAD_WIDTH = r"head_?(dim|size)$|d_head$|dim_head$|d_kv$|kv_channels$|rotary_dim$"
-_RANK = r"rank$"
-_WIDTH = r"size|dim|width|channels|inner|ffn?_|dff|embd|d_model|d_ff|d_rel|d_ssm"
-_NO_WIDTH = r"kernel|patch|image|stride|conv_size|factor|state|divisible"
+_WIDTH = r"size|dim|width|channels|inner|ffn?_|dff|embd|d_model|d_ff|d_ssm|rank$"
 _TOKEN = r"(pad|bos|eos|sep|cls|mask|unk|eod|decoder_start|forced_\w+)_(token_)?(id|index)$"
 _COMPRESSED = r"compress_(rates?|ratio)"
 _OFFSET = r"layer_offset$"
 _LOGITS = {
-    r"soft_?cap|logit_cap|clip_qkv|clip_threshold|swiglu_limit": 2.0,
+    r"soft_?cap|logit_cap": 2.0,
     r"attention_multiplier$": 0.4,
     r"query_pre_attn_scalar$": 12,
 }
-"""Names of what caps or scales numbers of order 1 to 5 -> its value in a twin."""
+"""Names of what caps or scales logits -> its value in a twin, in which products are of order 1 to 5."""
 _MOST = {
-    r"vocab|codebook_size": VOCABULARY,
+    r"vocab": VOCABULARY,
     r"original_max_position|floor_scale|n_floor": WINDOW,
     r"positions?$|position_embeddings$|max_seq_len|n_ctx$|context_length|max_length$": 256,
     r"index_block_size$": 4,
     r"index_topk_blocks$|experts_per_tok|(?<!index_)top_?k(_experts)?$|moe_k$|n_groups?$|expert_group$|o_groups$": 2,
     r"topk_group$": 1,
     r"index_topk$": 6,
-    r"(window|chunk|block)(_size|_len|_length)?$|window_len$|rel_extent$|indexer_budget$": WINDOW,
+    r"(window|chunk|block)(_size|_len|_length)?$|rel_extent$|indexer_budget$": WINDOW,
     r"local_attention$": 2 * WINDOW,
-    r"period$|interval$|every_n_layers$|pattern$|sparse_step$|layer_step$|layer_group_size$": LAYERS,
-    r"shared_experts$": 2,
+    r"period$|layer_group_size$": LAYERS,
     r"experts$|expert_num$": 16,
-    r"state": 16,
 }
 """Names of counts and lengths -> the most that a twin has."""
 
@@ -79,10 +74,9 @@ _MOST = {
 def make_twin(config: Any, seed: int = 0, kind: Any = None) -> Any:
     """Return a tiny model of the class `kind`, all its parameters drawn, in float32 on the CPU.
 
-    Without `kind` it is transformers' causal model of the configuration's family.
-
-    If one layer of each kind does not run, two of each are tried, since one may share another's parameters; last, where
-    the parts for images or sound are large or cannot be built, the part that reads text alone.
+    Without `kind` it is transformers' causal model of the configuration. If one layer of each kind does not run, two of
+    each are tried, since one may share another's parameters; last, where the parts for images or sound are large or
+    cannot be built, the part that reads text alone.
 
     Raises:
         ModelError: transformers has no causal model for this configuration, or none that is small runs.
@@ -112,6 +106,7 @@ def twin_config(config: Any) -> Any:
 
 
 def _refusal(config: Any, error: Exception) -> ModelError:
+    """Return the error for a configuration whose small model failed."""
     what = f"{type(error).__name__}: {error}"
     return ModelError(f"expected a model of the type '{config.model_type}' that runs when it is small, got {what}")
 
@@ -187,6 +182,7 @@ def _shrink(fields: dict[str, Any], of_kind: int, sizes: _Sizes) -> dict[str, An
 
 
 def _is_config(value: Any) -> bool:
+    """Return whether a field's value is a configuration inside another."""
     return isinstance(value, dict) and "model_type" in value
 
 
@@ -201,14 +197,20 @@ def _streams(fields: dict[str, Any]) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class _Layers:
-    """The layers that stay, in order: the first of each kind, and the next ones up to `LAYERS`."""
+    """The layers of a model that stay in its twin.
+
+    Attributes:
+        count: how many the model has.
+        kept: indices of those that stay, ascending: the first of each kind, and the next ones up to `LAYERS`.
+    """
 
     count: int
     kept: list[int]
 
     @classmethod
     def read(cls, fields: dict[str, Any], of_kind: int) -> _Layers:
-        count = next(filter(None, (_first(fields, pattern) for pattern in _MAIN_COUNTS)), 0)
+        """Return the layers that stay of a configuration, the first `of_kind` of each kind among them."""
+        count = next(filter(None, (_first(fields, pattern) for pattern in _LAYER_COUNTS)), 0)
         kinds: dict[str, list[int]] = {}
         for layer in range(count):
             kinds.setdefault(repr(list(_kind(fields, layer, count))), []).append(layer)
@@ -222,7 +224,7 @@ class _Layers:
             return self._chosen_entries(name, value)
         if type(value) is not int or value < 1:
             return value
-        if re.fullmatch(_LAYER_COUNT, name):
+        if re.fullmatch("|".join(_LAYER_COUNTS), name):
             return min(value, len(self.kept) * max(1, value // self.count))
         if re.search(_FROM_START, name):
             return sum(layer < value for layer in self.kept)
@@ -285,7 +287,6 @@ class _Sizes:
         recurrent: count of a recurrence's heads -> small count.
         widths: width of a head -> small width.
         rotated: width of a head that is rotated.
-        rank: smallest rank.
         streams: widths of the residual streams of all parts -> small widths.
     """
 
@@ -295,7 +296,6 @@ class _Sizes:
     recurrent: dict[int, int] = field(default_factory=dict)
     widths: dict[int, int] = field(default_factory=dict)
     rotated: int = 1
-    rank: int = 1
     streams: dict[int, int] = field(default_factory=dict)
 
     @classmethod
@@ -326,7 +326,6 @@ class _Sizes:
             recurrent={each: 4 if each == max(recurrent) else min(each, 2) for each in recurrent},
             widths=small_widths,
             rotated=fields.get("qk_rope_head_dim") or fields.get("head_dim") or of_one,
-            rank=min(_named(numbers, _RANK), default=1),
             streams=streams or {},
         )
 
@@ -357,11 +356,9 @@ class _Sizes:
             return counts.get(value, min(value, 4))
         if re.search(_HEAD_WIDTH, name):
             return self._head_width(name, value)
-        if re.search(_RANK, name):
-            return min(value, 16 * min(4, value // self.rank))
         if re.search(_OFFSET, name):
             return value % LAYERS
-        return self._width(value) if re.search(_WIDTH, name) and not re.search(_NO_WIDTH, name) else value
+        return self._width(value) if re.search(_WIDTH, name) else value
 
     def _head_width(self, name: str, value: int) -> int:
         """Return the small width of a head; those of a state space together keep their ratio to the residual stream."""

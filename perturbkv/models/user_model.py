@@ -24,8 +24,7 @@ GIVEN = "given"
 def adapt(model: Any, tokenizer: Any) -> Adapter:
     """Return the adapter of a transformers model that the user has loaded.
 
-    Raises ModelError where it is no transformers model of a supported family, lacks a tokenizer, predicts no tokens, or
-    has an output projection that is no matrix.
+    Raises ModelError where it is no transformers model, lacks a tokenizer, predicts no tokens, or fails the proof.
     """
     if not hasattr(getattr(model, "config", None), "model_type"):
         raise ModelError(f"expected a model's name or a transformers model, got {type(model).__name__}")

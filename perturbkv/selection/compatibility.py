@@ -157,10 +157,10 @@ def scores_with_norms_counted_twice(configs: Iterable[ResolvedConfig]) -> list[s
     return list(dict.fromkeys(score.display_name for score in multiplied if score.holds_norms))
 
 
-def check_gates(configs: Iterable[ResolvedConfig], gated: bool, model: str) -> None:
-    """Raise ConfigError where a model is `gated` and a configuration cannot take it into account, or has no gate."""
+def check_gates(configs: Iterable[ResolvedConfig], has_gates: bool, model: str) -> None:
+    """Raise ConfigError for a configuration that cannot take a model's gates into account, or names one it has not."""
     for config in configs:
-        if not gated and GATE in config.selection.options:
+        if not has_gates and GATE in config.selection.options:
             raise ConfigError(
                 f"selection '{config.selection}' says what ν takes of a gate between attention and projection, and "
                 f"model '{model}' has none; leave gate out"
@@ -170,7 +170,7 @@ def check_gates(configs: Iterable[ResolvedConfig], gated: bool, model: str) -> N
             "pages chosen with hindsight": config.reads_pages and config.selection.name == "hindsight",
             f"score '{config.score.display_name}'": config.score.replay is not None and config.score.holds_norms,
         }
-        if gated and (wrong := next((reason for reason, applies in reasons.items() if applies), "")):
+        if has_gates and (wrong := next((reason for reason, applies in reasons.items() if applies), "")):
             raise ConfigError(
                 f"model '{model}' has a gate between attention and projection, of each query another; {wrong} is not "
                 "measured with it; choose another one or another model"

@@ -228,7 +228,7 @@ def test_a_gate_from_the_query_token_is_accepted_and_captured(after: Any, dtype:
     attention = model.model.layers[1].self_attn
     gates, hidden = dict[int, Tensor](), dict[int, Tensor]()
     adapter = adapt(model, ByteTokenizer())
-    assert [layer.gated for layer in adapter.facts.layers] == [False, True]
+    assert [layer.has_gate for layer in adapter.facts.layers] == [False, True]
     ids = torch.tensor([list(range(20))])
     with torch.inference_mode():
         plain = model(ids).logits
@@ -243,8 +243,8 @@ def test_a_gate_from_the_query_token_is_accepted_and_captured(after: Any, dtype:
 def test_the_gates_of_a_family_are_found(gating: str) -> None:
     adapter = tiny_adapter("laguna", gating=gating)
     assert adapter.layer_indices == (1, 3)
-    assert all(layer.gated for layer in adapter.facts.layers)
-    assert not tiny_adapter("llama").gated
+    assert all(layer.has_gate for layer in adapter.facts.layers)
+    assert not tiny_adapter("llama").has_gates
 
 
 def test_code_that_loses_what_stands_beside_the_output_is_refused_at_the_door() -> None:

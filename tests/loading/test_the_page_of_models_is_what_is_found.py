@@ -32,7 +32,7 @@ def script() -> Any:
 def test_the_page_is_made_anew_as_it_stands() -> None:
     made = script()
     transformers.logging.set_verbosity_error()
-    found = dict(made.rows())
+    found = dict(made.findings())
     assert made.page(found) == made.PAGE.read_text(encoding="utf-8")
 
 
@@ -46,4 +46,4 @@ def test_sparse_layers_of_minimax_m3_are_refused() -> None:
     config = transformers.AutoConfig.for_model(
         "minimax_m3_vl_text", layer_types=["full_attention", "minimax_m3_sparse"] * 2, num_hidden_layers=4
     )
-    assert describe(config)["check"] in ("keywords", "mask", "cache")
+    assert describe(config).check in ("keywords", "mask", "cache")

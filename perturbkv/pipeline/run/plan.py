@@ -146,7 +146,7 @@ def plan(
     compatibility.check_soft_cap(resolved, soft_cap(files.config), files.name)
     alpha_table.check_tables([config.alpha for config in configs], files.config)
     if loaded is not None:  # else, when the first prompt is read
-        compatibility.check_gates(resolved, loaded.gated, files.name)
+        compatibility.check_gates(resolved, loaded.has_gates, files.name)
     generate = _answer_length(prompts) if settings.generate is None else settings.generate
     cache_contents.check_sparse_prefill(
         [config.policy for config in configs], settings.steps, generate, files.config, files.name

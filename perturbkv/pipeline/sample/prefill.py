@@ -250,11 +250,10 @@ def prefill(
     (token_ids, _), configs, sample = prompt.parts(run.scenario), run.configs, prompt.sample_id
     scored: dict[ScoreRequest, list[Tensor]] = {request: [] for config in configs for request in config.requests}
     shape = (len(token_ids), adapter.kv_heads, len(adapter.layers))
-    compatibility.check_gates(configs, adapter.gated, adapter.name)
+    compatibility.check_gates(configs, adapter.has_gates, adapter.name)
     gate_windows = {window for config in configs for window in (config.window, config.gate_window) if window >= 0}
-    norms: dict[int, list[Tensor]] = {window: [] for window in (sorted(gate_windows) if adapter.gated else ())} or {
-        0: []
-    }
+    windows = sorted(gate_windows) if adapter.has_gates else []
+    norms: dict[int, list[Tensor]] = {window: [] for window in windows or [0]}
     statistics = Statistics(sample, *shape, scored, norms, run.head_scores, external)
     statistics.mean_queries.update((window, []) for window in stand_in.correction_windows(configs))
     statistics.queries.update((positions, []) for positions in remembered_positions(configs, len(token_ids), sample))

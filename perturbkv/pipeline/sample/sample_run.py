@@ -96,7 +96,7 @@ class SampleRun:
 
     def _add_hindsight_norms(self) -> None:
         """Add the value norms under the first step's gate to the statistics, where a selection with hindsight is."""
-        if not self.adapter.gated or all(config.gate_window != FIRST_STEP for config in self.run.configs):
+        if not self.adapter.has_gates or all(config.gate_window != FIRST_STEP for config in self.run.configs):
             return
         statistics, chunk_bytes = self.prefill.statistics, self.resources.chunk_bytes
         for layer in map(self.layer, range(len(self.adapter.layers))):
