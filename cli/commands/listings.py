@@ -29,8 +29,8 @@ def models(
 ) -> None:
     """List the model aliases, and what else is a model.
 
-    Any hub id, folder or .gguf file of a decoder of transformers works too. Of a named one it says what the proof finds,
-    without reading its weights.
+    Any hub id, folder or .gguf file of a decoder of transformers works too. Of a named one it says what the proof
+    finds, without reading its weights.
     """
     from perturbkv.models.aliases import ALIASES, DEFAULT
 
