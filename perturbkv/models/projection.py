@@ -35,9 +35,11 @@ class NoMatrixError(Exception):
 
 
 def is_plain(projection: Any) -> bool:
-    """Return whether a projection is an `nn.Linear` with an unquantised weight."""
+    """Return whether a projection is an `nn.Linear` with an unquantised weight, and no other forward put on it."""
     weight: Any = getattr(projection, "weight", None)
-    return type(projection) is nn.Linear and type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point()
+    if type(projection) is not nn.Linear or "forward" in vars(projection):
+        return False
+    return type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point()
 
 
 def read(projection: Any, width: int, dtype: torch.dtype) -> Float[Tensor, "d_model head_d_value"]:

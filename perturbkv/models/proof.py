@@ -11,6 +11,7 @@ layer and the check. No name of a model decides anything.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from perturbkv.errors import ModelError
 from perturbkv.models import gates, projection, states
@@ -140,6 +141,7 @@ class _Call:
     mask: Tensor | None
     options: dict[str, Any]
     error: float
+    given: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -192,7 +194,7 @@ def _explain_failures() -> Iterator[None]:
         raise Refused("run", f"cannot read a short text ({told}){states.version_note()}") from error
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _prove(model: Any) -> Facts:
     """Return the facts of a model. Raises Refused, and what the model raises while it reads."""
     if getattr(model.config, "is_encoder_decoder", False):
@@ -211,7 +213,7 @@ def _prove(model: Any) -> Facts:
     )
     measured = measured_layers(layers)
     _check_alike([layers[index] for index in measured])
-    _check_reading(model, ids)
+    _check_reading(model, ids, layers, modules)
     for index in measured:
         _check_matrix(modules[index], layers[index], index, model.dtype)
     return Facts(path, layers, _find_rotary(model, ids, [modules[index] for index in measured]))
@@ -291,8 +293,9 @@ def _record(module: nn.Module, args: Any, kwargs: Any, found: Tensor) -> _Call:
     seen = visible(mask, query, key)
     expected = recompute(query, key, value, seen, scale, options.get("softcap"), options.get("s_aux"))
     error = (found.double() - expected).abs().amax() / expected.abs().amax().clamp(min=1e-30)
+    named = frozenset(options)
     options["scaling"] = float(scale)
-    return _Call(module, query, key, value, mask, options, float(error))
+    return _Call(module, query, key, value, mask, options, float(error), named)
 
 
 def visible(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
@@ -348,6 +351,9 @@ def _layer_stack(model: Any, calls: Sequence[_Call], cache: Cache) -> tuple[str,
             raise Refused("interface", f"calls the attention interface outside its layers, in '{name}'")
         index, _, attention = name.removeprefix(f"{path}.").partition(".")
         found[int(index)].append((attention, call))
+    order = [int(names[call.module].removeprefix(f"{path}.").partition(".")[0]) for call in calls]
+    if order != sorted(order):
+        raise Refused("interface", f"runs its layers in another order than that of their list, {order[:8]}")
     kinds = {type(call.module) for call in calls}
     for index, entries in found.items():
         if not entries:
@@ -382,6 +388,8 @@ def _check_no_attention(layer: nn.Module, index: int, kinds: Collection[type], c
 
 def _read_layer(index: int, call: _Call, masks: _Masks, cache: Cache, attention: str) -> LayerFacts:
     """Return a layer's facts without its projection's. Raises Refused."""
+    if "scaling" not in call.given:
+        raise Refused("keywords", "gives its attention no 'scaling', which is asked for while it decodes", index)
     unknown = sorted(call.options.keys() - _HARMLESS - _READ)
     if unknown:
         raise Refused("keywords", f"gives its attention '{unknown[0]}', which is not known here", index)
@@ -391,6 +399,9 @@ def _read_layer(index: int, call: _Call, masks: _Masks, cache: Cache, attention:
     if not call.error <= _ERRORS[call.query.dtype]:
         raise Refused("output", f"has an attention that is no softmax of its logits (off by {call.error:.1g})", index)
     _check_entries(index, call, cache)
+    size = getattr(cache.layers[index], "sliding_window", None)
+    if window is not None and size != window:
+        raise Refused("cache", f"sees {window or 'all'} entries, and its cache is one of {size or 'all'}", index)
     heads, kv_heads = call.query.shape[1], call.key.shape[1]
     cap = call.options.get("softcap")
     return LayerFacts(
@@ -470,7 +481,10 @@ def _sampled_positions(window: int | None) -> tuple[Tensor, Tensor]:
     drawn = torch.randint(_FAR, (200,), generator=torch.Generator().manual_seed(0)).tolist()
     queries = torch.tensor([*range(40), *edges, *drawn])
     distances = torch.tensor([-5, -1, *edges, *(edge + 1 for edge in edges), 100, 5000])
-    keys = queries.unsqueeze(-1) - distances
+    generator = torch.Generator().manual_seed(1)
+    anywhere = (queries.unsqueeze(-1) * torch.rand(len(queries), 8, generator=generator)).long()
+    powers = queries.unsqueeze(-1) - 2 ** torch.arange(21)
+    keys = torch.cat([queries.unsqueeze(-1) - distances, anywhere, powers], dim=-1)
     pairs = queries.unsqueeze(-1).expand_as(keys)[keys >= 0], keys[keys >= 0]
     return pairs
 
@@ -503,6 +517,7 @@ def _find_projections(model: Any, ids: Tensor, attentions: Mapping[int, nn.Modul
 
     cache = DynamicCache(config=model.config)
     forward(model, torch.cat([probe_text(model, seed) for seed in range(1, 5)]), cache)
+    other = copy.deepcopy(cache)
     with ExitStack() as stack:
         for receiver in receivers.values():
             stack.enter_context(receiver)
@@ -513,7 +528,7 @@ def _find_projections(model: Any, ids: Tensor, attentions: Mapping[int, nn.Modul
             receiver.silence(*found[index])
         with_gate |= {id(attentions[index]) for index, (_, has_gate) in found.items() if has_gate}
         drawn.clear()
-        forward(model, ids.expand(4, -1))
+        forward(model, ids.expand(4, -1), other)
     for index, receiver in receivers.items():
         receiver.check_silent(index)
     return found
@@ -616,56 +631,199 @@ def _row_0(hidden: Tensor) -> Tensor:
     return hidden[:1].expand_as(hidden).contiguous()
 
 
-def _check_reading(model: Any, ids: Tensor) -> None:
-    """Raise Refused unless reading in two parts equals reading at once, also where another text is read in between."""
-    tail = 3
-    whole = forward(model, ids)[0, -tail:].double()
+def _check_reading(model: Any, ids: Tensor, layers: Sequence[LayerFacts], modules: Mapping[int, nn.Module]) -> None:
+    """Raise Refused unless reading in parts equals reading at once, also where another text is read in between.
+
+    What attention is given, and what the cache holds afterwards, must be the same too.
+    """
+    tail, full = min(4, ids.shape[1] - 1), DynamicCache(config=model.config)
+    whole = forward(model, ids, full)[0, -tail:].double()
     if not bool(whole.isfinite().all()):
         return  # which every run says of its samples
-    bound = _LOGIT_ERRORS[model.dtype] * (whole - whole.mean()).norm()
-    for check, between, seen in (
-        ("parts", None, "reads a text in two parts otherwise than at once"),
-        ("state", probe_text(model, seed=1), "remembers another text outside its cache"),
+    bound = _LOGIT_ERRORS[model.dtype] * float((whole - whole.mean()).norm())
+
+    def check(name: str, found: Tensor, seen: str) -> None:
+        off = float((found.double() - whole).norm()) / bound
+        if not off <= 1:
+            raise Refused(name, f"{seen} (logits off by {off:.1g} bounds){states.version_note()}")
+
+    check("random", forward(model, ids)[0, -tail:], "reads the same text otherwise a second time")
+    rows = torch.cat([ids, probe_text(model, seed=2), probe_text(model, seed=3)])
+    check("rows", forward(model, rows)[0, -tail:], "reads a text otherwise beside others in a batch")
+    for name, between, seen in (
+        ("parts", False, "reads a text in two parts otherwise than at once"),
+        ("state", True, "remembers another text outside its cache"),
     ):
         cache = DynamicCache(config=model.config)
+        own = vars(cache).keys()
         forward(model, ids[:, :-tail], cache)
-        if between is not None:
-            forward(model, between, DynamicCache(config=model.config))
-        read = torch.cat([forward(model, part, cache)[0].double() for part in (ids[:, -tail:-1], ids[:, -1:])])
-        if not (read - whole).norm() <= bound:
-            off = f"logits off by {float((read - whole).norm() / bound):.1g} bounds"
-            raise Refused(check, f"{seen} ({off}){states.version_note()}")
+        if between:
+            forward(model, probe_text(model, seed=1), DynamicCache(config=model.config))
+        check(name, _read_on(model, ids[:, -tail:], cache, layers, modules), seen)
+        if more := sorted(vars(cache).keys() - own):
+            raise Refused("state", f"keeps '{more[0]}' on the cache beside its layers")
+        for index in modules:
+            _check_same_entries(index, cache.layers[index], full.layers[index], _LOGIT_ERRORS[model.dtype])
 
 
-@torch.inference_mode()
-def _check_evicted(model: Any, facts: Facts) -> None:
-    """Raise Refused unless decoding from an evicted cache equals a forward pass in which the evicted are masked."""
-    ids, layers = probe_text(model), model.get_submodule(facts.path)
-    generator, kept = torch.Generator().manual_seed(0), dict[nn.Module, Tensor]()
-    for index in measured_layers(facts.layers):
-        drawn = torch.rand(facts.layers[index].heads, ids.shape[1], generator=generator) < 0.4
-        drawn[:, -1] = True
-        kept[layers[index].get_submodule(facts.layers[index].attention)] = drawn.to(ids.device)
+def _read_on(
+    model: Any, ids: Tensor, cache: Cache, layers: Sequence[LayerFacts], modules: Mapping[int, nn.Module]
+) -> Tensor:
+    """Return the logits of the next tokens of a text, the last two read one by one. Raises Refused.
+
+    Each attention must be what it was for the whole text, and read what its cache holds.
+    """
+    logits = []
+    for part in (ids[:, :-2], ids[:, -2:-1], ids[:, -1:]):
+        if part.shape[1] == 0:
+            continue
+        calls, found = _observe_part(model, part, cache, modules)
+        logits.append(found[0])
+        for index, call in calls:
+            _check_entries(index, call, cache)
+            _check_decoding(index, call, layers[index])
+    return torch.cat(logits)
+
+
+def _observe_part(
+    model: Any, ids: Tensor, cache: Cache, modules: Mapping[int, nn.Module]
+) -> tuple[list[tuple[int, _Call]], Tensor]:
+    """Read the next tokens of a text; return the attention calls with their layers' indices, and the logits."""
+    indices, calls = {id(module): index for index, module in modules.items()}, list[tuple[int, _Call]]()
 
     def attend(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        query, key, value, mask = (*args, *(kwargs[name] for name in _ARGUMENTS[len(args) :]))[:4]
-        seen = visible(mask, query, key).expand(*query.shape[:2], -1, -1).clone()
-        seen[:, :, -1] &= kept[module][:, -key.shape[2] :]
-        cap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
-        scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
-        found = recompute(query, key, value.nan_to_num(), seen, scale, cap, sinks)
-        return found.to(query.dtype).contiguous(), None
+        found = stock(module, *args, **kwargs)
+        calls.append((indices[id(module)], _record(module, args, kwargs, found[0])))
+        return found
 
-    with intercept(implementation(model), list(kept), attend):
+    with intercept(implementation(model), list(modules.values()), attend):
+        logits = forward(model, ids, cache)
+    if [index for index, _ in calls] != sorted(modules):
+        missing = sorted(modules.keys() - {index for index, _ in calls})
+        raise Refused("decoding", "does not call the attention interface while it decodes", *missing[:1])
+    return calls, logits
+
+
+def _check_decoding(index: int, call: _Call, facts: LayerFacts) -> None:
+    """Raise Refused unless attention while decoding is what it was for the whole text."""
+    cap, sinks = call.options.get("softcap"), call.options.get("s_aux")
+    if call.options["scaling"] != facts.scale or (None if cap is None else float(cap)) != facts.cap:
+        raise Refused("decoding", "has another scale or cap while it decodes", index)
+    told = "" if sinks is None else _sink_parameter(index, call)
+    if call.options.keys() - _HARMLESS - _READ or told != facts.sinks:
+        raise Refused("decoding", "gives its attention other keywords while it decodes", index)
+    if not call.error <= _ERRORS[call.query.dtype]:
+        off = f"off by {call.error:.1g}"
+        raise Refused("decoding", f"has an attention that is no softmax while it decodes ({off})", index)
+
+
+def _check_same_entries(index: int, one: Any, other: Any, bound: float) -> None:
+    """Raise Refused unless a cache layer holds the same entries after reading in parts as after reading at once."""
+    for what in ("keys", "values"):
+        found, expected = getattr(one, what).double(), getattr(other, what).double()
+        if found.shape != expected.shape or not (found - expected).norm() <= bound * expected.norm():
+            raise Refused("decoding", f"stores other {what} while it decodes", index)
+
+
+@torch.no_grad()
+def _check_evicted(model: Any, facts: Facts) -> None:
+    """Raise Refused unless decoding from an evicted cache equals a forward pass in which the evicted are masked.
+
+    As in the toolkit's own decoding, the cache gives a layer its new entries alone, and attention finds the others.
+    """
+    ids, layers = probe_text(model), model.get_submodule(facts.path)
+    attentions = {
+        index: layers[index].get_submodule(layer.attention) for index, layer in enumerate(facts.layers) if layer.attends
+    }
+    kept, generator = dict[int, Tensor](), torch.Generator().manual_seed(0)
+    for index in measured_layers(facts.layers):
+        kept[index] = torch.rand(facts.layers[index].heads, ids.shape[1], generator=generator).to(ids.device) < 0.4
+        kept[index][:, -1] = True
+    naive = _NaiveAttention(facts.layers, {id(module): index for index, module in attentions.items()}, kept)
+    with intercept(implementation(model), list(attentions.values()), naive):
         expected = forward(model, ids)[0, -1].double()
-        cache = DynamicCache(config=model.config)
+    cache = DynamicCache(config=model.config)
     forward(model, ids[:, :-1], cache)
-    for index, masks in zip(measured_layers(facts.layers), kept.values(), strict=True):
-        _empty_evicted(cache.layers[index], masks)
-    with intercept(implementation(model), list(kept), attend):
+    for index in attentions:
+        cached = cache.layers[index]
+        if index in kept:
+            _empty_evicted(cached, kept[index])
+        if type(cached) in (DynamicLayer, DynamicSlidingWindowLayer):
+            naive.entries[index] = cached.keys, cached.values
+            cache.layers[index] = _NewAlone(cached.get_seq_length())
+    with intercept(implementation(model), list(attentions.values()), naive):
         found = forward(model, ids[:, -1:], cache)[0, -1].double()
     if not float((found - expected).norm()) <= 1e-3 * float((expected - expected.mean()).norm()):
         raise Refused("evicted", "decodes from an evicted cache otherwise than with the evicted entries masked")
+
+
+@dataclass
+class _NaiveAttention:
+    """Attention whose last query sees what its heads keep: an attention replacement.
+
+    Attributes:
+        layers: facts of all layers.
+        indices: identity of an attention module -> its layer.
+        kept: layer -> which tokens of the text each head's last query sees (head, token).
+        entries: layer -> keys and values of the earlier tokens, where the cache gives the new ones alone.
+    """
+
+    layers: Sequence[LayerFacts]
+    indices: Mapping[int, int]
+    kept: Mapping[int, Tensor]
+    entries: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def __call__(self, stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return softmax attention over the entries that each query sees, and no weights."""
+        query, key, value, mask = args[:4]
+        index = self.indices[id(module)]
+        if index in self.entries:
+            key, value = (torch.cat(pair, dim=2) for pair in zip(self.entries[index], (key, value), strict=True))
+            mask = self._newest_sees(index, key.shape[2]).to(key.device)
+        seen = visible(mask, query, key).expand(*query.shape[:2], -1, -1).clone()
+        if index in self.kept:
+            seen[:, :, -1] &= self.kept[index][:, -key.shape[2] :]
+        cap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+        found = recompute(query, key, value.nan_to_num(), seen, kwargs["scaling"], cap, sinks)
+        return found.to(query.dtype).contiguous(), None
+
+    def _newest_sees(self, index: int, entries: int) -> Tensor:
+        """Return which of the last `entries` tokens the newest one sees, by its layer's kind (1, entry)."""
+        layer, newest = self.layers[index], torch.tensor([[TOKENS - 1]])
+        return _pattern(layer.kind, layer.window, newest, torch.arange(TOKENS - entries, TOKENS))
+
+
+class _NewAlone(CacheLayerMixin):  # type: ignore[misc]
+    """A cache layer as those of an evicted cache: its update gives the new tokens alone, and it shows no entries."""
+
+    is_sliding = False
+
+    def __init__(self, seen: int) -> None:
+        super().__init__()
+        self.seen, self.keys, self.values, self.is_initialized = seen, None, None, True
+
+    def lazy_initialization(self, *states: Tensor) -> None:
+        """Do nothing, as nothing is stored."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Return the new tokens' keys and values."""
+        self.seen += key_states.shape[2]
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        """Return the position of the next token."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        """Return (length, offset) of transformers' mask, which is not looked at."""
+        queries = len(query_length) if isinstance(query_length, Tensor) else query_length
+        return self.seen + queries, 0
+
+    def get_max_length(self) -> int:
+        """Return −1, as the length is unlimited."""
+        return -1
+
+    get_max_cache_shape = get_max_length
 
 
 def _empty_evicted(cached: Any, kept: Tensor) -> None:

@@ -136,7 +136,8 @@ def _attempt(kind: Any, config: Any, seed: int) -> Any:
     model, other = (_begin(kind, config, each) for each in (seed, seed + 1))
     with torch.no_grad():
         _draw(model, other, torch.Generator().manual_seed(seed))
-        logits = model(input_ids=torch.arange(TEXT)[None] + 3, use_cache=False).logits
+        ids = (torch.arange(TEXT)[None] + 3) % config.get_text_config(decoder=True).vocab_size
+        logits = model(input_ids=ids, use_cache=False).logits
     if not logits.isfinite().all():
         raise ValueError("logits that are not finite")
     return model
