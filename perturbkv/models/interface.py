@@ -22,6 +22,10 @@ AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 (batch, query, head, d_value), and the weights or None."""
 
 
+PLAIN_KERNELS = ("sdpa", "eager")
+"""Attention implementations that the proof runs as they are."""
+
+
 def default_implementation(kind: Any) -> str:
     """Return the attention implementation that a class of models is run with: sdpa, or eager where it needs more."""
     return "sdpa" if kind._supports_sdpa else "eager"
@@ -59,6 +63,24 @@ def intercept(
 def intercept_masks(implementation: str, make: Callable[..., Any]) -> Iterator[None]:
     """Let `make`, with the arguments of transformers' mask interface, make the masks of an implementation's models."""
     with _registered(ALL_MASK_ATTENTION_FUNCTIONS, implementation, make):
+        yield
+
+
+@contextmanager
+def plain_kernel(implementation: str) -> Iterator[None]:
+    """Let a model run sdpa inside the block where its attention implementation, such as flash attention, is another.
+
+    What such kernels compute is the same, but their masks cannot be looked at. Another implementation's name that is not
+    registered is left to `intercept`.
+    """
+    if implementation in PLAIN_KERNELS or implementation not in ALL_ATTENTION_FUNCTIONS:
+        yield
+        return
+    attention, masks = ALL_ATTENTION_FUNCTIONS["sdpa"], ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    with (
+        _registered(ALL_ATTENTION_FUNCTIONS, implementation, attention),
+        _registered(ALL_MASK_ATTENTION_FUNCTIONS, implementation, masks),
+    ):
         yield
 
 

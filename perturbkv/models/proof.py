@@ -28,7 +28,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 from perturbkv.errors import ModelError
 from perturbkv.models import gates, projection, states
 from perturbkv.models.forward import run_with_cache
-from perturbkv.models.interface import AttentionFunction, intercept, intercept_masks
+from perturbkv.models.interface import AttentionFunction, intercept, intercept_masks, plain_kernel
 
 FULL, SLIDING, CHUNKED, RECURRENT, MEMORYLESS = "full", "sliding", "chunked", "recurrent", "memoryless"
 TOKENS = 24
@@ -44,7 +44,7 @@ _ARGUMENTS = ("query", "key", "value", "attention_mask")
 """Arguments of the attention interface after the module, by keyword or in this order."""
 _ERRORS = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
 """Relative rounding error that recomputed attention may have, by dtype; eager softmax is in float32 for all."""
-_LOGIT_ERRORS = {torch.float64: 1e-4, torch.float32: 5e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
+LOGIT_ERRORS = {torch.float64: 1e-4, torch.float32: 5e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
 """Relative rounding error that logits may have which were computed in another order, routing to experts included."""
 _FAR = 2**20
 """Position up to which a mask's rule is looked at."""
@@ -60,7 +60,8 @@ class Refused(Exception):
     def message(self, name: str) -> str:
         """Return what was seen of the model `name`, in one line."""
         where = f"model '{name}'" if self.layer is None else f"layer {self.layer} of model '{name}'"
-        return f"{where} {self}; an eviction study would misread it (proof: {self.check})"
+        so = "" if self.check in ("run", "twin") else "; an eviction study would misread it"
+        return f"{where} {self}{so} (proof: {self.check})"
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,7 @@ _FAILURES = (ModelError, RuntimeError, ValueError, TypeError, KeyError, IndexErr
 
 def prove(model: Any) -> Facts:
     """Return the facts of a loaded causal language model in eval mode. Raises Refused."""
-    with _explain_failures():
+    with _explain_failures(), plain_kernel(implementation(model)):
         return _prove(model)
 
 
@@ -237,7 +238,8 @@ def probe_text(model: Any, seed: int = 0) -> Tensor:
     config = text_config(model)
     told = {**model.config.to_dict(), **config.to_dict()}
     special = {told[key] for key in told if key.endswith("_token_id") and isinstance(told[key], int)}
-    allowed = [token for token in range(min(config.vocab_size, 512)) if token not in special]
+    tokens = range(min(config.vocab_size, 512))
+    allowed = [token for token in tokens if token not in special] or list(tokens)
     length = min(TOKENS, getattr(config, "max_position_embeddings", TOKENS) // 2)
     drawn = torch.randint(len(allowed), (1, length), generator=torch.Generator().manual_seed(seed))
     return torch.tensor(allowed)[drawn].to(model.device)
@@ -259,7 +261,7 @@ def _observe(model: Any, ids: Tensor) -> tuple[list[_Call], _Masks, Cache]:
     hook = model.get_output_embeddings().register_forward_pre_hook(lambda module, args: received.append(args))
     try:
         with intercept(kernel, list(model.modules()), attend), intercept_masks(kernel, masks):
-            forward(model, ids, cache)
+            forward(model, ids, cache, logits_to_keep=1)
     finally:
         hook.remove()
     if len(received) != 1:
@@ -394,6 +396,8 @@ def _read_layer(index: int, call: _Call, masks: _Masks, cache: Cache, attention:
     if unknown:
         raise Refused("keywords", f"gives its attention '{unknown[0]}', which is not known here", index)
     kind, window = _read_mask(index, call, masks)
+    if call.options.get("dropout"):
+        raise Refused("output", "drops out attention weights", index)
     if math.isnan(call.error):
         raise Refused("run", "has queries, keys or values that are no numbers", index)
     if not call.error <= _ERRORS[call.query.dtype]:
@@ -640,7 +644,7 @@ def _check_reading(model: Any, ids: Tensor, layers: Sequence[LayerFacts], module
     whole = forward(model, ids, full)[0, -tail:].double()
     if not bool(whole.isfinite().all()):
         return  # which every run says of its samples
-    bound = _LOGIT_ERRORS[model.dtype] * float((whole - whole.mean()).norm())
+    bound = LOGIT_ERRORS[model.dtype] * float((whole - whole.mean()).norm())
 
     def check(name: str, found: Tensor, seen: str) -> None:
         off = float((found.double() - whole).norm()) / bound
@@ -663,7 +667,7 @@ def _check_reading(model: Any, ids: Tensor, layers: Sequence[LayerFacts], module
         if more := sorted(vars(cache).keys() - own):
             raise Refused("state", f"keeps '{more[0]}' on the cache beside its layers")
         for index in modules:
-            _check_same_entries(index, cache.layers[index], full.layers[index], _LOGIT_ERRORS[model.dtype])
+            _check_same_entries(index, cache.layers[index], full.layers[index], LOGIT_ERRORS[model.dtype])
 
 
 def _read_on(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,16 +18,15 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from perturbkv.errors import ModelError
-from perturbkv.models import interface, proof, twin, user_cache
-from perturbkv.models.interface import default_implementation
+from perturbkv.models import forward, gates, interface, projection, proof, states, twin, user_cache
+from perturbkv.models.interface import PLAIN_KERNELS, default_implementation
 from perturbkv.models.proof import Facts, LayerFacts, Refused
 from perturbkv.models.sanity import check_class
 
-Verdict = dict[str, str]
-"""The check by which a twin is refused and what was `seen`; empty where it is proven."""
-_FILE = "verdict.json"
-_VERDICTS: dict[str, Verdict] = {}
-"""What this process has tried, by configuration and class."""
+_PROVEN: dict[tuple[type, str, str], Refused | None] = {}
+"""What this process has tried, by class, attention implementation and configuration -> its refusal."""
+_CODE = (forward, gates, interface, projection, proof, states, twin)
+"""Modules on which a verdict depends."""
 
 
 def check_twin(model: Any) -> None:
@@ -37,33 +35,51 @@ def check_twin(model: Any) -> None:
         small = twin.twin_config(model.config).to_dict()
     except ModelError as error:
         raise Refused("twin", f"cannot be tried when it is small ({error})") from error
-    kind, kernel = type(model), proof.implementation(model)
     told = {key: value for key, value in small.items() if not key.startswith(("_", "transformers_"))}
-    key = f"{kind.__module__}.{kind.__qualname__} {kernel} {json.dumps(told, sort_keys=True, default=str)}"
-    if key not in _VERDICTS:
-        _VERDICTS[key] = _cached(key, lambda: _verdict(model)) if _is_of_transformers(kind) else _verdict(model)
-    if verdict := _VERDICTS[key]:
-        raise Refused(verdict["check"], f"{verdict['seen']} (when it is small and all its parameters are drawn)")
+    key = (type(model), proof.implementation(model), json.dumps(told, sort_keys=True, default=str))
+    if key not in _PROVEN:
+        _PROVEN[key] = _refusal(model, key)
+    if refusal := _PROVEN[key]:
+        layer = "" if refusal.layer is None else f"in its layer {refusal.layer} "
+        raise Refused(refusal.check, f"{layer}{refusal} (when it is small and all its parameters are drawn)")
 
 
-def _is_of_transformers(kind: type) -> bool:
-    """Return whether a class is of transformers; the code of others may change."""
-    return kind.__module__.startswith("transformers.")
-
-
-def _cached(key: str, decide: Callable[[], Verdict]) -> Verdict:
-    """Return the verdict of a key from the user's cache, decided where it is not there."""
-    code = "".join(Path(module.__file__ or "").read_text(encoding="utf-8") for module in (interface, proof, twin))
-    versions = f"{transformers.__version__} {torch.__version__}"
-    digest = hashlib.sha256("\n".join([key, versions, code]).encode()).hexdigest()[:16]
+def _refusal(model: Any, key: tuple[type, str, str]) -> Refused | None:
+    """Return why a model's twin is refused; None where it is proven, which the user's cache remembers."""
+    kind, kernel, fields = key
     try:
-        folder = user_cache.cached_folder(
-            f"twin-{digest}", lambda place: (place / _FILE).write_text(json.dumps(decide()), encoding="utf-8")
-        )
-    except user_cache.NotCachedError:
-        return decide()
-    found: Verdict = json.loads((folder / _FILE).read_text(encoding="utf-8"))
-    return found
+        if not _is_untouched(model):
+            try_twin(model.config, kind, kernel)
+        else:
+            _remember(f"{kind.__module__}.{kind.__qualname__} {kernel} {fields}", model)
+    except Refused as refusal:
+        return refusal
+    return None
+
+
+def _is_untouched(model: Any) -> bool:
+    """Return whether all that a model runs is code of transformers and torch as it was installed."""
+    return all(
+        type(module).forward.__module__.startswith(("transformers.", "torch.")) and "forward" not in vars(module)
+        for module in model.modules()
+    )
+
+
+def _remember(text: str, model: Any) -> None:
+    """Try the twin of a model unless the user's cache says that it was proven. Raises Refused, and stores no refusal."""
+    code = "".join(Path(module.__file__ or "").read_text(encoding="utf-8") for module in _CODE)
+    versions = f"{transformers.__version__} {torch.__version__}"
+    digest = hashlib.sha256("\n".join([text, versions, code]).encode()).hexdigest()[:16]
+    kind, kernel = type(model), proof.implementation(model)
+
+    def prove(place: Path) -> None:
+        try_twin(model.config, kind, kernel)
+        (place / "proven.txt").write_text(text, encoding="utf-8")
+
+    try:
+        user_cache.cached_folder(f"twin-{digest}", prove)
+    except (user_cache.NotCachedError, OSError):
+        try_twin(model.config, kind, kernel)
 
 
 def try_twin(config: Any, kind: Any, kernel: str) -> Facts:
@@ -72,10 +88,9 @@ def try_twin(config: Any, kind: Any, kernel: str) -> Facts:
     Raises Refused.
     """
     try:
-        made = twin.make_twin(config, kind=kind)
+        made = twin.make_twin(config, kind=kind, kernel=kernel if kernel in PLAIN_KERNELS else default_implementation(kind))
     except ModelError as error:
         raise Refused("twin", f"cannot be tried when it is small ({error})") from error
-    made.set_attn_implementation(kernel)
     facts = proof.prove(made)
     proof.prove_evicted(made, facts)
     return facts
@@ -122,13 +137,3 @@ def describe(config: Any) -> Finding:
 def _kind(layer: LayerFacts) -> str:
     """Return the kind of a layer in words; attention with a recurrent state beside it is told as both."""
     return f"{layer.kind} and recurrent" if layer.attends and layer.state else layer.kind
-
-
-def _verdict(model: Any) -> Verdict:
-    """Return the verdict on a model's twin, with the model's class and attention implementation."""
-    try:
-        try_twin(model.config, type(model), proof.implementation(model))
-    except Refused as refusal:
-        layer = "" if refusal.layer is None else f"in its layer {refusal.layer} "
-        return {"check": refusal.check, "seen": f"{layer}{refusal}"}
-    return {}

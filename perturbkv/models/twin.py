@@ -71,7 +71,7 @@ _MOST = {
 """Names of counts and lengths -> the most that a twin has."""
 
 
-def make_twin(config: Any, seed: int = 0, kind: Any = None) -> Any:
+def make_twin(config: Any, seed: int = 0, kind: Any = None, kernel: str = "eager") -> Any:
     """Return a tiny model of the class `kind`, all its parameters drawn, in float32 on the CPU.
 
     Without `kind` it is transformers' causal model of the configuration. If one layer of each kind does not run, two of
@@ -87,7 +87,7 @@ def make_twin(config: Any, seed: int = 0, kind: Any = None) -> Any:
     parts = [(config, whole)] + ([] if text is config else [(text, _causal_class(text) or whole)])
     for (part, class_), of_kind in itertools.product(parts, (1, 2)):
         try:
-            return _attempt(class_, _small_config(part, of_kind), seed)
+            return _attempt(class_, _small_config(part, of_kind), seed, kernel)
         except Exception as error:  # a family's code raises what it likes at sizes that it does not take
             refusal = _refusal(config, error)
     raise refusal
@@ -127,13 +127,13 @@ def _causal_class(config: Any) -> Any:
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else None
 
 
-def _attempt(kind: Any, config: Any, seed: int) -> Any:
+def _attempt(kind: Any, config: Any, seed: int, kernel: str) -> Any:
     """Return the model of a small configuration, drawn, after it has read a text."""
     with torch.device("meta"):
-        count = sum(parameter.numel() for parameter in _begin(kind, config, seed).parameters())
+        count = sum(parameter.numel() for parameter in _begin(kind, config, seed, kernel).parameters())
     if count > MOST_PARAMETERS:
         raise ValueError(f"{count:,} parameters")
-    model, other = (_begin(kind, config, each) for each in (seed, seed + 1))
+    model, other = (_begin(kind, config, each, kernel) for each in (seed, seed + 1))
     with torch.no_grad():
         _draw(model, other, torch.Generator().manual_seed(seed))
         ids = (torch.arange(TEXT)[None] + 3) % config.get_text_config(decoder=True).vocab_size
@@ -143,11 +143,11 @@ def _attempt(kind: Any, config: Any, seed: int) -> Any:
     return model
 
 
-def _begin(kind: Any, config: Any, seed: int) -> Any:
+def _begin(kind: Any, config: Any, seed: int, kernel: str) -> Any:
     """Return the model as transformers begins it with the random numbers of `seed`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = kind._from_config(config, dtype=torch.float32, attn_implementation="eager")
+        model = kind._from_config(config, dtype=torch.float32, attn_implementation=kernel)
     return model.eval()
 
 

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from perturbkv.cache.compact import CompactCache
 from perturbkv.devices import stack_on_device
-from perturbkv.errors import ActivationError
+from perturbkv.errors import ActivationError, ModelError
 from perturbkv.models import gates
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.interface import AttentionFunction, intercept
@@ -188,6 +188,7 @@ class FiniteCheck:
     def __init__(self) -> None:
         self._activations: list[tuple[str, Tensor]] = []
         self._derived: list[tuple[str, Tensor]] = []
+        self._agreements: list[tuple[str, Tensor]] = []
 
     def __call__(self, layer: int, hidden: Tensor) -> None:
         """Record whether the hidden states of a layer are finite: an `Observer.hidden`."""
@@ -201,11 +202,21 @@ class FiniteCheck:
         """Record whether numbers computed from activations are finite; an error about activations takes precedence."""
         self._derived.append((where, _are_finite(numbers)))
 
+    def check_agreement(self, what: str, off: Tensor, bound: float) -> None:
+        """Record whether a difference that should be rounding is at most `bound`; `what` says of the model what it is."""
+        self._agreements.append((what, off <= bound))
+
     def raise_if_not(self, sample: str) -> None:
-        """Raise ActivationError for the first record of NaN or Inf, after waiting for the device once."""
+        """Raise for the first bad record, after waiting for the device once.
+
+        Raises ActivationError for NaN or Inf, and ModelError for a difference that is no rounding.
+        """
         if not self._activations:
             return
-        names, flags = zip(*self._activations, *self._derived, strict=True)
-        for where, finite in zip(names, stack_on_device(flags[0].device, flags).tolist(), strict=True):
-            if not finite:
-                raise ActivationError(where, sample)
+        names, flags = zip(*self._activations, *self._derived, *self._agreements, strict=True)
+        checked = len(self._activations) + len(self._derived)
+        for index, good in enumerate(stack_on_device(flags[0].device, flags).tolist()):
+            if not good:
+                raise ActivationError(names[index], sample) if index < checked else ModelError(
+                    f"{names[index]} in sample '{sample}'; its numbers would be wrong"
+                )
