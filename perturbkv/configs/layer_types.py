@@ -25,6 +25,12 @@ def measured_layers(config: Any) -> tuple[int, ...]:
     return full or tuple(range(int(config.num_hidden_layers)))
 
 
+def measured_config(config: Any) -> Any:
+    """Return the measured layers' configuration: their own where layers differ in size (Gemma 4), else `config`."""
+    differ = getattr(config, "is_heterogeneous", False)
+    return config.per_layer_config[measured_layers(config)[0]] if differ else config
+
+
 def is_mixed(config: Any) -> bool:
     """Return whether the model has unmeasured layers: of sliding windows, recurrent, or without memory."""
     return len(measured_layers(config)) < int(config.num_hidden_layers)
@@ -84,8 +90,9 @@ def sliding_window(config: Any) -> int | None:
 
 
 def configured_window(config: Any) -> int | None:
-    """Return the number of entries that a sliding layer sees, the query's own included; None without a window."""
-    window = getattr(config, "sliding_window", None)
+    """Return the entries that a sliding layer sees, the query's own included, or a chunk has; None without a window."""
+    name = "attention_chunk_size" if CHUNKED in (getattr(config, "layer_types", None) or ()) else "sliding_window"
+    window = getattr(config, name, None)
     return None if window is None else int(window)
 
 

@@ -67,7 +67,8 @@ class Shape:
         itemsize: bytes per number of the caches.
         weights_bytes: bytes of the weights.
         sliding: number of other layers whose cache holds at most `window` entries.
-        window: entries of a sliding layer's window; 0 without such layers.
+        window: entries of a sliding layer's window or chunk; 0 without such layers.
+        sliding_width: numbers of one entry's keys and values in all sliding layers together.
         state: numbers in the recurrent states of one text; 0 where they are not known, before the weights are read.
     """
 
@@ -84,6 +85,7 @@ class Shape:
     window: int = 0
     d_mlp: int = 0
     state: int = 0
+    sliding_width: int = 0
 
     @classmethod
     def from_config(cls, config: Any, itemsize: int, weights_bytes: int) -> Self:
@@ -92,14 +94,16 @@ class Shape:
         A family that does not name a size has the usual one: as many key/value heads as heads, an MLP four times as
         wide as the model.
         """
-        heads, d_model = int(config.num_attention_heads), int(config.hidden_size)
-        d_head = _told_size(config, "head_dim") or d_model // heads
-        kv_heads = _told_size(config, "num_key_value_heads") or heads
-        d_mlp = _told_size(config, "intermediate_size") or 4 * d_model
-        layers = len(layer_types.measured_layers(config))
+        own = layer_types.measured_config(config)
+        heads, d_model = int(own.num_attention_heads), int(config.hidden_size)
+        d_head = getattr(own, "head_dim", None) or d_model // heads
+        kv_heads = getattr(own, "num_key_value_heads", None) or heads
+        d_mlp = getattr(own, "intermediate_size", None) or 4 * d_model
+        layers, sliding = len(layer_types.measured_layers(config)), layer_types.sliding_layers(config)
         return cls(
             layers, heads, int(kv_heads), int(d_head), int(d_head), d_model, int(config.vocab_size), itemsize,
-            weights_bytes, layer_types.sliding_layers(config), layer_types.configured_window(config) or 0, int(d_mlp),
+            weights_bytes, sliding, layer_types.configured_window(config) or 0, int(d_mlp),
+            sliding_width=sliding * int(kv_heads) * 2 * int(d_head),
         )  # fmt: skip
 
     def full_cache_bytes(self, tokens: int) -> int:
@@ -108,8 +112,7 @@ class Shape:
 
     def unmeasured_numbers(self, tokens: int) -> int:
         """Return how many numbers the cache holds that no eviction touches: of sliding windows and recurrent states."""
-        entries = self.sliding * self.kv_heads * min(tokens, self.window)
-        return entries * (self.d_key + self.d_value) + self.state
+        return self.sliding_width * min(tokens, self.window) + self.state
 
     def cache_share(self, entries: int, tokens: int) -> float:
         """Return the share of the full cache that an evicted one is, by its entries in all measured layers.
@@ -133,7 +136,7 @@ class Shape:
         Of the `decoded` tokens, `steps` are recorded. A `passing` cache holds the indices of its entries instead of
         copies.
         """
-        tails = (self.layers + self.sliding) * self._layer_bytes(self.kv_heads * decoded)
+        tails = (self.layers * self.kv_heads * self._entry_bytes + self.sliding_width * self.itemsize) * decoded
         kept = self.kept_bytes(config, tokens)
         own = kept * _INDEX_BYTES // self._entry_bytes if passing else int(kept * (1 + SLACK))
         cached = own if config.cache_contents.copied else kept
@@ -148,19 +151,7 @@ class Shape:
 
     def _entries_bytes(self, entries: int) -> int:
         """Return the bytes of `entries` entries in all measured layers together."""
-        return self.layers * self._layer_bytes(entries)
-
-    def _layer_bytes(self, entries: int) -> int:
-        """Return the bytes of the keys and values of `entries` entries in one layer."""
-        return entries * self._entry_bytes
-
-
-def _told_size(config: Any, name: str) -> int | None:
-    """Return a size of a configuration; None where it names none, or another one for each layer."""
-    try:
-        return getattr(config, name, None)
-    except RuntimeError:  # of a configuration of layers that differ
-        return None
+        return self.layers * entries * self._entry_bytes
 
 
 @dataclass(frozen=True)

@@ -93,8 +93,8 @@ class Adapter:
 
     @property
     def base(self) -> nn.Module:
-        """The model without its output layer."""
-        return cast("nn.Module", self.model.base_model)
+        """The decoder without the output layer: the module of the layers, which every forward pass calls."""
+        return cast("nn.Module", self.model.get_submodule(self.facts.path.rpartition(".")[0]))
 
     @property
     def output_layer(self) -> nn.Module:
@@ -208,12 +208,26 @@ class Adapter:
     @cached_property
     def shape(self) -> Shape:
         """The model's sizes from which the memory of weights and caches is computed."""
-        float_bytes = sum(weight.numel() for weight in self.model.parameters()) * self.dtype.itemsize
-        told = Shape.from_config(self.config, self.dtype.itemsize, self.stored.nbytes or float_bytes)
-        state = sum(facts.state for facts in self.facts.layers)
+        weights_bytes = self.stored.nbytes or self.parameters * self.dtype.itemsize
+        told = Shape.from_config(self.config, self.dtype.itemsize, weights_bytes)
+        every = enumerate(self.facts.layers)
+        sliding = [facts for index, facts in every if facts.attends and index not in self.layer_indices]
         return replace(
-            told, heads=self.heads, kv_heads=self.kv_heads, d_key=self.d_key, d_value=self.d_value, state=state
+            told,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            d_key=self.d_key,
+            d_value=self.d_value,
+            sliding=len(sliding),
+            sliding_width=sum(facts.kv_heads * (facts.d_key + facts.d_value) for facts in sliding),
+            window=max((facts.window or 0 for facts in sliding), default=0),
+            state=sum(facts.state for facts in self.facts.layers),
         )
+
+    @property
+    def parameters(self) -> int:
+        """Number of its weights."""
+        return sum(weight.numel() for weight in self.model.parameters())
 
     @property
     def positions(self) -> int:

@@ -70,8 +70,8 @@ def intercept_masks(implementation: str, make: Callable[..., Any]) -> Iterator[N
 def plain_kernel(implementation: str) -> Iterator[None]:
     """Let a model run sdpa inside the block where its attention implementation, such as flash attention, is another.
 
-    What such kernels compute is the same, but their masks cannot be looked at. Another implementation's name that is not
-    registered is left to `intercept`.
+    What such kernels compute is the same, but their masks cannot be looked at. A name that is not registered is left to
+    `intercept`.
     """
     if implementation in PLAIN_KERNELS or implementation not in ALL_ATTENTION_FUNCTIONS:
         yield

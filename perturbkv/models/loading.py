@@ -193,7 +193,8 @@ class ModelFiles:
     """A model before its weights are loaded: enough to encode prompts, name the run and estimate memory.
 
     `source` is None where there are no files: for random weights and for a user's model. `whole_config` is the
-    configuration of all that the model reads, images among it. `open_arguments` is None for a user's model.
+    configuration of all that the model reads, images among it. `open_arguments` is None for a user's model, and
+    `loaded_parameters` the number of weights of a model that is loaded.
     """
 
     name: str
@@ -204,13 +205,14 @@ class ModelFiles:
     stored: WeightStorage
     random_weights: bool = False
     open_arguments: OpenArguments | None = None
+    loaded_parameters: int | None = None
 
     @classmethod
     def from_adapter(cls, model: Adapter) -> ModelFiles:
         """Return the description of an already loaded model, without a source."""
         return cls(
             model.name, None, model.model.config, model.tokenizer, model.revision, model.stored, model.random_weights,
-            model.open_arguments,
+            model.open_arguments, model.parameters,
         )  # fmt: skip
 
     @property
@@ -233,6 +235,8 @@ class ModelFiles:
 
     def parameters(self) -> int:
         """Return the number of weights. Raises ModelError where the configuration does not define a model."""
+        if self.loaded_parameters is not None:
+            return self.loaded_parameters
         return sum(weight.numel() for weight in self._skeleton.parameters())
 
     def weights_bytes(self, dtype: torch.dtype) -> int:

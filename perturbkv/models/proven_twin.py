@@ -88,7 +88,9 @@ def try_twin(config: Any, kind: Any, kernel: str) -> Facts:
     Raises Refused.
     """
     try:
-        made = twin.make_twin(config, kind=kind, kernel=kernel if kernel in PLAIN_KERNELS else default_implementation(kind))
+        made = twin.make_twin(
+            config, kind=kind, kernel=kernel if kernel in PLAIN_KERNELS else default_implementation(kind)
+        )
     except ModelError as error:
         raise Refused("twin", f"cannot be tried when it is small ({error})") from error
     facts = proof.prove(made)

@@ -16,6 +16,7 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from perturbkv.configs import layer_types
 from perturbkv.errors import ModelError
 from perturbkv.models import quantisers
 from perturbkv.models.sources import Source, explain_errors
@@ -53,8 +54,8 @@ def check_config(config: Any, name: str) -> None:
     """
     check_class(config, name)
     config = config.get_text_config(decoder=True)
-    _check_sizes(config, name)
     _check_layer_types(config, name)
+    _check_sizes(config, name)
     quantised = getattr(config, "quantization_config", None)
     if quantised is not None and not _is_known_method(quantised):
         _refuse(name, "quantization_config", "an object whose quant_method transformers knows", quantised)
@@ -85,11 +86,14 @@ def _check_layer_types(config: Any, name: str) -> None:
 
 def _check_sizes(config: Any, name: str) -> None:
     """Raise ModelError for a size outside `SIZES`, or for inconsistent numbers of heads or experts."""
+    own = layer_types.measured_config(config)
     for key, (low, high) in SIZES.items():
-        value = getattr(config, key, None)
+        value = getattr(own, key, None)
+        if key == "sliding_window" and value == 0 and not getattr(config, "use_sliding_window", True):
+            continue  # families that turn windows off set their width to 0
         if (value is not None or key in _MUST_BE_THERE) and not _is_whole(value, low, high):
             _refuse(name, key, f"a whole number from {low} to {high}", value)
-    heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    heads, kv_heads = own.num_attention_heads, getattr(own, "num_key_value_heads", None)
     if kv_heads and heads % kv_heads:
         _refuse(name, "num_key_value_heads", f"a divisor of {heads} heads", kv_heads)
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
@@ -100,8 +104,8 @@ def _check_sizes(config: Any, name: str) -> None:
 
 def _check_numbers(config: Any, name: str) -> None:
     """Raise ModelError for a negative epsilon, or for a scaling factor or rotary parameter that is not positive."""
-    epsilon = getattr(config, "rms_norm_eps", 0.0)
-    if not (_is_number(epsilon) and epsilon >= 0):
+    epsilon = getattr(config, "rms_norm_eps", None)  # None in a family that has another norm
+    if epsilon is not None and not (_is_number(epsilon) and epsilon >= 0):
         _refuse(name, "rms_norm_eps", "a finite number of at least 0", epsilon)
     rotations = _rotations(getattr(config, "rope_parameters", None))
     positive = [

@@ -91,9 +91,10 @@ def _attend_to_cache(
     """Return the attention output over the module's layer of a compact cache: an attention replacement.
 
     `cache_layers` are keyed by the identity of the attention modules. Models pass their soft cap as `softcap`, and the
-    logits of their sinks as `s_aux`.
+    logits of their sinks as `s_aux`; the scale of a model that passes none is that of its attention function.
     """
-    softmax = Softmax(kwargs["scaling"], kwargs.get("softcap"), kwargs.get("s_aux"))
+    scale = kwargs.get("scaling") or args[0].shape[-1] ** -0.5
+    softmax = Softmax(scale, kwargs.get("softcap"), kwargs.get("s_aux"))
     return cache_layers[id(module)].attend(args[0], softmax), None
 
 
@@ -217,6 +218,8 @@ class FiniteCheck:
         checked = len(self._activations) + len(self._derived)
         for index, good in enumerate(stack_on_device(flags[0].device, flags).tolist()):
             if not good:
-                raise ActivationError(names[index], sample) if index < checked else ModelError(
-                    f"{names[index]} in sample '{sample}'; its numbers would be wrong"
+                raise (
+                    ActivationError(names[index], sample)
+                    if index < checked
+                    else ModelError(f"{names[index]} in sample '{sample}'; its numbers would be wrong")
                 )
