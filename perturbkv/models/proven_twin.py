@@ -66,7 +66,7 @@ def _is_untouched(model: Any) -> bool:
 
 
 def _remember(text: str, model: Any) -> None:
-    """Try the twin of a model unless the user's cache says that it was proven. Raises Refused, and stores no refusal."""
+    """Try the twin of a model unless the user's cache says that it was proven. Raises Refused, which is not stored."""
     code = "".join(Path(module.__file__ or "").read_text(encoding="utf-8") for module in _CODE)
     versions = f"{transformers.__version__} {torch.__version__}"
     digest = hashlib.sha256("\n".join([text, versions, code]).encode()).hexdigest()[:16]
@@ -88,9 +88,8 @@ def try_twin(config: Any, kind: Any, kernel: str) -> Facts:
     Raises Refused.
     """
     try:
-        made = twin.make_twin(
-            config, kind=kind, kernel=kernel if kernel in PLAIN_KERNELS else default_implementation(kind)
-        )
+        plain = kernel if kernel in PLAIN_KERNELS else default_implementation(kind)
+        made = twin.make_twin(config, kind=kind, kernel=plain)
     except ModelError as error:
         raise Refused("twin", f"cannot be tried when it is small ({error})") from error
     facts = proof.prove(made)
@@ -100,7 +99,7 @@ def try_twin(config: Any, kind: Any, kernel: str) -> Facts:
 
 @dataclass(frozen=True)
 class Finding:
-    """What the proof finds of a configuration's twin.
+    """The proof's finding on a configuration's twin.
 
     Attributes:
         kinds: kinds of its layers; empty where it is refused.

@@ -395,7 +395,8 @@ class _Sizes:
         """Return what a rotation has for each pair of a head's entries: one factor for each, or counts of pairs."""
         share = self.widths.get(self.rotated, self.rotated) / self.rotated
         if any(type(each) is not int for each in value):
-            return value[: round(len(value) * share)]
+            count = round(len(value) * share)
+            return [value[index * len(value) // count] for index in range(count)]
         counts = [int(each * share) for each in value]
         return [counts[0] + round(sum(value) * share) - sum(counts), *counts[1:]]
 

@@ -55,7 +55,7 @@ def _stored_weights(model: Any) -> WeightStorage:
 def fingerprint(model: Adapter) -> str:
     """Return a digest of a loaded model: its configuration, the scale of every layer, and all weights and buffers."""
     digest = hashlib.sha256(str(model.config.to_json_string()).encode())
-    digest.update(repr([layer.scale for layer in model.facts.layers]).encode())
+    digest.update(repr([getattr(module, "scaling", None) for module in model.every_attention.values()]).encode())
     for key, value in [*model.model.state_dict().items(), *model.model.named_buffers()]:
         for name, tensor in plain_tensors(key, value) if isinstance(value, Tensor) else ():
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())

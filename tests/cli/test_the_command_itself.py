@@ -193,7 +193,10 @@ def test_a_shell_completes_commands_and_names(tmp_path: Path, typed: str, offere
         ),
         ("snapkv", {"pool": "max", "kernel": 7, "window_queries": "all", "positions": "kept"}),
         ("query", {"block": 1, "block_score": "sum"}),
-        ("two-stage", {"alpha": 0.25, "split": "prefix", "score": "accumulated", "epsilon": 0.0, "norm": "l1"}),
+        (
+            "two-stage",
+            {"alpha": 0.25, "split": "prefix", "score": "accumulated", "epsilon": 0.0, "norm": "l1", "gate": "window"},
+        ),
     ],
 )
 def test_a_policy_tells_its_options(perturbkv: Run, name: str, options: dict[str, Any]) -> None:

@@ -204,7 +204,7 @@ class FiniteCheck:
         self._derived.append((where, _are_finite(numbers)))
 
     def check_agreement(self, what: str, off: Tensor, bound: float) -> None:
-        """Record whether a difference that should be rounding is at most `bound`; `what` says of the model what it is."""
+        """Record whether a difference that should be rounding is at most `bound`; `what` is the error's beginning."""
         self._agreements.append((what, off <= bound))
 
     def raise_if_not(self, sample: str) -> None:
