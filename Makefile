@@ -47,7 +47,7 @@ LLAMACPP = .venv-llamacpp
 # All tests of an environment of its own; CI leaves out the slow ones: make test-vllm SLOW=
 SLOW = -m "not chaos"
 
-.PHONY: demo test test-slow sizes snapshots pins mutants attack chaos test-ray test-browser test-kvpress test-oldest test-newest test-quantised test-vllm test-llamacpp docs check types check-js vendor examples figures report-pictures longbench tables scores bytes questions paper needle models second-model studies bench gpu install develop clean
+.PHONY: demo test test-slow families sizes snapshots pins mutants attack chaos test-ray test-browser test-kvpress test-oldest test-newest test-quantised test-vllm test-llamacpp docs check types check-js vendor examples figures report-pictures longbench tables scores bytes questions paper needle models second-model studies bench gpu install develop clean
 
 install: $(VENV)/.installed
 develop: $(VENV)/.developing
@@ -83,6 +83,10 @@ pins: develop
 mutants: develop
 	$(PY) -m pip install -q "pytest-cov>=5"
 	$(PY) -m tests.mutants $(if $(SUITE),--suite $(SUITE))
+
+# docs/reference/models.md: of every family of transformers what the proof finds.
+families: develop
+	$(PY) -W ignore docs/scripts/models_page.py
 
 # The table of CONTRIBUTING: statements and lines of tests by feature.
 sizes:

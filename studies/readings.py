@@ -115,7 +115,7 @@ def spread_table(trace: pk.Trace, data_dir: Path) -> Table:
     )  # fmt: skip
     for prompt in prompts:
         seen = prefill(model, prompt, run, pk.Resources()).statistics
-        for name, layers in (("ν", seen.norms), ("window attention", seen.scored[voting])):
+        for name, layers in (("ν", next(iter(seen.norms.values()))), ("window attention", seen.scored[voting])):
             per_head = [layer[:, SINKS:].std(dim=1) / layer[:, SINKS:].mean(dim=1) for layer in layers]
             found[name].append(float(np.median(np.concatenate(per_head))))
     rows = [[name, f"{min(values):.2f} to {max(values):.2f}"] for name, values in found.items()]

@@ -142,7 +142,6 @@ class _Call:
     mask: Tensor | None
     options: dict[str, Any]
     error: float
-    given: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -158,10 +157,20 @@ class _Masks:
         self.rules.append((made, kwargs["mask_function"]))
         return made
 
-    def rule(self, mask: Tensor | None) -> Callable[..., Any] | None:
-        """Return the rule of a mask that attention got; None for a mask that was made or changed elsewhere."""
-        rules = (rule for made, rule in self.rules if mask is not None and made.data_ptr() == mask.data_ptr())
-        return next(rules, None)
+    def rule(self, mask: Tensor | None, window: int | None) -> Callable[..., Any] | None:
+        """Return the rule of a mask that attention got; None for a mask that was made or changed elsewhere.
+
+        A layer on another device gets a copy, which is known by its numbers, and by the `window` of the layer's cache.
+        """
+        if mask is None:
+            return None
+        own = [rule for made, rule in self.rules if made.data_ptr() == mask.data_ptr()]
+        moved = (
+            rule
+            for made, rule in self.rules
+            if made.device != mask.device and made.shape == mask.shape and torch.equal(made.to(mask.device), mask)
+        )
+        return own[0] if own else next((rule for rule in moved if (mask_kind(rule) or ("", -1))[1] == window), None)
 
 
 _FAILURES = (ModelError, RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError)
@@ -295,9 +304,8 @@ def _record(module: nn.Module, args: Any, kwargs: Any, found: Tensor) -> _Call:
     seen = visible(mask, query, key)
     expected = recompute(query, key, value, seen, scale, options.get("softcap"), options.get("s_aux"))
     error = (found.double() - expected).abs().amax() / expected.abs().amax().clamp(min=1e-30)
-    named = frozenset(options)
     options["scaling"] = float(scale)
-    return _Call(module, query, key, value, mask, options, float(error), named)
+    return _Call(module, query, key, value, mask, options, float(error))
 
 
 def visible(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
@@ -390,12 +398,11 @@ def _check_no_attention(layer: nn.Module, index: int, kinds: Collection[type], c
 
 def _read_layer(index: int, call: _Call, masks: _Masks, cache: Cache, attention: str) -> LayerFacts:
     """Return a layer's facts without its projection's. Raises Refused."""
-    if "scaling" not in call.given:
-        raise Refused("keywords", "gives its attention no 'scaling', which is asked for while it decodes", index)
     unknown = sorted(call.options.keys() - _HARMLESS - _READ)
     if unknown:
         raise Refused("keywords", f"gives its attention '{unknown[0]}', which is not known here", index)
-    kind, window = _read_mask(index, call, masks)
+    size = getattr(cache.layers[index], "sliding_window", None) if index < len(cache.layers) else None
+    kind, window = _read_mask(index, call, masks, size)
     if call.options.get("dropout"):
         raise Refused("output", "drops out attention weights", index)
     if math.isnan(call.error):
@@ -403,7 +410,6 @@ def _read_layer(index: int, call: _Call, masks: _Masks, cache: Cache, attention:
     if not call.error <= _ERRORS[call.query.dtype]:
         raise Refused("output", f"has an attention that is no softmax of its logits (off by {call.error:.1g})", index)
     _check_entries(index, call, cache)
-    size = getattr(cache.layers[index], "sliding_window", None)
     if window is not None and size != window:
         raise Refused("cache", f"sees {window or 'all'} entries, and its cache is one of {size or 'all'}", index)
     heads, kv_heads = call.query.shape[1], call.key.shape[1]
@@ -442,9 +448,12 @@ def _sink_parameter(index: int, call: _Call) -> str:
     raise Refused("keywords", "has sinks that are no parameter of its attention, one per head", index)
 
 
-def _read_mask(index: int, call: _Call, masks: _Masks) -> tuple[str, int | None]:
-    """Return the kind of a layer's mask and its window. Raises Refused for a mask that is not one of positions."""
-    rule = masks.rule(call.mask)
+def _read_mask(index: int, call: _Call, masks: _Masks, cached_window: int | None) -> tuple[str, int | None]:
+    """Return the kind of a layer's mask and its window. Raises Refused for a mask that is not one of positions.
+
+    `cached_window` is that of the layer's cache, None where it holds all entries.
+    """
+    rule = masks.rule(call.mask, cached_window)
     if rule is None:
         raise Refused("mask", "has a mask that transformers did not make from positions", index)
     numbers = call.mask if call.mask is not None and call.mask.dtype != torch.bool else None
@@ -787,8 +796,8 @@ class _NaiveAttention:
         seen = visible(mask, query, key).expand(*query.shape[:2], -1, -1).clone()
         if index in self.kept:
             seen[:, :, -1] &= self.kept[index][:, -key.shape[2] :]
-        cap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
-        found = recompute(query, key, value.nan_to_num(), seen, kwargs["scaling"], cap, sinks)
+        scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
+        found = recompute(query, key, value.nan_to_num(), seen, scale, kwargs.get("softcap"), kwargs.get("s_aux"))
         return found.to(query.dtype).contiguous(), None
 
     def _newest_sees(self, index: int, entries: int) -> Tensor:
@@ -891,7 +900,7 @@ class _Rotated:
         size = 2 * pairs
         for vectors in self.vectors:
             one, other = vectors[..., :size].double().chunk(2, dim=-1)
-            cos, sin = cosine[..., :pairs], sine[..., :pairs]
+            cos, sin = (part[..., :pairs].to(vectors.device) for part in (cosine, sine))
             yield torch.cat([one * cos + other * sin, other * cos - one * sin, vectors[..., size:].double()], dim=-1)
 
 

@@ -12,6 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -24,6 +25,8 @@ import perturbkv as pk
 from perturbkv.cache import ragged
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
+from perturbkv.models import adapter as adapters
+from perturbkv.models import proof
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.loading import ByteTokenizer
 from perturbkv.pipeline.sample import capture, one_sample
@@ -34,6 +37,7 @@ from perturbkv.selection.resolved_config import ResolvedRun
 from tests.rehearsal import pretend_gpu
 from tests.rehearsal.models import ONE, move_layers, rehearsal
 from tests.rehearsal.pretend_gpu import PretendTensor, Rehearsal
+from tests.support.models import tiny_adapter
 from tests.support.resolved import resolved_run
 
 _META = torch.device("meta")
@@ -156,10 +160,23 @@ def counting_gpu() -> Iterator[Counting]:
         yield counting  # type: ignore[misc]
 
 
+def _facts_on_paper(config: Any) -> proof.Facts:
+    """What the proof finds of a tiny llama, with the sizes of a model without numbers."""
+    found = tiny_adapter("llama").facts
+    heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    layer = replace(found.layers[0], heads=heads, kv_heads=kv_heads, d_key=size, d_value=size, scale=size**-0.5)
+    return replace(found, layers=(layer,) * config.num_hidden_layers)
+
+
 def on_paper(model: nn.Module, tokens: int, configs: Iterable[EvictionConfig], **fields: Any) -> Counting:
     """What a sample of `tokens` tokens takes of a GPU with a model that lies on torch's device `meta`."""
     run = resolved_run(configs, **fields)
-    with _paper_gpu(run, tokens) as counting:
+    facts = _facts_on_paper(model.config)
+    with (
+        _paper_gpu(run, tokens) as counting,
+        mock.patch.object(proof, "prove", lambda model: facts),
+        mock.patch.object(adapters, "check_twin", lambda model: None),
+    ):
         move_layers(model, ONE)
         adapter = Adapter(model, ByteTokenizer(), "paper", "test", True)
         one_sample.trace_sample(adapter, pk.Prompt("p", (5,) * tokens, 0), run, Resources())
