@@ -96,11 +96,6 @@ class Adapter:
         """The decoder without the output layer: the module of the layers, which every forward pass calls."""
         return cast("nn.Module", self.model.get_submodule(self.facts.path.rpartition(".")[0]))
 
-    @property
-    def output_layer(self) -> nn.Module:
-        """The layer that makes logits of hidden states."""
-        return cast("nn.Module", self.model.get_output_embeddings())
-
     @cached_property
     def every_layer(self) -> Sequence[Any]:
         """All decoder layers, including those that are not measured."""

@@ -11,7 +11,6 @@ layer and the check. No name of a model decides anything.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -165,12 +164,14 @@ class _Masks:
         if mask is None:
             return None
         own = [rule for made, rule in self.rules if made.data_ptr() == mask.data_ptr()]
+        if len(own) == 1:
+            return own[0]
         moved = (
             rule
             for made, rule in self.rules
             if made.device != mask.device and made.shape == mask.shape and torch.equal(made.to(mask.device), mask)
         )
-        return own[0] if own else next((rule for rule in moved if (mask_kind(rule) or ("", -1))[1] == window), None)
+        return next((rule for rule in (*own, *moved) if (mask_kind(rule) or ("", -1))[1] == window), None)
 
 
 _FAILURES = (ModelError, RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError)
@@ -266,15 +267,8 @@ def _observe(model: Any, ids: Tensor) -> tuple[list[_Call], _Masks, Cache]:
         calls.append(_record(module, args, kwargs, found[0]))
         return found
 
-    received = list[Any]()
-    hook = model.get_output_embeddings().register_forward_pre_hook(lambda module, args: received.append(args))
-    try:
-        with intercept(kernel, list(model.modules()), attend), intercept_masks(kernel, masks):
-            forward(model, ids, cache, logits_to_keep=1)
-    finally:
-        hook.remove()
-    if len(received) != 1:
-        raise Refused("run", f"calls its output layer {len(received)} times in a forward pass")
+    with intercept(kernel, list(model.modules()), attend), intercept_masks(kernel, masks):
+        forward(model, ids, cache, logits_to_keep=1)
     return calls, masks, cache
 
 
@@ -528,9 +522,9 @@ def _find_projections(model: Any, ids: Tensor, attentions: Mapping[int, nn.Modul
         output = drawn[id(module)]
         return gates.beside_ones(output) if id(module) in with_gate else output, weights
 
-    cache = DynamicCache(config=model.config)
-    forward(model, torch.cat([probe_text(model, seed) for seed in range(1, 5)]), cache)
-    other = copy.deepcopy(cache)
+    cache, other = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    for each in (cache, other):
+        forward(model, torch.cat([probe_text(model, seed) for seed in range(1, 5)]), each)
     with ExitStack() as stack:
         for receiver in receivers.values():
             stack.enter_context(receiver)

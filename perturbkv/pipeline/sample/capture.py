@@ -35,7 +35,7 @@ class Observer:
             d_value), after RoPE.
         head_output: input of the output projection (batch, query, head · d_value), before it mixes the heads.
         hidden: residual stream after the decoder layer (batch, query, d_model).
-        final: hidden state after the final norm, which the output layer receives (batch, query, d_model).
+        final: hidden state after the final norm (batch, query, d_model).
         attention_input: input of the attention module, after its norm (batch, query, d_model).
         gate: γ of a layer with a gate (batch, query, head · d_value), after `attention` and before `head_output`.
     """
@@ -142,7 +142,7 @@ def _register_hooks(adapter: Adapter, observer: Observer) -> Iterator[RemovableH
             yield layer.register_forward_hook(_hidden_hook(index, observer.hidden))
     if observer.final is not None:
         callback = observer.final
-        yield adapter.output_layer.register_forward_pre_hook(lambda module, args: callback(args[0]))
+        yield adapter.base.register_forward_hook(lambda module, args, output: callback(output[0]))
 
 
 def _gate_hook(index: int, callback: Callable[[int, Tensor], None]) -> Callable[..., Any]:
