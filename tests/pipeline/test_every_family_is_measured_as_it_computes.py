@@ -361,7 +361,9 @@ def check_norms(adapter: Adapter, layer: int, step: Step) -> None:
     """ν of every entry as selections have it, with the window's mean |γ|."""
     size = step.gates[N - LAST : N].abs().mean(dim=0).unsqueeze(-1)
     norms = torch.einsum("hev,hvd->hed", step.values[:, :N], size * step.slices).abs().sum(dim=-1)
-    found = prefill(adapter, PROMPT, CONFIGS, Resources(), "s").statistics.norms[LAST if adapter.has_gates else 0][layer]
+    found = prefill(adapter, PROMPT, CONFIGS, Resources(), "s").statistics.norms[LAST if adapter.has_gates else 0][
+        layer
+    ]
     torch.testing.assert_close(found.double(), norms, rtol=1e-4, atol=0)
 
 
