@@ -255,7 +255,7 @@ class CompactCache(Cache):  # type: ignore[misc]
     """A cache of the kept entries only, one configuration per row of the batch, for use in `capture.decode_from`.
 
     Args:
-        layers: the model's layers, of which `CompactLayer`s alone are evicted; transformers' own where nothing is held.
+        layers: the model's layers; only a `CompactLayer` is evicted, transformers' own stand where nothing is held.
     """
 
     def __init__(self, layers: Sequence[Any]) -> None:

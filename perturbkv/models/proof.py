@@ -54,7 +54,8 @@ class Refused(Exception):
 
     def __init__(self, check: str, seen: str, layer: int | None = None) -> None:
         super().__init__(seen)
-        self.check, self.layer = check, layer
+        self.check: str = check
+        self.layer: int | None = layer
 
     def message(self, name: str) -> str:
         """Return what was seen of the model `name`, in one line."""
