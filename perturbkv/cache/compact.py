@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -224,7 +224,13 @@ def _copy_tail(tail: Tensor, begin: int, end: int) -> Tensor:
     return fresh
 
 
-class RecurrentCompactLayer(Recurrence, CompactLayer, recurrent_states.ATTENTION_LAYER or object):  # type: ignore[misc]
+if TYPE_CHECKING:
+    _AttentionLayer = object
+else:
+    _AttentionLayer = recurrent_states.ATTENTION_LAYER or object  # older transformers have none
+
+
+class RecurrentCompactLayer(Recurrence, CompactLayer, _AttentionLayer):
     """A `CompactLayer` of a decoder layer that has a recurrent state beside its attention.
 
     Args:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,7 +15,10 @@ from perturbkv.models import states
 
 _OF_ATTENTION = frozenset({"keys", "values", "is_initialized"})
 """Attributes of a cache layer that are of its keys and values, and not of its recurrent state."""
-_Layer: Any = states.LAYER or object
+if TYPE_CHECKING:
+    _Layer = object
+else:
+    _Layer = states.LAYER or object  # older transformers have none
 
 
 class RecurrentState:
@@ -72,7 +75,7 @@ class Recurrence:
         states.LAYER.reorder_cache(self, torch.tensor(rows))
 
 
-class RecurrentLayer(Recurrence, _Layer):  # type: ignore[misc]
+class RecurrentLayer(Recurrence, _Layer):
     """A layer of a `CompactCache` that has a recurrent state, and no entries.
 
     Args:
