@@ -194,7 +194,7 @@ def wide_adapter(d_value: int = 5, **more: Any) -> Adapter:
 def _wide_attention(attention: Any, hidden_states: torch.Tensor, position_embeddings: Any, **more: Any) -> Any:
     """Llama's own, but that each projection is divided among its heads."""
     module, heads = sys.modules[type(attention).__module__], attention.config.num_key_value_heads
-    cache, mask = more.pop("past_key_values", None), more.pop("attention_mask", None)
+    cache, mask = more.pop("past_key_values", more.pop("cache", None)), more.pop("attention_mask", None)
     numbers = (heads * attention.num_key_value_groups, heads, heads)
     query, key, value = (
         projection(hidden_states).unflatten(-1, (count, -1)).transpose(1, 2)
