@@ -279,7 +279,7 @@ class CompactCache(Cache):  # type: ignore[misc]
 
     @property
     def prompt_states(self) -> PromptStates:
-        """What eviction left as it was after the prompt."""
+        """Windows and recurrent states of the prompt, which no eviction changes."""
         sliding = {index: layer.window for index, layer in enumerate(self.layers) if isinstance(layer, SlidingLayer)}
         recurrent = {
             index: layer.marks[0][0] for index, layer in enumerate(self.layers) if isinstance(layer, Recurrence)

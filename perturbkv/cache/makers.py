@@ -90,7 +90,7 @@ class PrefilledLayer(Protocol):
 
     @property
     def softmax(self) -> theory.Softmax:
-        """How logits become attention weights."""
+        """The layer's softmax, by which logits become attention weights."""
 
     def mean_query(self, window: int) -> Float[Tensor, "head d_key"]:
         """Return the mean of the last `window` queries, which corrected configurations ask a prefill for."""

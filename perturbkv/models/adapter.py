@@ -80,7 +80,7 @@ class Adapter:
 
     @cached_property
     def facts(self) -> Facts:
-        """What its attention is, found by running it. Raises ModelError where it is not what the formulas are of."""
+        """The facts of its attention, found by running it. Raises ModelError where the formulas are not of it."""
         try:
             return proof.prove(self.model)
         except proof.Refused as refusal:

@@ -103,7 +103,7 @@ class LayerFacts:
 
     @property
     def attends(self) -> bool:
-        """Whether the layer has attention."""
+        """True if the layer has attention."""
         return self.kind not in (RECURRENT, MEMORYLESS)
 
 

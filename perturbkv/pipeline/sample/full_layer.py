@@ -85,7 +85,7 @@ class FullLayer:
 
     @property
     def softmax(self) -> theory.Softmax:
-        """How logits become attention weights."""
+        """The layer's softmax, by which logits become attention weights."""
         return self.adapter.softmax(self.index)
 
     def weights(self, step: StepRecord) -> tuple[Float[Tensor, "head key"], Float[Tensor, " head"]]:
