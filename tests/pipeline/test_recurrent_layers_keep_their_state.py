@@ -13,8 +13,7 @@ from transformers import DynamicCache
 
 from perturbkv.analyses.budget.safe_budget import CacheSize, cache_size
 from perturbkv.analyses.measurements import Measurements
-from perturbkv.cache.compact import CompactCache, CompactLayer, full_cache, join_layers, prompt_states
-from perturbkv.cache.entries import borrow
+from perturbkv.cache.compact import CompactCache
 from perturbkv.configs import cache_contents, layer_types
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
@@ -30,14 +29,13 @@ from perturbkv.pipeline.variants import presses
 from perturbkv.selection.grid import configuration
 from perturbkv.selection.resolved_config import resolve
 from perturbkv.trace import Trace
-from tests.support.caches import gather
+from tests.support.caches import Positions, compact, kept_positions
 from tests.support.hybrids import HYBRIDS, MEASURED, STATES, hybrid_adapter
 from tests.support.models import MIXED, tiny_adapter, token_ids
 from tests.support.resolved import answer, prefill, trace_sample
 
 pytestmark = pytest.mark.skipif(recurrent.LAYER is None, reason="no states in caches")
 N, KV, HEADS = 40, 2, 4
-Positions = list[torch.Tensor]
 
 
 def read(adapter: Adapter) -> DynamicCache:
@@ -45,23 +43,6 @@ def read(adapter: Adapter) -> DynamicCache:
     with torch.inference_mode():
         adapter.model(input_ids=torch.tensor([token_ids(N)]), past_key_values=cache)
     return cache
-
-
-def kept_positions(counts: Sequence[int], seed: int) -> Positions:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randperm(N, generator=generator)[:count].sort().values for count in counts]
-
-
-def compact(adapter: Adapter, positions: Sequence[Sequence[Positions | None]]) -> CompactCache:
-    """positions[measured layer][row][kept set]; None keeps everything."""
-    cache, layers = full_cache(adapter), []
-    with torch.inference_mode():
-        adapter.model(input_ids=torch.tensor([token_ids(N)]), past_key_values=cache)
-    for place, rows in enumerate(positions):
-        keys, values = adapter.cache_layer(cache, place).keys[0], adapter.cache_layer(cache, place).values[0]
-        entries = [borrow(keys, values) if row is None else gather(keys, values, row) for row in rows]
-        layers.append(CompactLayer(entries, adapter.heads, N))
-    return CompactCache(join_layers(adapter, layers, prompt_states(adapter, cache)))
 
 
 def decode(adapter: Adapter, cache: CompactCache, parts: Sequence[torch.Tensor]) -> torch.Tensor:

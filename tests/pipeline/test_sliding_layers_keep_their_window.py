@@ -9,8 +9,7 @@ import torch
 
 from perturbkv.auditing import loss
 from perturbkv.cache import ragged
-from perturbkv.cache.compact import CompactCache, CompactLayer, full_cache, join_layers, prompt_states
-from perturbkv.cache.entries import borrow
+from perturbkv.cache.compact import CompactCache, full_cache
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources, Shape
@@ -21,13 +20,12 @@ from perturbkv.pipeline.sample.capture import decode_from, intercept_attention
 from perturbkv.pipeline.variants import presses
 from perturbkv.selection.grid import configuration
 from perturbkv.selection.resolved_config import resolve
-from tests.support.caches import gather
+from tests.support.caches import Positions, compact, kept_positions
 from tests.support.models import MIXED, WINDOW, tiny_adapter, token_ids
 from tests.support.resolved import answer, prefill
 from tests.support.varlen import varlen
 
 N, STEPS = 40, 32
-Positions = list[torch.Tensor]
 EVEN = {"query": (9, 9, 9, 9), "kv": (9, 9)}
 UNEVEN = {"query": (25, 3, 11, 18), "kv": (25, 3)}
 
@@ -37,21 +35,6 @@ def read(adapter: Adapter) -> torch.Tensor:
     with torch.inference_mode():
         adapter.model(input_ids=torch.tensor([token_ids(N)]), past_key_values=cache)
     return cache
-
-
-def kept_positions(counts: Sequence[int], seed: int) -> Positions:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randperm(N, generator=generator)[:count].sort().values for count in counts]
-
-
-def compact(adapter: Adapter, positions: Sequence[Sequence[Positions | None]]) -> CompactCache:
-    """positions[measured layer][row][kept set]; None keeps everything."""
-    cache, layers = read(adapter), []
-    for place, rows in enumerate(positions):
-        keys, values = adapter.cache_layer(cache, place).keys[0], adapter.cache_layer(cache, place).values[0]
-        entries = [borrow(keys, values) if row is None else gather(keys, values, row) for row in rows]
-        layers.append(CompactLayer(entries, adapter.heads, N))
-    return CompactCache(join_layers(adapter, layers, prompt_states(adapter, cache)))
 
 
 def decode(adapter: Adapter, cache: CompactCache, chunks: Sequence[Sequence[int]], rows: int) -> torch.Tensor:
