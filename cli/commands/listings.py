@@ -75,7 +75,7 @@ def _show_finding(name: str, as_json: bool) -> None:
     """Say what the proof finds of a model: of a tiny one with its configuration, as its weights are not read."""
     from perturbkv.configs.layer_types import format_measured
     from perturbkv.models.loading import read_config
-    from perturbkv.models.proven_twin import describe
+    from perturbkv.models.proof.proven_twin import describe
 
     config = read_config(name)
     found, family = describe(config), config.model_type

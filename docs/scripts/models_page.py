@@ -15,7 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from perturbkv.errors import ModelError
-from perturbkv.models.proven_twin import Finding, describe
+from perturbkv.models.proof.proven_twin import Finding, describe
 
 PAGE = Path(__file__).resolve().parents[1] / "reference" / "models.md"
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}

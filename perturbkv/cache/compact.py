@@ -26,9 +26,9 @@ from perturbkv.cache.stand_in import StandIn, merge_stand_ins
 from perturbkv.configs.resources import SLACK
 from perturbkv.devices import to_device
 from perturbkv.errors import ConfigError
-from perturbkv.models import states as recurrent_states
+from perturbkv.models import recurrent_states
 from perturbkv.models.adapter import Adapter
-from perturbkv.models.proof import CHUNKED
+from perturbkv.models.attention_facts import CHUNKED
 from perturbkv.theory import Softmax
 
 _NO_STAND_INS: Mapping[int, StandIn] = MappingProxyType({})

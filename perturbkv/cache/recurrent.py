@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from perturbkv.models import states
+from perturbkv.models import recurrent_states
 
 _OF_ATTENTION = frozenset({"keys", "values", "is_initialized"})
 """Attributes of a cache layer that are of its keys and values, and not of its recurrent state."""
 if TYPE_CHECKING:
     _Layer = object
 else:
-    _Layer = states.LAYER or object  # older transformers have none
+    _Layer = recurrent_states.LAYER or object  # older transformers have none
 
 
 class RecurrentState:
@@ -42,7 +42,7 @@ class RecurrentState:
         """Set the state of a cache layer's rows to copies of these rows of this state."""
         for name, held in self._attributes.items():
             setattr(layer, name, dict(held) if isinstance(held, dict) else held)
-        states.LAYER.reorder_cache(layer, torch.tensor(rows))  # which replaces the tensors
+        recurrent_states.LAYER.reorder_cache(layer, torch.tensor(rows))  # which replaces the tensors
 
 
 class Recurrence:
@@ -72,7 +72,7 @@ class Recurrence:
     def keep_state_rows(self, rows: Sequence[int]) -> None:
         """Restrict the state to the given rows, in the given order."""
         self.marks = {after: (state, [held[row] for row in rows]) for after, (state, held) in self.marks.items()}
-        states.LAYER.reorder_cache(self, torch.tensor(rows))
+        recurrent_states.LAYER.reorder_cache(self, torch.tensor(rows))
 
 
 class RecurrentLayer(Recurrence, _Layer):

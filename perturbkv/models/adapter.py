@@ -18,9 +18,10 @@ from perturbkv.configs.layer_types import format_layers, measured_layers, slidin
 from perturbkv.configs.resources import Shape
 from perturbkv.devices import dtype_name
 from perturbkv.errors import ModelError
-from perturbkv.models import projection, proof
-from perturbkv.models.proof import Facts, LayerFacts
-from perturbkv.models.proven_twin import check_twin
+from perturbkv.models import attention_facts, projection, proof
+from perturbkv.models.attention_facts import Facts, LayerFacts, RefusedError
+from perturbkv.models.interface import text_config
+from perturbkv.models.proof.proven_twin import check_twin
 from perturbkv.models.stored_weights import WeightStorage
 from perturbkv.theory import Softmax
 
@@ -65,7 +66,7 @@ class Adapter:
             )
         try:
             check_twin(self.model)
-        except proof.Refused as refusal:
+        except RefusedError as refusal:
             raise ModelError(refusal.message(self.name)) from refusal
 
     def __repr__(self) -> str:
@@ -83,13 +84,13 @@ class Adapter:
         """The facts of its attention, found by running it. Raises ModelError where the formulas are not of it."""
         try:
             return proof.prove(self.model)
-        except proof.Refused as refusal:
+        except RefusedError as refusal:
             raise ModelError(refusal.message(self.name)) from refusal
 
     @property
     def config(self) -> Any:
         """Transformers' configuration of the model's decoder."""
-        return proof.text_config(self.model)
+        return text_config(self.model)
 
     @property
     def base(self) -> nn.Module:
@@ -113,7 +114,7 @@ class Adapter:
     @cached_property
     def layer_indices(self) -> tuple[int, ...]:
         """The measured layers' indices among all layers; a trace's `layer` axis has measured layers only."""
-        return proof.measured_layers(self.facts.layers)
+        return attention_facts.measured_layers(self.facts.layers)
 
     @property
     def is_mixed(self) -> bool:

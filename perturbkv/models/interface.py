@@ -104,3 +104,13 @@ def _registered(functions: MutableMapping[str, Any], name: str, function: Callab
         del functions[name]
         if before is not None and functions.get(name) is not before:
             functions[name] = before
+
+
+def text_config(model: Any) -> Any:
+    """Return the configuration of a model's decoder, which is a part of that of a model that reads images too."""
+    return model.config.get_text_config(decoder=True)
+
+
+def implementation(model: Any) -> str:
+    """Return the name of the attention implementation that a model's text part is run with."""
+    return str(text_config(model)._attn_implementation)

@@ -302,7 +302,11 @@ def test_only_capture_and_the_proof_register_hooks_and_an_audit_puts_attention_b
     def found(word: str) -> list[str]:
         return [name for name, source in modules().items() if word in source]
 
-    assert found("register_forward") == ["perturbkv.models.proof", "perturbkv.pipeline.sample.capture"]
+    assert found("register_forward") == [
+        "perturbkv.models.proof.projections",
+        "perturbkv.models.proof.rotary",
+        "perturbkv.pipeline.sample.capture",
+    ]
     assert found("ALL_ATTENTION_FUNCTIONS") == ["perturbkv.auditing.model_state", "perturbkv.models.interface"]
 
 

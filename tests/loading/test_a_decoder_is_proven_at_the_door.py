@@ -15,9 +15,10 @@ from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotar
 
 from perturbkv.configs import layer_types
 from perturbkv.errors import ModelError
-from perturbkv.models import proof, states
+from perturbkv.models import recurrent_states
 from perturbkv.models.aliases import ALIASES
 from perturbkv.models.loading import ByteTokenizer, open_model
+from perturbkv.models.proof.masks import mask_kind
 from perturbkv.models.sanity import check_config
 from perturbkv.models.user_model import adapt
 from perturbkv.pipeline.sample.capture import Observer, capture
@@ -341,7 +342,7 @@ def test_keys_that_are_not_rotated_by_halves_have_no_rotary_module(family: str) 
     ],
 )
 def test_the_kind_of_a_mask_is_told_by_its_rule_far_beyond_the_probe(rule: Any, kind: Any) -> None:
-    assert proof.mask_kind(rule) == kind
+    assert mask_kind(rule) == kind
 
 
 @pytest.mark.parametrize("kind", ["LlamaModel", "LlamaForTokenClassification", "LlamaForQuestionAnswering"])
@@ -432,8 +433,8 @@ def test_what_looks_like_attention_beside_a_state_is_refused_where_it_fills_the_
 
 
 def test_an_older_transformers_is_named_where_a_recurrent_model_needs_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert states.version_note() == ""
-    monkeypatch.setattr(states, "LEAST", "9.1")
+    assert recurrent_states.version_note() == ""
+    monkeypatch.setattr(recurrent_states, "LEAST", "9.1")
     assert "(models with recurrent layers need transformers 9.1 or newer" in refusal(
         hybrid_model("minimax", num_local_experts=4)
     )

@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from perturbkv.errors import ModelError
-from perturbkv.models.twin import make_twin, twin_config
+from perturbkv.models.proof.twin import make_twin, twin_config
 
 FAMILIES = (
     "llama", "mixtral", "gemma2", "gemma3_text", "gemma3n_text", "gpt_oss", "llama4_text", "deepseek_v3", "qwen3_next",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import transformers
 
-from perturbkv.models.proven_twin import describe
+from perturbkv.models.proof.proven_twin import describe
 
 SCRIPT = Path(__file__).resolve().parents[2] / "docs" / "scripts" / "models_page.py"
 WRONGLY_ACCEPTED_BY_A_SKETCH = (

@@ -30,12 +30,12 @@ from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ModelError
 from perturbkv.models import adapter as adapters
 from perturbkv.models.adapter import Adapter
+from perturbkv.models.attention_facts import FULL, RefusedError
 from perturbkv.models.forward import run_with_cache
 from perturbkv.models.loading import ByteTokenizer
-from perturbkv.models.proof import FULL, Refused
-from perturbkv.models.proven_twin import try_twin
+from perturbkv.models.proof.proven_twin import try_twin
+from perturbkv.models.proof.twin import WINDOW, make_twin
 from perturbkv.models.sanity import check_config
-from perturbkv.models.twin import WINDOW, make_twin
 from perturbkv.pipeline.sample.capture import Observer, capture, decode_from, intercept_attention
 from perturbkv.selection.grid import configuration
 from tests.support.caches import gather
@@ -75,7 +75,7 @@ def proven(family: str) -> tuple[Any, Any, str] | None:
     kernel = "sdpa" if kind._supports_sdpa else "eager"  # as a model is loaded
     try:
         try_twin(config, kind, kernel)
-    except Refused:
+    except RefusedError:
         return None
     return config, kind, kernel
 

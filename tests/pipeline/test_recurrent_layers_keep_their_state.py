@@ -21,7 +21,7 @@ from perturbkv.configs.resources import Resources
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ConfigError, ModelError
-from perturbkv.models import states as recurrent
+from perturbkv.models import recurrent_states as recurrent
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample.capture import decode_from, intercept_attention
 from perturbkv.pipeline.sample.decoding import decode_full

@@ -26,7 +26,6 @@ from perturbkv.cache import ragged
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
 from perturbkv.models import adapter as adapters
-from perturbkv.models import proof
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.loading import ByteTokenizer
 from perturbkv.pipeline.sample import capture, one_sample
@@ -160,7 +159,7 @@ def counting_gpu() -> Iterator[Counting]:
         yield counting  # type: ignore[misc]
 
 
-def _facts_on_paper(config: Any) -> proof.Facts:
+def _facts_on_paper(config: Any) -> Facts:
     """What the proof finds of a tiny llama, with the sizes of a model without numbers."""
     found = tiny_adapter("llama").facts
     heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim

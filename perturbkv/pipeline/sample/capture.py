@@ -21,8 +21,7 @@ from perturbkv.devices import stack_on_device
 from perturbkv.errors import ActivationError, ModelError
 from perturbkv.models import gates
 from perturbkv.models.adapter import Adapter
-from perturbkv.models.interface import AttentionFunction, intercept
-from perturbkv.models.proof import implementation
+from perturbkv.models.interface import AttentionFunction, implementation, intercept
 from perturbkv.theory import Softmax
 
 

@@ -33,7 +33,7 @@ from perturbkv.datasets.encode import Prompt
 from perturbkv.devices import full_precision, stack_on_device
 from perturbkv.errors import ActivationError
 from perturbkv.models.adapter import Adapter
-from perturbkv.models.proof import LOGIT_ERRORS
+from perturbkv.models.proof.calls import LOGIT_ERRORS
 from perturbkv.pipeline.answers.generation import generate
 from perturbkv.pipeline.answers.recompression import EvictedPrompt
 from perturbkv.pipeline.progress import phase

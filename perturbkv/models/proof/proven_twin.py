@@ -18,33 +18,34 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from perturbkv.errors import ModelError
-from perturbkv.models import forward, gates, interface, projection, proof, states, twin, user_cache
-from perturbkv.models.interface import PLAIN_KERNELS, default_implementation
-from perturbkv.models.proof import Facts, LayerFacts, Refused
+from perturbkv.models import proof, user_cache
+from perturbkv.models.attention_facts import Facts, LayerFacts, RefusedError
+from perturbkv.models.interface import PLAIN_KERNELS, default_implementation, implementation
+from perturbkv.models.proof import twin
 from perturbkv.models.sanity import check_class
 
-_PROVEN: dict[tuple[type, str, str], Refused | None] = {}
+_PROVEN: dict[tuple[type, str, str], RefusedError | None] = {}
 """What this process has tried, by class, attention implementation and configuration -> its refusal."""
-_CODE = (forward, gates, interface, projection, proof, states, twin)
-"""Modules on which a verdict depends."""
+_CODE = Path(__file__).parents[1]
+"""The folder with all code on which a verdict depends."""
 
 
 def check_twin(model: Any) -> None:
-    """Raise Refused unless the twin of a model is proven, and decodes from an evicted cache as with a mask."""
+    """Raise RefusedError unless the twin of a model is proven, and decodes from an evicted cache as with a mask."""
     try:
         small = twin.twin_config(model.config).to_dict()
     except ModelError as error:
-        raise Refused("twin", f"cannot be tried when it is small ({error})") from error
+        raise RefusedError("twin", f"cannot be tried when it is small ({error})") from error
     told = {key: value for key, value in small.items() if not key.startswith(("_", "transformers_"))}
-    key = (type(model), proof.implementation(model), json.dumps(told, sort_keys=True, default=str))
+    key = (type(model), implementation(model), json.dumps(told, sort_keys=True, default=str))
     if key not in _PROVEN:
         _PROVEN[key] = _refusal(model, key)
     if refusal := _PROVEN[key]:
         layer = "" if refusal.layer is None else f"in its layer {refusal.layer} "
-        raise Refused(refusal.check, f"{layer}{refusal} (when it is small and all its parameters are drawn)")
+        raise RefusedError(refusal.check, f"{layer}{refusal} (when it is small and all its parameters are drawn)")
 
 
-def _refusal(model: Any, key: tuple[type, str, str]) -> Refused | None:
+def _refusal(model: Any, key: tuple[type, str, str]) -> RefusedError | None:
     """Return why a model's twin is refused; None where it is proven, which the user's cache remembers."""
     kind, kernel, fields = key
     try:
@@ -52,7 +53,7 @@ def _refusal(model: Any, key: tuple[type, str, str]) -> Refused | None:
             try_twin(model.config, kind, kernel)
         else:
             _remember(f"{kind.__module__}.{kind.__qualname__} {kernel} {fields}", model)
-    except Refused as refusal:
+    except RefusedError as refusal:
         return refusal
     return None
 
@@ -66,11 +67,11 @@ def _is_untouched(model: Any) -> bool:
 
 
 def _remember(text: str, model: Any) -> None:
-    """Try the twin of a model unless the user's cache says that it was proven. Raises Refused, which is not stored."""
-    code = "".join(Path(module.__file__ or "").read_text(encoding="utf-8") for module in _CODE)
+    """Try the twin of a model unless the user's cache says that it was proven. Raises RefusedError, never stored."""
+    code = "".join(path.read_text(encoding="utf-8") for path in sorted(_CODE.rglob("*.py")))
     versions = f"{transformers.__version__} {torch.__version__}"
     digest = hashlib.sha256("\n".join([text, versions, code]).encode()).hexdigest()[:16]
-    kind, kernel = type(model), proof.implementation(model)
+    kind, kernel = type(model), implementation(model)
 
     def prove(place: Path) -> None:
         try_twin(model.config, kind, kernel)
@@ -85,13 +86,13 @@ def _remember(text: str, model: Any) -> None:
 def try_twin(config: Any, kind: Any, kernel: str) -> Facts:
     """Return the facts of the twin of a configuration, a model of the class `kind` with an attention implementation.
 
-    Raises Refused.
+    Raises RefusedError.
     """
     try:
         plain = kernel if kernel in PLAIN_KERNELS else default_implementation(kind)
         made = twin.make_twin(config, kind=kind, kernel=plain)
     except ModelError as error:
-        raise Refused("twin", f"cannot be tried when it is small ({error})") from error
+        raise RefusedError("twin", f"cannot be tried when it is small ({error})") from error
     facts = proof.prove(made)
     proof.prove_evicted(made, facts)
     return facts
@@ -125,7 +126,7 @@ def describe(config: Any) -> Finding:
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     try:
         layers = try_twin(config, kind, default_implementation(kind)).layers
-    except Refused as refusal:
+    except RefusedError as refusal:
         return Finding(check=refusal.check, seen=str(refusal))
     return Finding(
         kinds=tuple(sorted({_kind(layer) for layer in layers})),

@@ -1,0 +1,92 @@
+"""What a decoder's attention is, found by running it.
+
+A short random text is read by the loaded model under hooks. Each layer must call transformers' attention interface
+once, with keywords that are known here; what the call returns must equal the softmax attention that METHOD's formulas
+are of; its mask must be one of positions alone; random tensors in the output's place must arrive unchanged at one
+linear map, or times a gate that depends neither on them nor on cached entries; nothing may be remembered outside the
+cache, and reading in two parts must equal reading at once. A layer without attention keeps a recurrent state in the
+cache, or nothing. What holds is a fact that the adapter reads; the first thing that does not is a `RefusedError`, with
+the layer and the check. No name of a model decides anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from perturbkv.errors import ModelError
+from perturbkv.models import recurrent_states
+from perturbkv.models.attention_facts import Facts, LayerFacts, RefusedError, measured_layers
+from perturbkv.models.interface import implementation, plain_kernel
+from perturbkv.models.proof.calls import observe, probe_text
+from perturbkv.models.proof.evicted import check_evicted
+from perturbkv.models.proof.layers import layer_stack, read_layer
+from perturbkv.models.proof.parts import check_reading
+from perturbkv.models.proof.projections import check_matrix, find_projections
+from perturbkv.models.proof.rotary import find_rotary
+
+_FAILURES = (ModelError, RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError)
+"""Exceptions of models that cannot read a text with a cache of transformers."""
+
+
+def prove(model: Any) -> Facts:
+    """Return the facts of a loaded causal language model in eval mode. Raises RefusedError."""
+    with _explain_failures(), plain_kernel(implementation(model)):
+        return _prove(model)
+
+
+def prove_evicted(model: Any, facts: Facts) -> None:
+    """Check that a small model decodes from an evicted cache as a forward pass in which the evicted are masked.
+
+    Each query head of a measured layer keeps other entries; what no head of a group keeps is NaN in the cache. Raises
+    RefusedError.
+    """
+    with _explain_failures():
+        check_evicted(model, facts)
+
+
+@contextmanager
+def _explain_failures() -> Iterator[None]:
+    """Turn what a model raises while it reads a short text into a RefusedError."""
+    try:
+        yield
+    except _FAILURES as error:
+        words = " ".join(str(error).split())[:200]
+        told = f"{type(error).__name__}: {words}"
+        raise RefusedError("run", f"cannot read a short text ({told}){recurrent_states.version_note()}") from error
+
+
+@torch.no_grad()
+def _prove(model: Any) -> Facts:
+    """Return the facts of a model. Raises RefusedError, and what the model raises while it reads."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise RefusedError("interface", "is an encoder with a decoder, whose cross-attention is not measured")
+    ids = probe_text(model)
+    calls, masks, cache = observe(model, ids)
+    path, attentions = layer_stack(model, calls, cache)
+    modules = {index: call.module for index, (_, call) in attentions.items()}
+    read = {index: read_layer(index, call, masks, cache, name) for index, (name, call) in attentions.items()}
+    receivers = find_projections(model, ids, modules)
+    layers = tuple(
+        replace(read[index], projection=receivers[index][0], has_gate=receivers[index][1])
+        if index in read
+        else LayerFacts.without_attention(recurrent_states.size(cached))
+        for index, cached in enumerate(cache.layers)
+    )
+    measured = measured_layers(layers)
+    _check_alike([layers[index] for index in measured])
+    check_reading(model, ids, layers, modules)
+    for index in measured:
+        check_matrix(modules[index], layers[index], index, model.dtype)
+    return Facts(path, layers, find_rotary(model, ids, [modules[index] for index in measured]))
+
+
+def _check_alike(layers: Sequence[LayerFacts]) -> None:
+    """Raise RefusedError unless the measured layers have the same heads, which a trace has one axis for."""
+    sizes = {(layer.heads, layer.kv_heads, layer.d_key, layer.d_value) for layer in layers}
+    if len(sizes) > 1:
+        raise RefusedError("heads", f"has measured layers of {len(sizes)} shapes, in heads or widths, and not of one")

@@ -1,0 +1,127 @@
+"""Whether decoding from an evicted cache equals a forward pass in which the evicted entries are masked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+from perturbkv.models.attention_facts import Facts, LayerFacts, RefusedError, measured_layers
+from perturbkv.models.interface import AttentionFunction, implementation, intercept
+from perturbkv.models.proof.calls import TOKENS, probe_text, read_tokens, recompute
+from perturbkv.models.proof.masks import pattern, visible
+
+
+@torch.no_grad()
+def check_evicted(model: Any, facts: Facts) -> None:
+    """Raise RefusedError unless decoding from an evicted cache equals a forward pass in which the evicted are masked.
+
+    As in the toolkit's own decoding, the cache gives a layer its new entries alone, and attention finds the others.
+    """
+    ids, layers = probe_text(model), model.get_submodule(facts.path)
+    attentions = {
+        index: layers[index].get_submodule(layer.attention) for index, layer in enumerate(facts.layers) if layer.attends
+    }
+    kept, generator = dict[int, Tensor](), torch.Generator().manual_seed(0)
+    for index in measured_layers(facts.layers):
+        kept[index] = torch.rand(facts.layers[index].heads, ids.shape[1], generator=generator).to(ids.device) < 0.4
+        kept[index][:, -1] = True
+    naive = _NaiveAttention(facts.layers, {id(module): index for index, module in attentions.items()}, kept)
+    with intercept(implementation(model), list(attentions.values()), naive):
+        expected = read_tokens(model, ids)[0, -1].double()
+    cache = DynamicCache(config=model.config)
+    read_tokens(model, ids[:, :-1], cache)
+    for index in attentions:
+        cached = cache.layers[index]
+        if index in kept:
+            _empty_evicted(cached, kept[index])
+        if type(cached) in (DynamicLayer, DynamicSlidingWindowLayer):
+            naive.entries[index] = cached.keys, cached.values
+            cache.layers[index] = _NewAlone(cached.get_seq_length())
+    with intercept(implementation(model), list(attentions.values()), naive):
+        found = read_tokens(model, ids[:, -1:], cache)[0, -1].double()
+    if not float((found - expected).norm()) <= 1e-3 * float((expected - expected.mean()).norm()):
+        raise RefusedError("evicted", "decodes from an evicted cache otherwise than with the evicted entries masked")
+
+
+@dataclass
+class _NaiveAttention:
+    """Attention whose last query sees what its heads keep: an attention replacement.
+
+    Attributes:
+        layers: facts of all layers.
+        indices: identity of an attention module -> its layer.
+        kept: layer -> which tokens of the text each head's last query sees (head, token).
+        entries: layer -> keys and values of the earlier tokens, where the cache gives the new ones alone.
+    """
+
+    layers: Sequence[LayerFacts]
+    indices: Mapping[int, int]
+    kept: Mapping[int, Tensor]
+    entries: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def __call__(self, stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return softmax attention over the entries that each query sees, and no weights."""
+        query, key, value, mask = args[:4]
+        index = self.indices[id(module)]
+        if index in self.entries:
+            key, value = (torch.cat(pair, dim=2) for pair in zip(self.entries[index], (key, value), strict=True))
+            mask = self._newest_sees(index, key.shape[2]).to(key.device)
+        seen = visible(mask, query, key).expand(*query.shape[:2], -1, -1).clone()
+        if index in self.kept:
+            seen[:, :, -1] &= self.kept[index][:, -key.shape[2] :]
+        scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
+        found = recompute(query, key, value.nan_to_num(), seen, scale, kwargs.get("softcap"), kwargs.get("s_aux"))
+        return found.to(query.dtype).contiguous(), None
+
+    def _newest_sees(self, index: int, entries: int) -> Tensor:
+        """Return which of the last `entries` tokens the newest one sees, by its layer's kind (1, entry)."""
+        layer, newest = self.layers[index], torch.tensor([[TOKENS - 1]])
+        return pattern(layer.kind, layer.window, newest, torch.arange(TOKENS - entries, TOKENS))
+
+
+class _NewAlone(CacheLayerMixin):  # type: ignore[misc]
+    """A cache layer as those of an evicted cache: its update gives the new tokens alone, and it shows no entries."""
+
+    is_sliding = False
+
+    def __init__(self, seen: int) -> None:
+        super().__init__()
+        self.seen, self.keys, self.values, self.is_initialized = seen, None, None, True
+
+    def lazy_initialization(self, *states: Tensor) -> None:
+        """Do nothing, as nothing is stored."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Return the new tokens' keys and values."""
+        self.seen += key_states.shape[2]
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        """Return the position of the next token."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        """Return (length, offset) of transformers' mask, which is not looked at."""
+        queries = len(query_length) if isinstance(query_length, Tensor) else query_length
+        return self.seen + queries, 0
+
+    def get_max_length(self) -> int:
+        """Return −1, as the length is unlimited."""
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+
+def _empty_evicted(cached: Any, kept: Tensor) -> None:
+    """Set to NaN the entries of a cache layer that no query head of a group keeps; `kept` is (head, token)."""
+    entries = cached.keys.shape[2]
+    held = kept.view(cached.keys.shape[1], -1, kept.shape[1]).any(dim=1)[:, -entries - 1 : -1]
+    for tensor in (cached.keys, cached.values):
+        tensor[0][~held] = math.nan

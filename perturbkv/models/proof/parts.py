@@ -1,0 +1,110 @@
+"""Whether reading a text in parts, beside others or after another equals reading it at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache
+
+from perturbkv.models import recurrent_states
+from perturbkv.models.attention_facts import LayerFacts, RefusedError
+from perturbkv.models.interface import AttentionFunction, implementation, intercept
+from perturbkv.models.proof.calls import ERRORS, LOGIT_ERRORS, Call, probe_text, read_tokens, record
+from perturbkv.models.proof.layers import HARMLESS, READ, check_entries, sink_parameter
+
+
+def check_reading(model: Any, ids: Tensor, layers: Sequence[LayerFacts], modules: Mapping[int, nn.Module]) -> None:
+    """Raise RefusedError unless reading in parts equals reading at once, also where another text is read in between.
+
+    What attention is given, and what the cache holds afterwards, must be the same too.
+    """
+    tail, full = min(4, ids.shape[1] - 1), DynamicCache(config=model.config)
+    whole = read_tokens(model, ids, full)[0, -tail:].double()
+    if not bool(whole.isfinite().all()):
+        return  # which every run says of its samples
+    bound = LOGIT_ERRORS[model.dtype] * float((whole - whole.mean()).norm())
+
+    def check(name: str, found: Tensor, seen: str) -> None:
+        off = float((found.double() - whole).norm()) / bound
+        if not off <= 1:
+            raise RefusedError(name, f"{seen} (logits off by {off:.1g} bounds){recurrent_states.version_note()}")
+
+    check("random", read_tokens(model, ids)[0, -tail:], "reads the same text otherwise a second time")
+    rows = torch.cat([ids, probe_text(model, seed=2), probe_text(model, seed=3)])
+    check("rows", read_tokens(model, rows)[0, -tail:], "reads a text otherwise beside others in a batch")
+    for name, between, seen in (
+        ("parts", False, "reads a text in two parts otherwise than at once"),
+        ("state", True, "remembers another text outside its cache"),
+    ):
+        cache = DynamicCache(config=model.config)
+        own = vars(cache).keys()
+        read_tokens(model, ids[:, :-tail], cache)
+        if between:
+            read_tokens(model, probe_text(model, seed=1), DynamicCache(config=model.config))
+        check(name, _read_on(model, ids[:, -tail:], cache, layers, modules), seen)
+        if more := sorted(vars(cache).keys() - own):
+            raise RefusedError("state", f"keeps '{more[0]}' on the cache beside its layers")
+        for index in modules:
+            _check_same_entries(index, cache.layers[index], full.layers[index], LOGIT_ERRORS[model.dtype])
+
+
+def _read_on(
+    model: Any, ids: Tensor, cache: Cache, layers: Sequence[LayerFacts], modules: Mapping[int, nn.Module]
+) -> Tensor:
+    """Return the logits of the next tokens of a text, the last two read one by one. Raises RefusedError.
+
+    Each attention must be what it was for the whole text, and read what its cache holds.
+    """
+    logits = []
+    for part in (ids[:, :-2], ids[:, -2:-1], ids[:, -1:]):
+        if part.shape[1] == 0:
+            continue
+        calls, found = _observe_part(model, part, cache, modules)
+        logits.append(found[0])
+        for index, call in calls:
+            check_entries(index, call, cache)
+            _check_decoding(index, call, layers[index])
+    return torch.cat(logits)
+
+
+def _observe_part(
+    model: Any, ids: Tensor, cache: Cache, modules: Mapping[int, nn.Module]
+) -> tuple[list[tuple[int, Call]], Tensor]:
+    """Read the next tokens of a text; return the attention calls with their layers' indices, and the logits."""
+    indices, calls = {id(module): index for index, module in modules.items()}, list[tuple[int, Call]]()
+
+    def attend(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        found = stock(module, *args, **kwargs)
+        calls.append((indices[id(module)], record(module, args, kwargs, found[0])))
+        return found
+
+    with intercept(implementation(model), list(modules.values()), attend):
+        logits = read_tokens(model, ids, cache)
+    if [index for index, _ in calls] != sorted(modules):
+        missing = sorted(modules.keys() - {index for index, _ in calls})
+        raise RefusedError("decoding", "does not call the attention interface while it decodes", *missing[:1])
+    return calls, logits
+
+
+def _check_decoding(index: int, call: Call, facts: LayerFacts) -> None:
+    """Raise RefusedError unless attention while decoding is what it was for the whole text."""
+    cap, sinks = call.options.get("softcap"), call.options.get("s_aux")
+    if call.options["scaling"] != facts.scale or (None if cap is None else float(cap)) != facts.cap:
+        raise RefusedError("decoding", "has another scale or cap while it decodes", index)
+    told = "" if sinks is None else sink_parameter(index, call)
+    if call.options.keys() - HARMLESS - READ or told != facts.sinks:
+        raise RefusedError("decoding", "gives its attention other keywords while it decodes", index)
+    if not call.error <= ERRORS[call.query.dtype]:
+        off = f"off by {call.error:.1g}"
+        raise RefusedError("decoding", f"has an attention that is no softmax while it decodes ({off})", index)
+
+
+def _check_same_entries(index: int, one: Any, other: Any, bound: float) -> None:
+    """Raise RefusedError unless a cache layer holds after reading in parts what it holds after reading at once."""
+    for what in ("keys", "values"):
+        found, expected = getattr(one, what).double(), getattr(other, what).double()
+        if found.shape != expected.shape or not (found - expected).norm() <= bound * expected.norm():
+            raise RefusedError("decoding", f"stores other {what} while it decodes", index)

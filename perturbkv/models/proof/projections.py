@@ -1,0 +1,153 @@
+"""Where the heads' outputs go: followed through the attention module by random numbers in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from perturbkv.models import gates, projection
+from perturbkv.models.attention_facts import LayerFacts, RefusedError
+from perturbkv.models.interface import AttentionFunction, implementation, intercept
+from perturbkv.models.proof.calls import ERRORS, probe_text, read_tokens
+
+
+def find_projections(model: Any, ids: Tensor, attentions: Mapping[int, nn.Module]) -> dict[int, tuple[str, bool]]:
+    """Return per layer the path, from its attention, of the map that receives the heads' outputs, and if it has a gate.
+
+    Row 0 of the batch runs as it is; in the others other numbers stand in the place of the heads' outputs, after
+    another text each, while the attention's input is row 0's. Raises RefusedError where no map or several receive them
+    unchanged, or times a gate.
+    """
+    receivers = {index: _Receivers(module) for index, module in attentions.items()}
+    drawn, with_gate = dict[int, Tensor](), set[int]()
+
+    def attend(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        output, weights = stock(module, *args, **kwargs)
+        generator = torch.Generator().manual_seed(len(drawn))
+        rows = torch.randn(2, *output.shape[1:], generator=generator).to(output)
+        drawn[id(module)] = torch.cat([output[:1], rows[:1], 4 * rows[1:], torch.ones_like(rows[:1])])
+        output = drawn[id(module)]
+        return gates.beside_ones(output) if id(module) in with_gate else output, weights
+
+    cache, other = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    for each in (cache, other):
+        read_tokens(model, torch.cat([probe_text(model, seed) for seed in range(1, 5)]), each)
+    with ExitStack() as stack:
+        for receiver in receivers.values():
+            stack.enter_context(receiver)
+        stack.enter_context(intercept(implementation(model), list(attentions.values()), attend))
+        read_tokens(model, ids.expand(4, -1), cache)
+        found = {index: receiver.find(drawn[id(receiver.attention)], index) for index, receiver in receivers.items()}
+        for index, receiver in receivers.items():
+            receiver.silence(*found[index])
+        with_gate |= {id(attentions[index]) for index, (_, has_gate) in found.items() if has_gate}
+        drawn.clear()
+        read_tokens(model, ids.expand(4, -1), other)
+    for index, receiver in receivers.items():
+        receiver.check_silent(index)
+    return found
+
+
+class _Receivers:
+    """The maps inside an attention module, with what they receive in the block."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        self.attention, self.received, self.output = attention, dict[str, Tensor](), torch.empty(0)
+
+    def __enter__(self) -> None:
+        self._stack = ExitStack()
+        hook = self.attention.register_forward_pre_hook(_repeat_row_0, with_kwargs=True)
+        self._stack.callback(hook.remove)
+        self._stack.callback(self.attention.register_forward_hook(self._keep_output).remove)
+        for name, module in self.attention.named_modules():
+            if name and not isinstance(module, nn.Dropout | nn.Identity):
+                self._stack.callback(module.register_forward_pre_hook(partial(self._receive, name)).remove)
+
+    def __exit__(self, *about: object) -> None:
+        self._stack.close()
+
+    def _receive(self, name: str, module: nn.Module, args: Any) -> None:
+        if args and isinstance(args[0], Tensor) and args[0].dtype.is_floating_point:
+            self.received[name] = args[0]
+
+    def find(self, drawn: Tensor, index: int) -> tuple[str, bool]:
+        """Return the name of the module that received `drawn`, heads side by side, and whether times a gate.
+
+        A module inside another that received them is a part of that one. Raises RefusedError.
+        """
+        flat = drawn.flatten(2)
+        alike = {name: got.reshape(flat.shape) for name, got in self.received.items() if got.numel() == flat.numel()
+                 and got.shape[-1] == flat.shape[-1]}  # fmt: skip
+        plain = _outermost(name for name, got in alike.items() if torch.equal(got, flat))
+        names = plain or _outermost(name for name, got in alike.items() if _is_gated(got, flat))
+        if not names:
+            raise RefusedError("projection", "changes its heads' outputs before any map receives them", index)
+        if len(names) > 1:
+            raise RefusedError(
+                "projection", f"gives its heads' outputs to {len(names)} maps, {' and '.join(names)}", index
+            )
+        return names[0], not plain
+
+    def _keep_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.output = output[0] if isinstance(output, tuple) else output
+
+    def silence(self, name: str, has_gate: bool) -> None:
+        """Let the module of this name put out zeros in the block, and receive ones beside its input after a gate."""
+        module = self.attention.get_submodule(name)
+        if has_gate:
+            self._stack.callback(module.register_forward_pre_hook(lambda _, args: gates.split(args[0])[:1]).remove)
+        self._stack.callback(module.register_forward_hook(lambda *about: torch.zeros_like(about[-1])).remove)
+
+    def check_silent(self, index: int) -> None:
+        """Raise RefusedError unless all rows, of other heads' outputs each, are equal behind the silenced map."""
+        rows = self.output.double()
+        if not float((rows - rows[:1]).abs().amax()) <= ERRORS[self.output.dtype] * float(rows.abs().amax()):
+            raise RefusedError("projection", "lets its heads' outputs past the map that receives them", index)
+
+
+def check_matrix(attention: nn.Module, facts: LayerFacts, index: int, dtype: torch.dtype) -> None:
+    """Raise RefusedError unless the module that receives a layer's heads' outputs is a matrix."""
+    module = attention.get_submodule(facts.projection)
+    try:
+        projection.check(module, facts.heads * facts.d_value, dtype)
+    except projection.NoMatrixError as error:
+        raise RefusedError(
+            "projection",
+            f"gives its heads' outputs to '{facts.projection}', a {projection.describe(module)}, "
+            f"which {error} (weights that are quantised alone, or none, can be read)",
+            index,
+        ) from error
+
+
+def _outermost(names: Iterable[str]) -> list[str]:
+    """Return the names of modules that are in no other named one."""
+    found = list(names)
+    return [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
+
+
+def _is_gated(received: Tensor, drawn: Tensor) -> bool:
+    """Return whether random outputs, rows 1 and 2, arrive times the numbers that ones, row 3, arrive as.
+
+    A norm of the outputs would take from row 2 that it is larger.
+    """
+    expected = received[3:].double() * drawn[1:3].double()
+    errors = (received[1:3].double() - expected).abs().amax(dim=(1, 2)) / expected.abs().amax(dim=(1, 2)).clamp(1e-30)
+    return bool((errors <= ERRORS[received.dtype]).all())
+
+
+def _repeat_row_0(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Give every row of a batch row 0's hidden states: a pre-hook of an attention module."""
+    if args:
+        return (_row_0(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": _row_0(kwargs["hidden_states"])}
+
+
+def _row_0(hidden: Tensor) -> Tensor:
+    """Return a batch all of whose rows are row 0."""
+    return hidden[:1].expand_as(hidden).contiguous()
