@@ -97,14 +97,14 @@ def _worst_error(
     generator = torch.Generator().manual_seed(d_value + entries)
     value = torch.randn(kv_heads, entries, d_value, generator=generator).to(device, dtype)
     w_o = torch.randn(d_model, heads * d_value, generator=generator).to(device, dtype)
-    expected = loop_norms(value, w_o)
+    expected = loop_norms(value.double().cpu(), w_o.double().cpu())
     norms = projected_value_norms(value, w_o, kernel="triton").double().cpu()
     return float(((norms - expected).abs() / expected).max())
 
 
 def loop_norms(value: Tensor, w_o: Tensor) -> Tensor:
-    """Return value norms ν (METHOD: Notation) in float64 on the CPU: the L1 norm of each row of V times W_O^h."""
-    d_value, value, w_o = value.shape[-1], value.double().cpu(), w_o.double().cpu()
+    """Return value norms ν (METHOD: Notation), computed head by head: the L1 norm of each row of V times W_O^h."""
+    d_value = value.shape[-1]
     heads = w_o.shape[1] // d_value
     slices = [w_o[:, head * d_value : (head + 1) * d_value].T for head in range(heads)]
     group = heads // len(value)

@@ -29,6 +29,7 @@ from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.scoring.value_norms import projected_value_norms
 from perturbkv.selection.grid import grid
 from perturbkv.selection.resolved_config import ResolvedRun
+from perturbkv.selfcheck.checks import loop_norms
 from perturbkv.selfcheck.rows import (
     Group,
     Report,
@@ -99,18 +100,6 @@ def _decoding_row(repeats: int) -> Values:
         __name__, "time_decoding", {**asked, "budget": 1024, "batch": 4, "steps": 16, "repeats": repeats}
     )
     return {"cuda-decode": ratio_with_parts(spent["evicted"], spent["full"])}
-
-
-def loop_norms(value: Tensor, w_o: Tensor) -> Tensor:
-    """Return value norms ν (head, entry), computed in a loop over heads from stored projections."""
-    kv_heads, _, d_value = value.shape
-    group = w_o.shape[1] // (kv_heads * d_value)
-    return torch.stack(
-        [
-            (value[head // group] @ w_o[:, head * d_value : (head + 1) * d_value].T).abs().sum(dim=-1)
-            for head in range(kv_heads * group)
-        ]
-    )
 
 
 NORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"ours": projected_value_norms, "loop": loop_norms}

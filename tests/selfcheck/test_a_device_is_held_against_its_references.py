@@ -88,7 +88,7 @@ def test_the_kernel_is_checked_at_every_head_size_and_dtype(monkeypatch: pytest.
 
 
 def kernel_loop(value: Tensor, w_o: Tensor) -> Tensor:
-    return kernel.loop_norms(value, w_o).float()
+    return kernel.loop_norms(value.double(), w_o.double()).float()
 
 
 def test_a_device_that_cannot_run_the_kernel_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
