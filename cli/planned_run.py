@@ -218,7 +218,7 @@ def measure(
             error.kept,
             error.total,
             path,
-            f"interrupted: {error.kept} of {error.total} samples are kept beside {path}; "
+            f"interrupted: {error.kept} of {error.total} samples kept beside {path}; "
             f"run the same command with --output {output} to go on",
         ) from None
 

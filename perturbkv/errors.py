@@ -229,7 +229,7 @@ class InterruptedRunError(PerturbkvError):
         self.path = path
         super().__init__(
             message
-            or f"interrupted: {kept} of {total} samples are kept beside {path}; run the same again, with the "
+            or f"interrupted: {kept} of {total} samples kept beside {path}; run the same again, with the "
             "same path, to go on"
         )
 

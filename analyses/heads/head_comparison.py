@@ -25,6 +25,8 @@ from perturbkv.trace import Trace
 ANALYSIS = "heads"
 HEADS = ("layer", "head")
 """Axes of arrays per query head."""
+_NAMED_HEADS = 5
+"""Most heads that are named as those which gain or lose most."""
 
 
 @record
@@ -280,7 +282,27 @@ class HeadComparison(PairRecord, Record):
     @derived()
     def flagged_heads(self) -> list[str]:
         """Heads, as layer-head, whose treatment's mean σ ≤ 0.5: no evidence for Theorem 3."""
-        return [f"{self.identity.layer(layer)}-{head}" for layer, head in np.argwhere(self.flagged)]
+        return [self._name(place) for place in np.argwhere(self.flagged)]
+
+    @derived()
+    def gain_most(self) -> list[str]:
+        """Heads, as layer-head, whose propagated mean is lower than the baseline's by most, at most five."""
+        return self._largest(self.propagated.baseline_mean - self.propagated.treatment_mean, 1)
+
+    @derived()
+    def lose_most(self) -> list[str]:
+        """Heads, as layer-head, whose propagated mean is higher than the baseline's by most, at most five."""
+        return self._largest(self.propagated.treatment_mean - self.propagated.baseline_mean, -1)
+
+    def _largest(self, difference: Floats, verdict: int) -> list[str]:
+        """Return the names of the five heads of a verdict whose difference (layer, head) is largest, that one first."""
+        places = np.argwhere(self.propagated.verdict == verdict)
+        order = np.argsort(-difference[tuple(places.T)], kind="stable")
+        return [self._name(place) for place in places[order[:_NAMED_HEADS]]]
+
+    def _name(self, place: NDArray[np.int64]) -> str:
+        """Return a head as layer-head, by its indices in the arrays."""
+        return f"{self.identity.layer(place[0])}-{place[1]}"
 
     @derived(unit="share")
     def retained_mass_baseline(self) -> float:

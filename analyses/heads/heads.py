@@ -97,6 +97,7 @@ class HeadComparisons(MemberSequence[HeadComparison], Result):
         return [
             *(one.note(self.identity.name_of(one.config)) for one in self.changed),
             *self._disagreement_note(),
+            *self._extremes_note(),
             *self.members[0].propagated.sign_flips.power_caveat(),
             *self._flagged_note(),
         ]
@@ -136,6 +137,13 @@ class HeadComparisons(MemberSequence[HeadComparison], Result):
         """Return the note on pairs with different isolated and propagated verdicts; empty without such."""
         different = sum(pair.isolated.sum_verdict != pair.propagated.sum_verdict for pair in self.members)
         return [f"Isolated perturbation says otherwise in {different} of {len(self)} cases."] if different else []
+
+    def _extremes_note(self) -> list[str]:
+        """Return which heads gain and lose most in the only comparison; empty for several."""
+        first = self.members[0]
+        named = {"gain": first.gain_most, "lose": first.lose_most}
+        words = "; ".join(f"{verb} most {', '.join(heads)}" for verb, heads in named.items() if heads)
+        return [f"Heads by layer-head, propagated: {words}."] if words and len(self) == 1 else []
 
     def _flagged_note(self) -> list[str]:
         """Return the note on the number of heads with σ ≤ 0.5 of staged treatments; empty for none."""

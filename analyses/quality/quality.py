@@ -135,8 +135,9 @@ class Quality(Result):
         return [*average, text.sample_note(self.average.samples)]
 
     def title(self) -> str:
-        """Return the data set, or that it is an average of several, and the baseline."""
-        return self._column_title(self.average)
+        """Return the data set, or that it is an average of several, the baseline, and what a star marks."""
+        star = "; *: best of its budget, by looking" if any(one.best for one in self.average.methods) else ""
+        return self._column_title(self.average) + star
 
     def lines(self) -> Sequence[Line]:
         """Return the full cache, then a line per configuration."""

@@ -78,7 +78,20 @@ def test_heads_are_judged_by_the_interval_of_the_sum(
 def test_what_is_decided_isolated_is_not_hidden_nor_that_no_head_can_be_significant(
     propagated: Sequence[float], isolated: Sequence[float], caveats: int
 ) -> None:
-    assert len(pk.compare_heads(moved(propagated, isolated)).caveats()) == caveats
+    told = pk.compare_heads(moved(propagated, isolated)).caveats()
+    assert len([caveat for caveat in told if not caveat.startswith("Heads by layer-head")]) == caveats
+
+
+def test_the_heads_that_gain_and_lose_most_are_named() -> None:
+    """Head 1-0 gains 60, 0-0 gains 50; 0-2 loses 30, 1-1 less than rounding; all others are equal."""
+    arrays = np.full((8, 2, LAYERS, HEADS), 100.0)
+    for (layer, head), treated in {(1, 0): 40, (0, 0): 50, (0, 2): 130, (1, 1): 101}.items():
+        arrays[:, 1, layer, head] = treated
+    floors = np.full((8, LAYERS, HEADS), 1.0)
+    result = pk.compare_heads(moved(LOWER, perturbation_propagated=arrays, noise_floor=floors))
+    assert (result[0].gain_most, result[0].lose_most) == (["1-0", "0-0"], ["0-2"])
+    assert "Heads by layer-head, propagated: gain most 1-0, 0-0; lose most 0-2." in result.caveats()
+    assert not any(note.startswith("Heads by layer-head") for note in pk.compare_heads(many([LOWER, LOWER])).caveats())
 
 
 def test_what_rounding_explains_is_no_difference() -> None:

@@ -101,7 +101,7 @@ def policy_class(name: str) -> type[Policy]:
     if name in _POLICIES.names() or (refers_to_file(name) and not _is_score(name)):
         return _POLICIES.load(name)
     if name not in SCORES.names() and not refers_to_file(name):
-        raise UnknownNameError(name, "policy", names(), "see `perturbkv list policies`")
+        raise UnknownNameError(name, "policy", names(), _hint(name))
     return _score_policy(cast("Any", SCORES.load(name)), name)  # classes are hashed as such
 
 
@@ -113,7 +113,7 @@ def check_name(choice: Choice) -> None:
     name = choice.name
     if _is_external(name):
         return
-    _check_known(name, "policy", names(), "see `perturbkv list policies`")
+    _check_known(name, "policy", names(), _hint(name))
     by = choice.options.get("by", choice.options.get(UNNAMED) if name in _POLICIES.names() else None)
     if isinstance(by, str | Choice) and (score := as_choice(by).name) != scores.OWN:
         _check_known(score, "score", SCORES.names())
@@ -125,6 +125,12 @@ def _check_known(name: str, kind: str, known: Sequence[str], hint: str = "") -> 
         check_class_file(name)
     elif name not in known:
         raise UnknownNameError(name, kind, known, hint)
+
+
+def _hint(name: str) -> str:
+    """Return what to do about the unknown name of a policy."""
+    selection = f"it is a selection, which is written after a policy: snapkv:{name}"
+    return selection if name in SELECTIONS else "see `perturbkv list policies`"
 
 
 def _is_score(name: str) -> bool:
