@@ -166,6 +166,17 @@ def test_a_broken_line_in_the_middle_is_refused(tmp_path: Path) -> None:
         pass
 
 
+def test_a_line_that_is_no_samples_is_quoted_by_its_first_forty_characters(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    row = {"row": "x" * 60}
+    path.write_text(f"{json.dumps(QUESTION)}\n{json.dumps(row)}\n")
+    refused = f"a line that is no sample's, {str(row)[:40]}"
+    with pytest.raises(ConfigError) as told, open_sample_lines(path, QUESTION):
+        pass
+    assert str(told.value).endswith(refused) or f"{refused};" in str(told.value)
+    assert str(row)[:41] not in str(told.value)
+
+
 def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
     path = tmp_path / "found.jsonl"
     with open_sample_lines(path, QUESTION), pytest.raises(OutputError), open_sample_lines(path, QUESTION):
