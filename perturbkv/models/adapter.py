@@ -249,11 +249,9 @@ class Adapter:
         return cache.layers[self.layer_indices[layer]]
 
     def check_plain_layers(self, feature: str) -> None:
-        """Raise ModelError for a model with unmeasured layers, states or sinks, which `feature` does not support."""
-        obstacles = {"recurrent states": self.is_recurrent, "layers that see a part of it": self.is_mixed,
-                     "sinks in its softmax": bool(self.layer_facts(0).sinks)}  # fmt: skip
-        obstacle = next((words for words, applies in obstacles.items() if applies), "")
-        if obstacle:
+        """Raise ModelError for a model with unmeasured layers or states, which `feature` does not support."""
+        if self.is_mixed or self.is_recurrent:
+            obstacle = "recurrent states" if self.is_recurrent else "layers that see a part of it"
             raise ModelError(
                 f"{feature} expects layers that all see the whole prompt and nothing else; model '{self.name}' has "
                 f"{obstacle}"

@@ -79,6 +79,7 @@ def audit_dump(
     Raises UnreadableCacheError for a dump of another model's shape, DatasetError for tokens that the model lacks.
     """
     check_attention(adapter)
+    adapter.check_plain_layers("an audit of a dump")
     adapter.check_no_gates("an audit of a dump")
     for name, found, expected in (
         ("layers", dump.layers, len(adapter.layers)), ("key/value heads", dump.kv_heads, adapter.kv_heads),

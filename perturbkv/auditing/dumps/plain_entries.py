@@ -18,6 +18,7 @@ from perturbkv.auditing.dumps.dump_entries import MEDIANS, Entries, Limits, Pair
 from perturbkv.auditing.dumps.dump_file import REMOVED, Dump
 from perturbkv.auditing.forward_passes import make_situation
 from perturbkv.auditing.reference import decode, entry_distances, prompt_entries, read_prompts
+from perturbkv.auditing.unmeasured import fill_cache
 from perturbkv.cache.entries import rotate_keys
 from perturbkv.cache.external_cache import Layers
 from perturbkv.models.adapter import Adapter
@@ -87,7 +88,7 @@ class PlainEntries:
             ids = torch.tensor(request.token_ids, device=adapter.device)
             alone = make_situation("single", ids, ids[:1], 1)
             if request.finished or len(ids) < 2:
-                self.layers[request.id] = read_prompts(adapter, alone)
+                self.layers[request.id], _ = read_prompts(adapter, alone)
                 continue
             entries = prompt_entries(adapter, alone)
             self.layers[request.id] = entries.full
@@ -125,7 +126,8 @@ def _last_query(adapter: Adapter, ids: Tensor, full: Layers) -> dict[int, Tensor
     """Return, per layer, the query (head, d_key) of the last token, given the entries of all tokens."""
     before = [(keys[:, :, :-1], values[:, :, :-1]) for keys, values in full]
     kept = [torch.ones_like(keys[..., 0], dtype=torch.bool) for keys, _ in before]
-    (record,) = decode(adapter, before, make_situation("single", ids[:-1], ids[-1:], 1), [kept])
+    last, cache = make_situation("single", ids[:-1], ids[-1:], 1), fill_cache(adapter, (before, {}))
+    (record,) = decode(adapter, cache, last, [kept])
     return {layer: query[0, :, -1] for layer, query in record.query.items()}
 
 
