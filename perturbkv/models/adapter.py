@@ -257,14 +257,6 @@ class Adapter:
                 f"{obstacle}"
             )
 
-    def check_no_gates(self, feature: str) -> None:
-        """Raise ModelError for a model with gates, which `feature` does not take into account."""
-        if self.has_gates:
-            raise ModelError(
-                f"{feature} expects heads' outputs that are projected as they are; model '{self.name}' has a gate "
-                "between attention and projection"
-            )
-
     def output_projection(self, layer: int) -> Float[Tensor, "d_model head_d_value"]:
         """Return a layer's output projection, dequantised; columns h·d_value … (h+1)·d_value are W_O^h transposed."""
         return projection.read(self.projections[layer], self.heads * self.d_value, self.dtype)
