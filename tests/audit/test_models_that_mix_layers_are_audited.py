@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -211,3 +213,16 @@ def test_the_loss_the_figure_and_the_rows_are_of_measured_layers() -> None:
     figure.draw_without_rendering()
     for axis in (figure.axes[0].yaxis, figure.axes[1].xaxis):
         assert {label.get_text() for label in axis.get_ticklabels()} - {""} == {"1", "3"}
+
+
+def test_a_file_counts_evicted_layers_and_its_logits_are_compared(tmp_path: Path) -> None:
+    adapter, ids, evictions = model("gpt_oss"), torch.tensor([token_ids(60)]), Evictions("gpt_oss")
+    with torch.inference_mode():
+        cache = evictions.right(adapter.model, ids, torch.ones_like(ids))
+        logits = adapter.model(torch.tensor([[7]]), past_key_values=cache, position_ids=torch.tensor([[60]])).logits[0]
+    kept = {f"layer_{layer}_head_{head}": planted.positions(60, head) for layer in range(2) for head in range(2)}
+    np.savez(tmp_path / "kept.npz", token_ids=ids[0], tokens=[7], logits=logits, **kept)
+    result = audited("gpt_oss", tmp_path / "kept.npz")
+    assert result.verdict == "exact", result.conclusion()
+    np.savez(tmp_path / "other.npz", token_ids=ids[0], tokens=[7], logits=logits.roll(1), **kept)
+    assert audited("gpt_oss", tmp_path / "other.npz").faults[0].kind == "decoding"
