@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from perturbkv.analyses.audit.audit import Audit
 from perturbkv.analyses.audit.cache_entries import FLOORS
@@ -48,7 +49,7 @@ def _draw_kept_share(figure: Figure, axes: Axes, result: Audit) -> None:
         extent=(0, 100, len(shares) - 0.5, -0.5), gid="kept",
     )  # fmt: skip
     axes.set(title="kept share of each place", xlabel="position in the prompt, %", ylabel="layer")
-    axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
+    _number_layers(axes.yaxis, result)
     bar = figure.colorbar(image, ax=axes, fraction=0.05, pad=0.02)
     bar.outline.set_visible(False)
 
@@ -71,8 +72,16 @@ def _draw_distance(axes: Axes, result: Audit) -> None:
     style.set_log_axes(axes, y=True)
     axes.set_ylim(bottom=_LEAST, top=max(10 * FLOORS, axes.get_ylim()[1]))
     axes.set(title="distance from the masked reference", xlabel="layer", ylabel="noise floors")
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    _number_layers(axes.xaxis, result)
     axes.legend(loc="best", fontsize=style.points(6))
+
+
+def _number_layers(axis: Axis, result: Audit) -> None:
+    """Mark the layers on an axis of measured layers, by their numbers in the model."""
+    axis.set_major_locator(MaxNLocator(6, integer=True))
+    if result.identity.measured_layers:
+        numbers = {index: str(result.identity.layer(index)) for index in range(result.layers)}
+        axis.set_major_formatter(FuncFormatter(lambda place, _: numbers.get(round(place), "")))
 
 
 _LEAST_DISTANCE = 1e-8

@@ -22,6 +22,7 @@ from perturbkv.configs.audit_settings import IN_CACHE, SITUATIONS
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Part
 from perturbkv.escaping import escape_line
+from perturbkv.schema import MEASURED_LAYERS
 
 EXACT, DIFFERS, UNREADABLE, IDLE, UNCOMPARED = "exact", "differs", "unreadable", "did nothing", "not compared"
 """Verdicts of an audit."""
@@ -115,7 +116,7 @@ class Audit(Result):
     eviction: str = column("the eviction that was audited, as it was written")
     kind: str = column("function, cache class, press or positions file")
     about: dict[str, str] = column("model, data, dtype, device, versions")
-    layers: int = column("layers of the model")
+    layers: int = column("layers of the model that are evicted and measured")
     query_heads: int = column("query heads per layer of the model")
     kv_heads: int = column("key/value heads per layer of the model")
     runs: tuple[AuditedRun, ...] = column("one per prompt, situation and row of its batch", default=())
@@ -141,7 +142,7 @@ class Audit(Result):
         return RunIdentity(
             model=about["model"], dataset=about.get("dataset", "prompts"), samples=int(about["samples"]), failed=0,
             configs=self.configs, trace="", random_weights=about["random_weights"] == "true",
-            made_with=f"perturbkv {about['perturbkv_version']}",
+            made_with=f"perturbkv {about['perturbkv_version']}", measured_layers=about.get(MEASURED_LAYERS, ""),
         )  # fmt: skip
 
     @derived()
@@ -177,7 +178,7 @@ class Audit(Result):
     @property
     def obstacle(self) -> str:
         """Reason why there is no verdict; empty if the audit has a verdict."""
-        any_judged = any(run.entries is not None or run.damage for run in self.runs)
+        any_judged = any(run.entries is not None or run.damage or run.unmeasured for run in self.runs)
         if any_judged and (self.faults or not self.unreadable):
             return ""
         if self.unreadable or not self.runs:
@@ -235,7 +236,8 @@ class Audit(Result):
         """Return a row per prompt, situation, row of the batch, step and layer."""
         return [
             {
-                "sample": run.sample, "situation": run.situation, "row": run.row, "step": step.step, "layer": layer,
+                "sample": run.sample, "situation": run.situation, "row": run.row, "step": step.step,
+                "layer": run.layer_number(layer),
                 "floors": float(floors), "kept": sum(run.entries.kept[layer]),
                 "altered": "; ".join(change.what for change in run.entries.altered if change.layer == layer),
             }

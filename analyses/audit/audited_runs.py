@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.analyses.audit.cache_entries import CHANGES, FLOORS, CacheEntries
+from perturbkv.analyses.audit.cache_entries import CHANGES, FLOORS, UNMEASURED, Alteration, CacheEntries
 from perturbkv.analyses.columns import Record, column, derived, record
 from perturbkv.analyses.measurements import Floats
 from perturbkv.configs.audit_settings import ORIGINAL, SITUATIONS
@@ -29,6 +29,7 @@ KINDS: Mapping[str, str] = {
     **{kind: meaning for kind, meaning in CHANGES.items() if kind not in ("row", "changed")},
     "duplicate": "an entry is cached several times",
     "hidden": "a mask hides entries that the cache holds",
+    UNMEASURED: "the window or state of a layer that is not measured was changed",
     "positions": "new tokens stand at wrong positions",
     "mask": "the mask of a block does not fit",
     "raised": "reading or decoding raises an error",
@@ -148,6 +149,8 @@ class AuditedRun(Record):
         damage: what the eviction changed in the model, in words; empty where it is as before.
         sees_later: whether a token of a block attends to later tokens.
         hides: whether a token of a block misses an entry that the last token attends to.
+        unmeasured: changes to windows and states of layers that are not measured, by their numbers in the model.
+        numbers: the measured layers' numbers in the model; empty where these are all.
     """
 
     sample: str = column("of the prompt")
@@ -166,6 +169,8 @@ class AuditedRun(Record):
     damage: str = ""
     sees_later: bool = False
     hides: bool = False
+    unmeasured: tuple[Alteration, ...] = ()
+    numbers: tuple[int, ...] = ()
 
     @derived(heading="#floors", json=False, text=floors_text)
     def worst(self) -> float | None:
@@ -209,10 +214,15 @@ class AuditedRun(Record):
         first = self._first_difference()
         if self.failed and (first is None or first.kind == "decoding"):  # a kind without a cause
             first = self._fault("uneven" if self.failed_layer >= 0 else "raised", self.failed, self.failed_layer)
-        if first is None or not self.steps or first.step >= len(self.steps):
+        if first is None or not self.steps or first.step >= len(self.steps) or first.kind == UNMEASURED:
             return first
         step = self.steps[first.step]
-        return replace(first, floors=float(step.logits if first.layer < 0 else step.layer_floors[first.layer]))
+        layer = self.numbers.index(first.layer) if first.layer in self.numbers else first.layer
+        return replace(first, floors=float(step.logits if layer < 0 else step.layer_floors[layer]))
+
+    def layer_number(self, layer: int) -> int:
+        """Return the number in the model of a measured layer; −1 stays."""
+        return self.numbers[layer] if self.numbers and layer >= 0 else layer
 
     def _first_difference(self) -> Fault | None:
         """Return the first difference of entries, but for allowed changes, or of decoding; None without any."""
@@ -220,11 +230,12 @@ class AuditedRun(Record):
         disallowed = [fault for fault in changes if fault.kind not in self.allowed]
         any_allowed = len(disallowed) < len(changes)
         steps = self.own_steps if any_allowed and self.own_steps else self.steps
-        return min([*disallowed, *self._decoding_difference(steps)], key=Fault.sort_key_in_run, default=None)
+        rest = [replace(self._fault(one.kind, one.what, step=0), layer=one.layer) for one in self.unmeasured]
+        return min([*disallowed, *rest, *self._decoding_difference(steps)], key=Fault.sort_key_in_run, default=None)
 
     def _fault(self, kind: str, what: str, layer: int = -1, head: int = -1, step: int = -1, entry: int = -1) -> Fault:
         """Return a fault of this run, without its distance."""
-        return Fault(self.sample, self.situation, self.row, kind, what, layer, head, step, entry)
+        return Fault(self.sample, self.situation, self.row, kind, what, self.layer_number(layer), head, step, entry)
 
     def _entry_differences(self, entries: CacheEntries) -> Iterator[Fault]:
         """Yield all differences between a cache's entries and the full cache's, kind by kind."""

@@ -25,6 +25,8 @@ CHANGES: Mapping[str, str] = {
     "changed": "keys or values that differ otherwise",
 }
 """Kind of a change -> its meaning; the first is looked for first."""
+UNMEASURED = "unmeasured"
+"""Kind of a change to what no eviction touches: a window or recurrent state."""
 _SETS = ("layer", "kept set")
 
 

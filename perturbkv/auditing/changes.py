@@ -37,10 +37,13 @@ def excess_rotations(
 ) -> Int[Tensor, " entry"] | None:
     """Return the number of positions by which each key is rotated too far, between −most and most.
 
-    `full` are the full cache's keys of the same tokens. None where such rotations do not explain every key, and where
-    one is NaN. Component i pairs with i + len(frequencies), as in `perturbkv.cache.entries.rotate_keys`.
+    `full` are the full cache's keys of the same tokens. None where such rotations do not explain every key, where one
+    is NaN, and without frequencies. Component i pairs with i + len(frequencies), as in
+    `perturbkv.cache.entries.rotate_keys`.
     """
     half = len(frequencies)
+    if not half:
+        return None
     pairs, full_pairs = _complex_pairs(keys, half), _complex_pairs(full, half)
     cross = pairs * full_pairs.conj()
     shifts = torch.arange(-most, most + 1, device=keys.device)

@@ -17,14 +17,17 @@ import perturbkv
 from perturbkv import memory
 from perturbkv.analyses.audit.audit import Audit, PlainUse
 from perturbkv.analyses.audit.audited_runs import AuditedRun
-from perturbkv.auditing.evictions import Eviction, FailedError, RefusedError
+from perturbkv.auditing.evictions import PRESS, Eviction, FailedError, RefusedError
 from perturbkv.auditing.external_run import run_eviction
 from perturbkv.auditing.forward_passes import BLOCK, Situation, make_situation, token_count
 from perturbkv.auditing.loss import Sets, measure_losses
 from perturbkv.auditing.model_state import ModelState, describe_damage, foreign_code
+from perturbkv.auditing.positions import keys_can_move
 from perturbkv.auditing.positions_file import KeptFile, audit_file, select_prompt
 from perturbkv.auditing.reference import check_attention, decode_greedily, prompt_entries
 from perturbkv.configs.audit_settings import IN_CACHE, AuditSettings
+from perturbkv.configs.choice import parse
+from perturbkv.configs.layer_types import format_measured
 from perturbkv.configs.plugins import external_code
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt, check_length, check_vocabulary
@@ -34,6 +37,8 @@ from perturbkv.models.adapter import Adapter, check_long_rotations, check_slidin
 from perturbkv.models.forward import cache_argument
 from perturbkv.pipeline.sample.capture import Observer, capture
 from perturbkv.pipeline.variants.readers import time_full_prefill
+from perturbkv.schema import MEASURED_LAYERS
+from perturbkv.selection.policies import kvpress
 
 POSITIONS_FILE = "positions file"
 _READINGS, _LOSS_READINGS = 5, 6
@@ -60,6 +65,13 @@ def audit_eviction(
     ModelError for an attention that takes no masks.
     """
     check_attention(adapter)
+    if settings.positions == IN_CACHE and not keys_can_move(adapter):
+        raise ConfigError(
+            f"positions at places in the cache expect keys that all are rotated and evicted; those of model "
+            f"'{adapter.name}' are not; use --positions original"
+        )
+    if isinstance(eviction, Eviction) and eviction.kind == PRESS:
+        kvpress.policy_class(parse(eviction.name).name).check_model(adapter.config, adapter.name)
     used = (select_prompt(eviction, prompts),) if isinstance(eviction, KeptFile) else tuple(prompts)
     for prompt in prompts:  # tokens of a file are checked with its positions
         check_vocabulary(prompt, int(adapter.config.vocab_size), adapter.name)
@@ -124,6 +136,7 @@ def provenance(adapter: Adapter, source: Mapping[str, str], samples: int) -> dic
         "perturbkv_version": perturbkv.__version__,
         "torch_version": str(torch.__version__),
         "transformers_version": transformers.__version__,
+        **({MEASURED_LAYERS: layers} if (layers := format_measured(adapter.config)) else {}),
         **source,
     }
 
@@ -139,12 +152,12 @@ def _audit_prompt(
     if isinstance(eviction, KeptFile):
         yield dataclasses.replace(audit_file(adapter, ids, eviction, prompt.sample_id), allowed=settings.allow)
         return
-    tokens, full = decode_greedily(adapter, ids, token_count(settings.steps, settings.situations))
+    tokens, read = decode_greedily(adapter, ids, token_count(settings.steps, settings.situations))
     alone = None  # the entries of the prompt by itself, which several situations share
     for name in settings.situations:
         situation = make_situation(name, ids, tokens, settings.steps)
         if situation.rows == 1:
-            prompts = alone = alone or prompt_entries(adapter, situation, full)
+            prompts = alone = alone or prompt_entries(adapter, situation, read)
         else:
             prompts = prompt_entries(adapter, situation)
         run = run_eviction(adapter, eviction, situation, prompts, before, settings)

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import Cache
 
 from perturbkv.analyses.audit.audited_runs import AuditedRun, DecodingStep
-from perturbkv.analyses.audit.cache_entries import FLOORS
+from perturbkv.analyses.audit.cache_entries import FLOORS, Alteration
 from perturbkv.auditing.changes import excess_rotations
 from perturbkv.auditing.evictions import Eviction, FailedError, RefusedError, eviction_code
 from perturbkv.auditing.forward_passes import ForwardPass, Situation, attends_to_later, hides_entries, record_pass
@@ -20,7 +20,9 @@ from perturbkv.auditing.model_state import ModelState, describe_damage
 from perturbkv.auditing.positions import (
     UNROTATED,
     decode_moving,
+    frequencies_of,
     held_positions,
+    keys_can_move,
     match_all_at_zero,
     match_at_zero,
     move_to_cache_positions,
@@ -29,11 +31,20 @@ from perturbkv.auditing.reference import (
     Distances,
     PromptEntries,
     decode,
-    decode_entries,
+    decode_chunk,
+    masked_attention,
     noise_floors,
     pass_distances,
     prompt_entries,
     read_prompts,
+)
+from perturbkv.auditing.unmeasured import (
+    Rest,
+    fill_cache,
+    find_changes,
+    measured_numbers,
+    read_contents,
+    window_distances,
 )
 from perturbkv.cache.external_cache import Layers, layer_tensors, pair_layers, recover_positions
 from perturbkv.configs.audit_settings import IN_CACHE, ORIGINAL, AuditSettings
@@ -92,6 +103,8 @@ class ExternalRun:
         own_passes: the same by the plain model from the cache's own entries; empty unless changes are allowed.
         original: `prompts` at the prompt's own positions, where keys of `prompts` are moved to places in the cache.
         failed, failed_layer, refused, damage: as in `AuditedRun`; a damaged model has no reference.
+        unmeasured: per row, what the eviction changed in layers that are not measured.
+        own_rest: windows and states from which the next of `own_passes` decodes.
     """
 
     adapter: Adapter
@@ -107,6 +120,13 @@ class ExternalRun:
     failed_layer: int = -1
     refused: str = ""
     damage: str = ""
+    unmeasured: list[tuple[Alteration, ...]] = field(default_factory=list)
+    own_rest: Rest | None = None
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Numbers of the measured layers in a cache; empty where these are all."""
+        return measured_numbers(self.adapter)
 
     def read_and_decode(self) -> None:
         """Run the eviction's reading of the prompts and the decoding.
@@ -116,10 +136,13 @@ class ExternalRun:
         cache = self.eviction.read(self.adapter.model, self.situation.ids, self.situation.attention_mask)
         with external_code("looking at its cache raises", FailedError):  # its methods are not ours
             layers = self._attended_layers(cache)
-            self._count_padding_as_the_eviction(layers)
+            self._count_padding_as_the_eviction(cache, layers)
             self._expect_keys_in_cache(layers)
             self._check_layers(cache)
-        lengths = _layer_lengths(cache)
+            least = torch.finfo(self.adapter.dtype).eps
+            for row, padding in enumerate(self.situation.padding):
+                self.unmeasured.append(tuple(find_changes(cache, self.prompts.rests, row, padding, least)))
+        lengths = self._layer_lengths(cache)
         for chunk in range(len(self.situation.chunks)):
             record = ForwardPass()
             try:
@@ -151,6 +174,7 @@ class ExternalRun:
                 own_steps=self._compare_steps(row, self.own_passes, noise) if noise and self.own_passes else (),
                 allowed=self.settings.allow, failed_layer=self.failed_layer, damage=self.damage,
                 sees_later=any(map(attends_to_later, self.passes)), hides=any(map(hides_entries, self.passes)),
+                unmeasured=self.unmeasured[row] if self.unmeasured else (), numbers=self.numbers,
             )
             for row, padding in enumerate(self.situation.padding)
         ]  # fmt: skip
@@ -169,7 +193,7 @@ class ExternalRun:
         """
         if self.original is not None and self.tracker.keys_move:
             return decode_moving(self.adapter, self.original, situation, masks, self.tracker.held)
-        passes = list(decode(self.adapter, self.prompts.full, situation, masks))
+        passes = list(decode(self.adapter, fill_cache(self.adapter, self.prompts.readings[0]), situation, masks))
         return passes, noise_floors(self.adapter, passes, self.prompts, situation, masks)
 
     def _compare_steps(self, row: int, reference: Sequence[ForwardPass], noise: Distances) -> tuple[DecodingStep, ...]:
@@ -193,8 +217,14 @@ class ExternalRun:
         """Return the number of positions by which a row's new keys lag behind the reference's in the first layer.
 
         It is 0 where the keys are the reference's up to rounding, and NaN where no single number of positions explains
-        the keys of all heads and tokens.
+        the keys of all heads and tokens. Where the first attention is not measured, or keys are rotated otherwise, it
+        is that of the positions that the decoder is given.
         """
+        if self.adapter.rotary is None or self.adapter.layer_indices[0] > min(self.adapter.every_attention):
+            if record.positions is None or reference.positions is None:
+                return 0.0
+            lags = (reference.positions - record.positions.expand_as(reference.positions))[row]
+            return float(lags[0]) if bool((lags == lags[0]).all()) else float("nan")
         reference_keys = reference.new_entries(0)[0]
         expected = reference_keys[row]
         keys = first_of_groups(record.new_entries(0), reference_keys.shape[1])[0][row]
@@ -203,7 +233,7 @@ class ExternalRun:
         if float(distance.amax()) <= FLOORS * float(self.prompts.floors[_KEYS, 0]):
             return 0.0
         most = min(2 * self.situation.entries, _MOST_SHIFT)
-        shifts = excess_rotations(keys.flatten(0, 1), expected.flatten(0, 1), self.adapter.frequencies, most)
+        shifts = excess_rotations(keys.flatten(0, 1), expected.flatten(0, 1), frequencies_of(self.adapter), most)
         return float("nan") if shifts is None or not bool((shifts == shifts[0]).all()) else -float(shifts[0])
 
     def _attended_layers(self, cache: Cache) -> Layers:
@@ -213,7 +243,7 @@ class ExternalRun:
         once more and decodes a token, and they are those that the attention gets.
         """
         try:
-            layers = layer_tensors(cache)
+            layers = layer_tensors(cache, self.numbers)
         except UnreadableCacheError:
             return []
         if not _fit_full_cache(layers, self.prompts.full):
@@ -237,7 +267,7 @@ class ExternalRun:
         """
         situation, full = self.situation, self.prompts.full[0]
         places = torch.arange(-layer[0].shape[2], 0, device=layer[0].device) + situation.positions(0)[0, 0]
-        before, frequencies = situation.prompt_positions(), self.adapter.frequencies
+        before, frequencies = situation.prompt_positions(), frequencies_of(self.adapter)
         kept = match_at_zero(layer, full, 0, situation.padding[0], before, frequencies, places)
         relative = sum(float(distance.sum()) for distance in kept.key_distance)
         distances = self.tracker.convention_distances(layer)
@@ -248,28 +278,35 @@ class ExternalRun:
                 "after them"
             )
 
-    def _count_padding_as_the_eviction(self, layers: Layers) -> None:
+    def _count_padding_as_the_eviction(self, cache: Cache, layers: Layers) -> None:
         """Count positions from the first entry on, padding or not, if the cache's first layer shows that it does so.
 
-        Plain calls of a model count them so.
+        Plain calls of a model count them so. Windows of layers that are not measured show it, too.
         """
-        if not any(self.situation.padding) or not (distance := _key_distance(layers, self.prompts.full)):
+        padding = self.situation.padding[-1]
+
+        def distance(full: Layers, rest: Rest) -> float:
+            return _key_distance(layers, full) + sum(window_distances(cache, rest, padding))
+
+        if not padding or not (original := distance(self.prompts.full, self.prompts.rests[0])):
             return
         counted = replace(self.situation, counts_padding=True)
-        full = read_prompts(self.adapter, counted)
-        if _key_distance(layers, full) < distance:
-            self.situation, self.prompts = counted, prompt_entries(self.adapter, counted, full)
-            self.tracker = replace(self.tracker, situation=counted, full=full)
+        read = read_prompts(self.adapter, counted)
+        if distance(*read) < original:
+            self.situation, self.prompts = counted, prompt_entries(self.adapter, counted, read)
+            self.tracker = replace(self.tracker, situation=counted, full=self.prompts.full)
 
     def _expect_keys_in_cache(self, layers: Layers) -> None:
         """Expect keys at 0, 1, … and new tokens after them where the user says so, or the first layer shows it."""
         full, situation = self.prompts.full, self.situation
-        if self.settings.positions == ORIGINAL or not _fit_full_cache(layers, full):
+        fits = keys_can_move(self.adapter) and _fit_full_cache(layers, full)
+        if self.settings.positions == ORIGINAL or not fits:
             return
         distances = self.tracker.convention_distances(layers[0])
         if self.settings.positions == IN_CACHE or distances[IN_CACHE] < distances[ORIGINAL]:
             before = situation.prompt_positions()
-            held = held_positions(match_all_at_zero(layers, full, situation.padding, before, self.adapter.frequencies))
+            rotation = situation.padding, before, frequencies_of(self.adapter)
+            held = held_positions(match_all_at_zero(layers, full, *rotation))
             self.original = self.prompts
             self.prompts = move_to_cache_positions(self.adapter, held, self.prompts, situation, before)
             self.tracker = replace(self.tracker, full=self.prompts.full, original=full)
@@ -281,12 +318,13 @@ class ExternalRun:
         A cache without keys as attributes may still pass them to the attention, and is not checked.
         """
         layers = [getattr(layer, "keys", None) for layer in getattr(cache, "layers", None) or ()]
+        layers = [layers[index] for index in self.numbers or range(len(layers)) if index < len(layers)]
         shown = [keys for keys in layers if isinstance(keys, Tensor) and keys.ndim == 4 and keys.numel()]
         if not shown or len(shown) < len(layers):
             return
         full = [repeat_heads(layer, keys.shape[1]) for layer, keys in zip(self.prompts.full, shown, strict=False)]
         for row in range(self.situation.rows):
-            pair_layers(cache, full, row)
+            pair_layers(cache, full, row, self.numbers)
 
     def _entries_before(self, cache: Cache, chunk: int) -> int:
         """Return the number of entries after which a chunk's tokens stand, where positions are those in the cache.
@@ -294,10 +332,10 @@ class ExternalRun:
         It is the number so far, those decoded since included. An eviction while decoding lowers it to what the cache
         holds where the keys stand at their places in the cache, or have no positions.
         """
-        so_far, lengths = int(self.situation.positions(chunk)[0, 0]), _layer_lengths(cache)
+        so_far, lengths = int(self.situation.positions(chunk)[0, 0]), self._layer_lengths(cache)
         if not lengths or lengths[0] >= so_far:
             return so_far
-        distances = self.tracker.convention_distances(layer_tensors(cache)[0])
+        distances = self.tracker.convention_distances(layer_tensors(cache, self.numbers)[0])
         return lengths[0] if min(distances[IN_CACHE], distances[UNROTATED]) < distances[ORIGINAL] else so_far
 
     def _record_failure(self, error: str, lengths: Sequence[int]) -> None:
@@ -339,11 +377,26 @@ class ExternalRun:
             self._expect_new_tokens_after(record.entries[0] - record.query[0].shape[2])
         entries = [record.previous_entries(layer) for layer in range(len(full))]
         if self.settings.allow and entries[0][0].shape[1] == full[0][0].shape[1]:
-            plain = decode_entries(self.adapter, entries, self.situation, chunk, attended)
+            plain = self._decode_own_entries(entries, chunk, attended)
             plain.forget_entries()
             self.own_passes.append(plain)
         record.forget_entries()
         self.passes.append(record)
+
+    def _decode_own_entries(self, entries: Layers, chunk: int, attended: Sequence[Tensor]) -> ForwardPass:
+        """Return the plain model's pass from the cache's entries, and from windows and states of its own passes."""
+        own_cache = fill_cache(self.adapter, (entries, self.own_rest or self.prompts.rests[0]))
+        attend = masked_attention(self.adapter, attended)
+        plain = decode_chunk(self.adapter, own_cache, self.situation, chunk, attend)
+        _, self.own_rest = read_contents(self.adapter, own_cache)
+        return plain
+
+    def _layer_lengths(self, cache: Cache) -> list[int]:
+        """Return the number of entries in each measured layer of a cache; empty where it does not show them."""
+        try:
+            return [keys.shape[2] for keys, _ in layer_tensors(cache, self.numbers)]
+        except UnreadableCacheError:
+            return []
 
     def _logits(self, cache: Cache, chunk: int, what: str = "") -> Tensor:
         """Return the logits (row, new, vocab) of a chunk's forward pass, by the eviction's own decoding if it has any.
@@ -378,14 +431,6 @@ def _key_distance(layers: Layers, full: Layers) -> float:
     except (UnreadableCacheError, IndexError):
         return 0.0
     return float(torch.cat(kept.key_distance).sum())
-
-
-def _layer_lengths(cache: Cache) -> list[int]:
-    """Return the number of entries in each layer of a cache; empty where it does not show them."""
-    try:
-        return [keys.shape[2] for keys, _ in layer_tensors(cache)]
-    except UnreadableCacheError:
-        return []
 
 
 def _to_numpy(tensor: Tensor) -> np.ndarray:

@@ -125,6 +125,7 @@ class ForwardPass:
         entries: number of entries that the attention got, with those of the new tokens.
         hidden_keys: row, head and index of the entries that kvpress masks inside the attention
             (`masked_key_indices`).
+        positions: those that the decoder was given for the new tokens (row, new); None without any.
     """
 
     query: dict[int, Tensor] = field(default_factory=dict)
@@ -136,6 +137,7 @@ class ForwardPass:
     logits: Tensor = field(default_factory=lambda: torch.empty(0, 0, 0))
     entries: dict[int, int] = field(default_factory=dict)
     hidden_keys: dict[int, tuple[Tensor, ...] | None] = field(default_factory=dict)
+    positions: Tensor | None = None
 
     def is_complete(self, layers: int) -> bool:
         """Return whether the attention of all layers was recorded."""
@@ -174,7 +176,10 @@ def record_pass(adapter: Adapter, record: ForwardPass, attend: Attend | None = N
     def hidden(layer: int, output: Tensor) -> None:
         record.hidden[layer] = output
 
-    with intercept_attention(adapter, watch), capture(adapter, Observer(hidden=hidden)):
+    def positions(given: Tensor) -> None:
+        record.positions = given
+
+    with intercept_attention(adapter, watch), capture(adapter, Observer(hidden=hidden, positions=positions)):
         yield
 
 

@@ -30,6 +30,7 @@ from perturbkv.auditing.positions import (
     HeldPositions,
     convention_distances,
     describe_wrong_rotation,
+    frequencies_of,
     held_positions,
     match_all_at_zero,
 )
@@ -160,7 +161,7 @@ class EntryTracker:
         self, layer: tuple[Tensor, Tensor], fixed: tuple[Tensor, Tensor], known: tuple[Tensor, Tensor]
     ) -> dict[str, float]:
         """Return `convention_distances` of a first layer, given all entries of `full` and of `original` in it."""
-        rotation = self._known_positions(), self.situation.padding, self.adapter.frequencies
+        rotation = self._known_positions(), self.situation.padding, frequencies_of(self.adapter)
         return convention_distances(layer, fixed, known, *rotation)
 
     def _rematch_in_cache(
@@ -176,7 +177,7 @@ class EntryTracker:
         if self.keys_move or entries[0][0].shape[2] < so_far:  # keys may have moved up
             distances = self._convention_distances(entries[0], known[0], at_original[0])
             if distances[IN_CACHE] < distances[ORIGINAL]:
-                rotation = self.situation.padding, self._known_positions(), self.adapter.frequencies
+                rotation = self.situation.padding, self._known_positions(), frequencies_of(self.adapter)
                 rows, self.keys_move = match_all_at_zero(entries, at_original, *rotation), True
         self.held.append(held_positions(rows))
         return rows
@@ -407,7 +408,7 @@ class EntryComparison:
         own, places = head_entries[positions], positions - self.padding
         yield "head", describe_head(entries, full[self.row], self._full_head(full, layer, head))
         if kind == _KEYS:
-            frequencies, index = tracker.adapter.frequencies, matched.nonzero().squeeze(-1)
+            frequencies, index = frequencies_of(tracker.adapter), matched.nonzero().squeeze(-1)
             yield "rotation", describe_rotation(entries, own, places, frequencies, 2 * tracker.situation.entries)
             before = self._full_entries((tracker.original or tracker.full)[layer][kind], layer, head)[positions]
             yield "rotation", describe_wrong_rotation(entries, before, places, index, frequencies, NEAR)

@@ -31,6 +31,7 @@ from perturbkv.auditing.evictions import FailedError
 from perturbkv.cache.external_cache import bit_patterns
 from perturbkv.configs.plugins import external_code, is_library_file
 from perturbkv.models.forward import run_with_cache
+from perturbkv.models.interface import text_config
 
 _PARTS = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
@@ -234,7 +235,7 @@ def _logit_bits(model: nn.Module) -> Tensor:
     ids = torch.arange(_TOKENS, device=next(model.parameters()).device).expand(2, -1)
     mask = torch.ones_like(ids)
     mask[1, :_PADDING] = 0
-    cache: Cache = DynamicCache()
+    cache: Cache = DynamicCache(config=text_config(model))
     read = run_with_cache(model, ids, cache, attention_mask=mask).logits
     mask = torch.cat([mask, mask[:, :1] * 0 + 1], dim=-1)
     continued = run_with_cache(model, ids[:, :1], cache, attention_mask=mask).logits

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from perturbkv.auditing.forward_passes import ForwardPass, Situation
 from perturbkv.auditing.reference import Distances, PromptEntries, decode, entry_floors, noise_floors
+from perturbkv.auditing.unmeasured import fill_cache, read_contents
 from perturbkv.cache.entries import rotate_keys
 from perturbkv.cache.external_cache import NOWHERE, Layers, RecoveredLayer, recover_positions
 from perturbkv.configs.audit_settings import IN_CACHE, ORIGINAL
@@ -34,6 +35,16 @@ _SAME_BASE = 0.01
 """Largest relative difference of two bases that are one."""
 _BASES = (1e4, 1e5, 5e5, 1e6)
 """Rotary bases that models have, 10,000 the one that code falls back to."""
+
+
+def frequencies_of(adapter: Adapter) -> Float[Tensor, " frequency"]:
+    """Return the rotary frequencies of measured layers; none where their keys have no rotations by such pairs."""
+    return torch.empty(0, device=adapter.device) if adapter.rotary is None else adapter.frequencies
+
+
+def keys_can_move(adapter: Adapter) -> bool:
+    """Return whether keys may stand at 0, 1, … in the cache: they are rotated, and in no window at other places."""
+    return adapter.rotary is not None and len(adapter.every_attention) == len(adapter.layers)
 
 
 def convention_distances(
@@ -137,9 +148,10 @@ def move_to_cache_positions(
                 known = positions[places]
                 for moved, rotate in zip(readings, rotations, strict=True):
                     keys = moved[layer][0][row, head]
-                    keys[known] = rotate(keys[known], before[row, known], places, adapter.frequencies)
+                    keys[known] = rotate(keys[known], before[row, known], places, frequencies_of(adapter))
     full, *others = readings
-    return PromptEntries(full, tuple(others), entry_floors(full, others, situation, torch.finfo(adapter.dtype).eps))
+    floors = entry_floors(full, others, situation, torch.finfo(adapter.dtype).eps)
+    return PromptEntries(full, tuple(others), floors, prompts.rests)
 
 
 def decode_moving(
@@ -152,7 +164,7 @@ def decode_moving(
     """Return the masked reference's forward passes where keys move to their places at every pass, and its noise floors.
 
     `prompts` are the entries at the prompt's own positions; `kept` has a mask (row, kept_head, entry) per pass and
-    layer, `held` the entries of each pass. Entries of tokens decoded before are the reference's own.
+    layer, `held` the entries of each pass. Entries of tokens decoded before are the reference's own, and so are states.
     """
     passes: list[ForwardPass] = []
     noise: list[Distances] = []
@@ -160,7 +172,8 @@ def decode_moving(
     for chunk, (masks, entries) in enumerate(zip(kept, held, strict=True)):
         single = replace(situation, chunks=situation.chunks[chunk : chunk + 1], cached=(situation.cached or ())[chunk:])
         moved = move_to_cache_positions(adapter, entries, prompts, situation, before)
-        passed = list(decode(adapter, moved.full, single, [masks]))
+        cache = fill_cache(adapter, moved.readings[0])
+        passed = list(decode(adapter, cache, single, [masks]))
         noise.append(noise_floors(adapter, passed, moved, single, [masks]))
         passes += passed
         new = [passed[0].new_entries(layer) for layer in range(len(prompts.full))]
@@ -168,6 +181,7 @@ def decode_moving(
             prompts,
             full=_append_entries(prompts.full, new),
             others=tuple(_append_entries(layers, new) for layers in prompts.others),
+            rests=tuple(read_contents(adapter, cache)[1] for _ in prompts.rests),
         )
         before = torch.cat([before, situation.positions(chunk)], dim=-1)
     return passes, Distances(

@@ -24,6 +24,7 @@ from perturbkv.analyses.audit.audited_runs import AuditedRun, DecodingStep
 from perturbkv.analyses.audit.cache_entries import CacheEntries, Integers
 from perturbkv.auditing.forward_passes import Situation
 from perturbkv.auditing.reference import decode, decode_greedily, logits_distance, noise_floors, prompt_entries
+from perturbkv.auditing.unmeasured import fill_cache, measured_numbers
 from perturbkv.cache.external_cache import Layers
 from perturbkv.configs.audit_settings import KEPT_FILE
 from perturbkv.datasets.encode import Prompt
@@ -229,7 +230,8 @@ def audit_file(adapter: Adapter, ids: Int[Tensor, " token"], file: KeptFile, sam
         evicted=sum(tokens - len(kept) for sets in file.kept for kept in sets),
     )  # fmt: skip
     steps = () if file.logits is None or not len(file.logits) else _compare_logits(adapter, ids, file, file.logits)
-    return AuditedRun(sample, "single", 0, tokens, 0, entries=entries, steps=steps)
+    numbers = measured_numbers(adapter)
+    return AuditedRun(sample, "single", 0, tokens, 0, entries=entries, steps=steps, numbers=numbers)
 
 
 def _compare_logits(
@@ -240,13 +242,13 @@ def _compare_logits(
     Those of heads and layers are NaN.
     """
     if file.tokens:
-        decoded, full = torch.tensor(file.tokens[: len(logits)], device=adapter.device), None
+        decoded, read = torch.tensor(file.tokens[: len(logits)], device=adapter.device), None
     else:
-        decoded, full = decode_greedily(adapter, ids, len(logits))
+        decoded, read = decode_greedily(adapter, ids, len(logits))
     single = Situation("single", ids.unsqueeze(0), torch.ones_like(ids).unsqueeze(0), torch.split(decoded, 1))
-    prompts = prompt_entries(adapter, single, full)
+    prompts = prompt_entries(adapter, single, read)
     kept = _masks(file, single, prompts.full)
-    passes = list(decode(adapter, prompts.full, single, kept))
+    passes = list(decode(adapter, fill_cache(adapter, prompts.readings[0]), single, kept))
     noise = float(noise_floors(adapter, passes, prompts, single, kept).logits)
     steps = []
     for step, (row, masked) in enumerate(zip(logits, passes, strict=True)):

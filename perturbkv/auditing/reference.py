@@ -14,16 +14,17 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache
+from transformers import Cache
 
 from perturbkv.auditing.forward_passes import Attend, ForwardPass, Situation, record_pass
+from perturbkv.auditing.unmeasured import Reading, Rest, fill_cache, read_contents
+from perturbkv.cache.compact import full_cache
 from perturbkv.cache.external_cache import Layers
 from perturbkv.errors import ModelError
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.forward import run_with_cache
-from perturbkv.models.interface import AttentionFunction
+from perturbkv.models.interface import PLAIN_KERNELS, AttentionFunction
 
-_KERNEL = "sdpa"
 _TINY = torch.finfo(torch.float64).tiny
 Arrange = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
 """Keys and values (row, kv_head, entry, width) and mask (row, head, new, entry) → the same, arranged otherwise."""
@@ -56,31 +57,38 @@ class PromptEntries:
         full: read as a whole.
         others: read in two halves, and in growing parts with attention `eager`.
         floors: noise floors of keys and of values, over the root mean square norm of a head's.
+        rests: the windows and states after each of these readings, as a whole first.
     """
 
     full: Layers
     others: tuple[Layers, ...]
     floors: Float[Tensor, "kind layer"]
+    rests: tuple[Rest, ...]
+
+    @property
+    def readings(self) -> list[Reading]:
+        """The entries and the rest of every reading, as a whole first."""
+        return list(zip((self.full, *self.others), self.rests, strict=True))
 
 
 def check_attention(adapter: Adapter) -> None:
     """Raise ModelError if some layer's attention does not take a mask per head over all entries."""
-    adapter.check_plain_layers("an audit")
     name = adapter.config._attn_implementation
-    if name != _KERNEL:
+    if name not in PLAIN_KERNELS:
+        kernels = " or ".join(f"'{kernel}'" for kernel in PLAIN_KERNELS)
         raise ModelError(
-            f"an audit masks entries per head, which needs attention '{_KERNEL}', got '{name}'; load with '{_KERNEL}'"
+            f"an audit masks entries per head, which needs attention {kernels}, got '{name}'; load with {kernels}"
         )
 
 
 def read_prompts(
     adapter: Adapter, situation: Situation, parts: Sequence[int] | None = None, kernel: str | None = None
-) -> Layers:
-    """Return the keys and values of all layers after the plain model has read the prompts.
+) -> Reading:
+    """Return what the plain model's cache holds after it has read the prompts.
 
     `parts` are numbers of tokens that are read at once, by default all; `kernel` is the attention that reads them.
     """
-    cache, positions, first = DynamicCache(), situation.prompt_positions(), 0
+    cache, positions, first = full_cache(adapter), situation.prompt_positions(), 0
     mask = None if bool(situation.attention_mask.all()) else situation.attention_mask
     with _attention(adapter, kernel or adapter.config._attn_implementation):
         for part in parts or (situation.entries,):
@@ -91,7 +99,7 @@ def read_prompts(
             ids = situation.ids[:, columns]
             run_with_cache(adapter.model, ids, cache, logits_to_keep=1, **padding)
             first += part
-    return [(layer.keys, layer.values) for layer in cache.layers]
+    return read_contents(adapter, cache)
 
 
 @contextmanager
@@ -113,44 +121,33 @@ def _doubling_parts(tokens: int, most: int = 256) -> list[int]:
     return parts
 
 
-def decode_greedily(adapter: Adapter, ids: Int[Tensor, " token"], count: int) -> tuple[Int[Tensor, " new"], Layers]:
-    """Return the model's own greedy continuation of a prompt, `count` tokens (1 or more), and the prompt's entries."""
-    cache, token, tokens, full = DynamicCache(), ids.unsqueeze(0), [], None
+def decode_greedily(adapter: Adapter, ids: Int[Tensor, " token"], count: int) -> tuple[Int[Tensor, " new"], Reading]:
+    """Return the model's own greedy continuation of a prompt, `count` tokens (1 or more), and what was read of it."""
+    cache, token, tokens, read = full_cache(adapter), ids.unsqueeze(0), [], None
     for _ in range(count):
         logits = run_with_cache(adapter.model, token, cache, logits_to_keep=1).logits
-        full = full or [(layer.keys, layer.values) for layer in cache.layers]
+        read = read or read_contents(adapter, cache)
         token = logits[:, -1:].argmax(dim=-1)
         tokens.append(token[0, 0])
-    return torch.stack(tokens), full or []
+    return torch.stack(tokens), read or ([], {})
 
 
 def decode(
     adapter: Adapter,
-    full: Layers,
+    cache: Cache,
     situation: Situation,
     kept: Sequence[Sequence[Tensor]],
     arrange: Arrange | None = None,
 ) -> Iterator[ForwardPass]:
-    """Yield the forward passes that decode from the full cache under masks of the kept entries.
+    """Yield the forward passes that decode from a full cache under masks of the kept entries in measured layers.
 
     `kept` has a mask (row, kept_head, entry) per pass and layer; `arrange` as in `masked_attention`.
     """
-    cache = _fill_cache(full)
     for chunk in range(len(situation.chunks)):
-        yield _forward(adapter, cache, situation, chunk, masked_attention(kept[chunk], arrange))
+        yield decode_chunk(adapter, cache, situation, chunk, masked_attention(adapter, kept[chunk], arrange))
 
 
-def decode_entries(
-    adapter: Adapter, entries: Layers, situation: Situation, chunk: int, attended: Sequence[Tensor]
-) -> ForwardPass:
-    """Return the forward pass of a chunk by the plain model from given entries, attended to where `attended` says so.
-
-    `attended` is a mask (row, kept_head, entry) per layer.
-    """
-    return _forward(adapter, _fill_cache(entries), situation, chunk, masked_attention(attended))
-
-
-def _forward(adapter: Adapter, cache: Cache, situation: Situation, chunk: int, attend: Attend) -> ForwardPass:
+def decode_chunk(adapter: Adapter, cache: Cache, situation: Situation, chunk: int, attend: Attend) -> ForwardPass:
     """Run and record the forward pass of the situation's chunk `chunk`, whose tokens are added to the cache."""
     record = ForwardPass()
     with record_pass(adapter, record, attend):
@@ -158,14 +155,6 @@ def _forward(adapter: Adapter, cache: Cache, situation: Situation, chunk: int, a
             adapter.model, situation.new_tokens(chunk), cache, position_ids=situation.positions(chunk)
         ).logits
     return record
-
-
-def _fill_cache(full: Layers) -> DynamicCache:
-    """Return a new cache with the given keys and values."""
-    cache = DynamicCache()
-    for layer, (keys, values) in enumerate(full):
-        cache.update(keys, values, layer)
-    return cache
 
 
 def noise_floors(
@@ -181,10 +170,10 @@ def noise_floors(
     mask (row, kept_head, entry) per pass and layer. Floors are the maxima over all heads, rows and passes; those of a
     layer are never below those of an earlier layer, as rounding accumulates.
     """
+    full, *read_otherwise = prompts.readings
     others = (
-        decode(adapter, prompts.full, situation, kept, _reverse),
-        decode(adapter, prompts.full, situation, kept, _gather),
-        *(decode(adapter, other, situation, kept) for other in prompts.others),
+        decode(adapter, fill_cache(adapter, reading), situation, kept, arrange)
+        for reading, arrange in ((full, _reverse), (full, _gather), *((other, None) for other in read_otherwise))
     )
     layers, least = len(prompts.full), torch.finfo(adapter.dtype).eps
     distances = [
@@ -198,13 +187,17 @@ def noise_floors(
     return Distances(head.amax(dim=-1, keepdim=True).cummax(dim=0).values, hidden.cummax(dim=0).values, logits)
 
 
-def prompt_entries(adapter: Adapter, situation: Situation, full: Layers | None = None) -> PromptEntries:
-    """Return the entries of a situation's prompts, with their noise floors; `full` are those read at once, if known."""
-    tokens, full = situation.entries, full or read_prompts(adapter, situation)
+def prompt_entries(adapter: Adapter, situation: Situation, read: Reading | None = None) -> PromptEntries:
+    """Return the entries of a situation's prompts, with their noise floors; `read` is the reading at once, if known."""
+    tokens, (full, rest) = situation.entries, read or read_prompts(adapter, situation)
     halves = read_prompts(adapter, situation, (tokens // 2, tokens - tokens // 2))
     kernel = "eager" if adapter.dtype.itemsize <= 4 else None  # softmax in float32: a mask of float64 is NaN there
-    others = (halves, read_prompts(adapter, situation, _doubling_parts(tokens), kernel))
-    return PromptEntries(full, others, entry_floors(full, others, situation, torch.finfo(adapter.dtype).eps))
+    padding = max(situation.padding) if adapter.is_recurrent else 0  # a part of one token is no padding to a state
+    first, *parts = _doubling_parts(tokens - padding)
+    growing = read_prompts(adapter, situation, (padding + first, *parts), kernel)
+    others = (halves[0], growing[0])
+    floors = entry_floors(full, others, situation, torch.finfo(adapter.dtype).eps)
+    return PromptEntries(full, others, floors, (rest, halves[1], growing[1]))
 
 
 def entry_floors(
@@ -271,11 +264,14 @@ def logits_distance(one: Float[Tensor, "new vocab"], other: Float[Tensor, "most 
     return _relative_distance(centred[0], centred[1])
 
 
-def masked_attention(kept: Sequence[Bool[Tensor, "row kept_head entry"]], arrange: Arrange | None = None) -> Attend:
+def masked_attention(
+    adapter: Adapter, kept: Sequence[Bool[Tensor, "row kept_head entry"]], arrange: Arrange | None = None
+) -> Attend:
     """Return an attention function in which new tokens attend to the kept entries, and causally to each other.
 
     `kept` are masks per layer. `arrange` puts the entries into another order, which changes only the rounding.
     """
+    adds_masks = adapter.config._attn_implementation == "eager"
 
     def attend(layer: int, stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
         query, key, value, _, *others = args
@@ -284,8 +280,10 @@ def masked_attention(kept: Sequence[Bool[Tensor, "row kept_head entry"]], arrang
         sets = kept[layer].repeat_interleave(heads // kept[layer].shape[1], dim=1)
         previous = sets.unsqueeze(2).expand(-1, -1, new, -1)
         mask = torch.cat([previous, causal.expand(*previous.shape[:2], -1, -1)], dim=-1)
-        entries = (key, value, mask) if arrange is None else arrange(key, value, mask)
-        return stock(module, query, *entries, *others, **kwargs)
+        key, value, shown = (key, value, mask) if arrange is None else arrange(key, value, mask)
+        if adds_masks and shown is not None:
+            shown = torch.zeros_like(shown, dtype=query.dtype).masked_fill(~shown, torch.finfo(query.dtype).min)
+        return stock(module, query, key, value, shown, *others, **kwargs)
 
     return attend
 

@@ -8,7 +8,7 @@ unreadable ones are refused here, in one line.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -25,14 +25,20 @@ LayerEntries = tuple[Tensor, Tensor]
 """Keys (kv_head, entry, d_key) and values (kv_head, entry, d_value) of one row of a layer."""
 
 
-def layer_tensors(cache: Cache | Layers) -> list[tuple[Tensor, Tensor]]:
-    """Return keys and values (batch, kv_head, entry, …) per layer. Raises UnreadableCacheError without any."""
+def layer_tensors(cache: Cache | Layers, numbers: Sequence[int] = ()) -> list[tuple[Tensor, Tensor]]:
+    """Return keys and values (batch, kv_head, entry, …) per layer. Raises UnreadableCacheError without any.
+
+    Of a transformers cache the layers with these `numbers` are looked at, by default all.
+    """
     if not isinstance(cache, Cache):
         return [(keys, values) for keys, values in cache]
     layers = getattr(cache, "layers", None)
     if not layers:
         _refuse(f"no keys to look at: {type(cache).__name__} has no layers")
-    return [_layer_tensors(layer, index) for index, layer in enumerate(layers)]
+    numbers = numbers or range(len(layers))
+    if numbers[-1] >= len(layers):
+        _refuse(f"it has {len(layers)} layers, and none for layer {numbers[-1]} of the model")
+    return [_layer_tensors(layers[index], index) for index in numbers]
 
 
 def _layer_tensors(layer: object, index: int) -> tuple[Tensor, Tensor]:
@@ -51,20 +57,21 @@ def _layer_tensors(layer: object, index: int) -> tuple[Tensor, Tensor]:
 
 
 def pair_layers(
-    external: Cache | Layers, full: Cache | Layers, row: int = 0, first: int = 0
+    external: Cache | Layers, full: Cache | Layers, row: int = 0, numbers: Sequence[int] = ()
 ) -> list[tuple[LayerEntries, LayerEntries]]:
     """Return, per layer, the entries of one row in the external and in the full cache, after checking their shapes.
 
-    A full cache of one row is used for every row; layers are numbered from `first` in messages. Raises
-    UnreadableCacheError for incompatible shapes.
+    A full cache of one row is used for every row; `numbers` are those of its layers in the external cache and in
+    messages, by default from 0 on. Raises UnreadableCacheError for incompatible shapes.
     """
-    external_layers, full_layers = layer_tensors(external), layer_tensors(full)
+    external_layers, full_layers = layer_tensors(external, numbers), layer_tensors(full)
     if len(external_layers) != len(full_layers):
         _refuse(f"it has {len(external_layers)} layers, the full cache {len(full_layers)}")
     pairs = list(zip(external_layers, full_layers, strict=True))
-    for index, (external_layer, full_layer) in enumerate(pairs, start=first):
+    numbers = numbers or range(len(pairs))
+    for index, (external_layer, full_layer) in zip(numbers, pairs, strict=True):
         _check_shape(index, external_layer, full_layer, row)
-    _check_lengths(external, external_layers, full_layers[0][0].shape[2])
+    _check_lengths(external, dict(zip(numbers, external_layers, strict=True)), full_layers[0][0].shape[2])
     return [(_select_row(external_layer, row), _select_row(full_layer, row)) for external_layer, full_layer in pairs]
 
 
@@ -101,13 +108,13 @@ def _check_shape(index: int, layer: tuple[Tensor, Tensor], full: tuple[Tensor, T
         _refuse(f"layer {index} keeps {entries} entries, more than the {full_entries} that there were")
 
 
-def _check_lengths(external: Cache | Layers, layers: Layers, tokens: int) -> None:
+def _check_lengths(external: Cache | Layers, layers: Mapping[int, tuple[Tensor, Tensor]], tokens: int) -> None:
     """Raise UnreadableCacheError if the cache reports a length other than `tokens` that its layers contradict."""
     if not isinstance(external, Cache):
         return
-    reported = {int(external.get_seq_length(index)) for index in range(len(layers))}
-    lengths = [keys.shape[2] for keys, _ in layers]
-    wrong = [index for index, length in enumerate(lengths) if length not in reported]
+    reported = {int(external.get_seq_length(index)) for index in layers}
+    lengths = {index: keys.shape[2] for index, (keys, _) in layers.items()}
+    wrong = [index for index, length in lengths.items() if length not in reported]
     if len(reported) == 1 and reported != {tokens} and wrong:
         _refuse(
             f"lengths differ between layers where the cache says that they do not: it says {reported.pop()} entries in "
@@ -183,7 +190,7 @@ def recover_positions(
     full: Cache | Layers,
     row: int = 0,
     padding: int = 0,
-    first: int = 0,
+    numbers: Sequence[int] = (),
     *,
     count_padding: bool = False,
 ) -> list[RecoveredLayer]:
@@ -195,14 +202,14 @@ def recover_positions(
         row: row of the batch; a full cache of a single row is used for every row.
         padding: entries of padding before the prompt in the full cache's row; an entry that equals one of them and one
             of the prompt is the prompt's. Positions are counted after them, and an entry of padding has none.
-        first: number of the first layer, where only some are given.
+        numbers: the layers' numbers in the external cache and in messages, by default from 0 on.
         count_padding: whether positions are counted from the padding's first entry on instead.
 
     Raises UnreadableCacheError for a cache without keys, layers whose lengths contradict the cache's own report, more
     entries than the prompt has, and shapes other than the full cache's.
     """
     layers = []
-    for external_layer, full_layer in pair_layers(external, full, row, first):
+    for external_layer, full_layer in pair_layers(external, full, row, numbers):
         rolled = [entries.roll(-padding, dims=1) for entries in full_layer] if padding else full_layer
         own_and_full = zip(*external_layer, rolled[0], rolled[1], strict=True)
         heads = [_match_head(*head, padding=padding, count_padding=count_padding) for head in own_and_full]

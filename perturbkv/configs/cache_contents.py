@@ -124,7 +124,8 @@ def check_sparse_prefill(policies: Sequence[Choice], steps: int, generate: int, 
         (steps > 1, f"{steps} decode steps", "the prompt's queries have no steps: use --steps 1"),
         (generate > 0, f"answers of {generate} tokens", "it is measured and does not answer: generate nothing"),
         (layer_types.is_mixed(model_config) or layer_types.is_recurrent(model_config),
-         f"model '{model}', some of whose layers slide or are recurrent", "choose another model"),
+         f"model '{model}', some of whose layers slide or are recurrent",
+         "windows and states, which all caches share, would be others: choose another model"),
     ):  # fmt: skip
         if applies:
             raise ConfigError(

@@ -249,22 +249,12 @@ class Adapter:
         return cache.layers[self.layer_indices[layer]]
 
     def check_plain_layers(self, feature: str) -> None:
-        """Raise ModelError for a model with unmeasured layers, states or sinks, which `feature` does not support."""
-        obstacles = {"recurrent states": self.is_recurrent, "layers that see a part of it": self.is_mixed,
-                     "sinks in its softmax": bool(self.layer_facts(0).sinks)}  # fmt: skip
-        obstacle = next((words for words, applies in obstacles.items() if applies), "")
-        if obstacle:
+        """Raise ModelError for a model with unmeasured layers or states, which `feature` does not support."""
+        if self.is_mixed or self.is_recurrent:
+            obstacle = "recurrent states" if self.is_recurrent else "layers that see a part of it"
             raise ModelError(
                 f"{feature} expects layers that all see the whole prompt and nothing else; model '{self.name}' has "
                 f"{obstacle}"
-            )
-
-    def check_no_gates(self, feature: str) -> None:
-        """Raise ModelError for a model with gates, which `feature` does not take into account."""
-        if self.has_gates:
-            raise ModelError(
-                f"{feature} expects heads' outputs that are projected as they are; model '{self.name}' has a gate "
-                "between attention and projection"
             )
 
     def output_projection(self, layer: int) -> Float[Tensor, "d_model head_d_value"]:

@@ -28,8 +28,13 @@ def version_note() -> str:
     return needs if Version(here) < Version(LEAST) else ""
 
 
-def size(layer: Any) -> int:
-    """Return how many numbers the recurrent state of a cache layer's first row has; 0 without a state."""
+def tensors(layer: Any) -> list[Tensor]:
+    """Return the tensors (row, …) of a cache layer's recurrent state, convolutions' first; none without a state."""
     kinds = [getattr(layer, name, None) for name in ("conv_states", "recurrent_states")]
     held = [tensor for kind in kinds for tensor in (kind.values() if isinstance(kind, dict) else [kind])]
-    return sum(tensor[:1].numel() for tensor in held if isinstance(tensor, Tensor))
+    return [tensor for tensor in held if isinstance(tensor, Tensor)]
+
+
+def size(layer: Any) -> int:
+    """Return how many numbers the recurrent state of a cache layer's first row has; 0 without a state."""
+    return sum(tensor[:1].numel() for tensor in tensors(layer))

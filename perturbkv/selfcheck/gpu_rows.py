@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from perturbkv.cache.compact import CompactCache, CompactLayer
+from perturbkv.cache.compact import CompactCache, CompactLayer, full_cache, join_layers, prompt_states
 from perturbkv.cache.entries import KeptEntries
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
@@ -199,13 +199,13 @@ def time_decoding(
 ) -> Result:
     """Return the seconds per step of decoding a batch from full and from evicted caches; the entries are random."""
     adapter = load_model(model, dtype, device)
-    adapter.check_plain_layers("the benchmark of decoding")
     first = torch.zeros(batch, 1, dtype=torch.int64, device=adapter.device)
     full: list[float] = []
     evicted: list[float] = []
     for _ in range(repeats + 1):
         cache = _random_cache(adapter, batch, tokens)
-        compact = CompactCache([_keep_last(adapter, layer.keys, layer.values, budget) for layer in cache.layers])
+        kept = [_keep_last(adapter, cache.layers[index], budget) for index in adapter.layer_indices]
+        compact = CompactCache(join_layers(adapter, kept, prompt_states(adapter, cache)))
         full.append(time_call(lambda cache=cache: _greedy_steps(adapter, cache, first, steps), adapter.device) / steps)  # type: ignore[misc]
         del cache
         with decode_from(adapter, compact):
@@ -216,24 +216,26 @@ def time_decoding(
 
 
 def _random_cache(adapter: Adapter, batch: int, tokens: int) -> DynamicCache:
-    """Return a full cache of `batch` rows with random entries."""
-    cache, shape = DynamicCache(), (batch, adapter.kv_heads, tokens)
-    for layer in range(len(adapter.layers)):
+    """Return a full cache of `batch` rows with random entries behind one token, which recurrent states begin with."""
+    cache = full_cache(adapter)
+    run_with_cache(adapter.model, torch.zeros(batch, 1, dtype=torch.int64, device=adapter.device), cache)
+    for index in adapter.every_attention:
+        facts = adapter.facts.layers[index]
         keys, values = (
-            torch.randn(*shape, size, dtype=adapter.dtype, device=adapter.device)
-            for size in (adapter.d_key, adapter.d_value)
+            torch.randn(batch, facts.kv_heads, tokens - 1, size, dtype=adapter.dtype, device=adapter.device)
+            for size in (facts.d_key, facts.d_value)
         )
-        cache.update(keys, values, layer)
+        cache.update(keys, values, index)
     return cache
 
 
-def _keep_last(adapter: Adapter, keys: Tensor, values: Tensor, budget: int) -> CompactLayer:
-    """Return a compact layer of the last `budget` entries of every row and key/value head."""
+def _keep_last(adapter: Adapter, layer: Any, budget: int) -> CompactLayer:
+    """Return a compact layer of the last `budget` entries of every row and key/value head of a full cache's layer."""
     rows = [
         KeptEntries.of(list(key[:, -budget:]), list(value[:, -budget:]))
-        for key, value in zip(keys, values, strict=True)
+        for key, value in zip(layer.keys, layer.values, strict=True)
     ]
-    return CompactLayer(rows, adapter.heads, keys.shape[2])
+    return CompactLayer(rows, adapter.heads, layer.keys.shape[2])
 
 
 def _greedy_steps(adapter: Adapter, cache: Any, ids: Tensor, steps: int) -> None:

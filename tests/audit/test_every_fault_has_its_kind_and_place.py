@@ -73,7 +73,7 @@ def test_kind_and_place_are_right(fault: str, name: str) -> None:
 
 
 def test_every_kind_is_planted() -> None:
-    elsewhere = {"decoding", "model"}
+    elsewhere = {"decoding", "model", "unmeasured"}
     assert set(KINDS) - {kind for kind, *_ in FAULTS.values()} == elsewhere
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +16,10 @@ from perturbkv.auditing.dumps.dump_audit import audit_dump
 from perturbkv.auditing.dumps.dump_file import HEADER, read_dump, write_dump
 from perturbkv.auditing.dumps.layouts import NAMED
 from perturbkv.cache.entries import rotate_keys
+from perturbkv.models.adapter import Adapter
+from perturbkv.pipeline.sample.capture import intercept_attention
 from tests.audit.dumped import BLOCK, PREFIX, TOKENS, Damage, Made, entries, model, tables, together
+from tests.support.models import tiny_adapter, token_ids
 
 Tables = dict[str, list[int]]
 
@@ -411,3 +416,52 @@ def test_probabilities_are_held_against_the_plain_models(tmp_path: Path) -> None
         assert result.verdict == ("differs" if wrong else "exact"), result.summary
         assert [fault.kind for fault in result.faults] == ["decoding"] * wrong
         assert result.requests[1].logprobs == pytest.approx(0.05 * wrong, abs=1e-4)
+
+
+def test_outputs_are_perturbed_through_gates(tmp_path: Path) -> None:
+    """By hand, from the input of each attention: its query projection gives a gate beside every query."""
+    adapter, ids, inputs = tiny_adapter("qwen3_next"), token_ids(30), []
+    hooks = [one.register_forward_pre_hook(lambda module, args, kwargs: inputs.append(kwargs["hidden_states"]),
+                                           with_kwargs=True) for one in adapter.attentions]  # fmt: skip
+    with torch.inference_mode():
+        cache = adapter.model(torch.tensor([ids])).past_key_values
+    for hook in hooks:
+        hook.remove()
+    stored = [
+        (layer.keys[0].transpose(0, 1).clone(), layer.values[0].transpose(0, 1).clone()) for layer in cache.layers
+    ]
+    stored[1][1][7:9] *= 3
+    blocks = [{"cache": torch.stack(pair).unsqueeze(1)} for pair in stored]  # one block of all tokens
+    made = write_dump(
+        tmp_path / "dump", [{"id": "a", "token_ids": list(ids), "blocks": [0]}], blocks, kv_heads=2, head_size=8,
+        block_size=30, layout="kv block token head dim", engine="made-up 1.0",
+    )  # fmt: skip
+    (request,) = audit_dump(adapter, read_dump(made), losses=False).requests
+    with torch.inference_mode():
+        projected = adapter.attentions[1].q_proj(inputs[1][0, -1]).view(4, 16)
+    gate = projected[:, 8:].double().sigmoid()
+    w_o = adapter.attentions[1].o_proj.weight.detach().double().view(32, 4, 8)
+    weights = _last_weights(adapter, ids)
+    moved = []
+    for head in range(4):
+        plain, changed = (
+            w_o[:, head] @ (gate[head] * (weights[head] @ values.double()))
+            for values in (cache.layers[1].values[0, head // 2], stored[1][1][:, head // 2])
+        )
+        moved.append(float((changed - plain).abs().sum() / plain.abs().sum()))
+    np.testing.assert_allclose(request.perturbations[1], moved, rtol=1e-4)
+    assert float(request.perturbations[0].max()) < 1e-5
+
+
+def _last_weights(adapter: Adapter, ids: tuple[int, ...]) -> torch.Tensor:
+    """Of the last token in layer 1 (head, entry), from the queries and keys that attention gets."""
+    seen: list[torch.Tensor] = []
+
+    def attend(stock: Any, module: Any, args: Any, kwargs: Any) -> Any:
+        query, key = args[0][0, :, -1].double(), args[1][0].double().repeat_interleave(2, dim=0)
+        seen.append(((key @ query.unsqueeze(-1)).squeeze(-1) * kwargs["scaling"]).softmax(dim=-1))
+        return stock(module, *args, **kwargs)
+
+    with torch.inference_mode(), intercept_attention(adapter, attend):
+        adapter.model(torch.tensor([ids]))
+    return seen[1]

@@ -10,7 +10,13 @@ import torch
 
 from perturbkv.auditing import reference
 from perturbkv.auditing.forward_passes import boolean_mask, make_situation, token_count
+from perturbkv.auditing.unmeasured import fill_cache
+from perturbkv.models import recurrent_states
 from tests.oracle.decoder import Decoder
+from tests.pipeline.test_recurrent_layers_keep_their_state import N as PROMPT
+from tests.pipeline.test_recurrent_layers_keep_their_state import masked
+from tests.support.caches import kept_positions
+from tests.support.hybrids import hybrid_adapter
 from tests.support.models import exact_adapter, tiny_adapter, token_ids
 
 TOKENS = 20
@@ -21,8 +27,11 @@ def kept_sets(layers: int, heads: int, seed: int = 0) -> torch.Tensor:
     return torch.rand(layers, heads, TOKENS, generator=torch.Generator().manual_seed(seed)) < 0.5
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_masks_of_the_kept_entries_give_what_the_naive_decoder_gives(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "atol"),
+    [*((family, 1e-9) for family in ("llama", "qwen3", "gemma3_text", "gpt_oss")), ("gemma2", 1e-5)],  # float32 softmax
+)
+def test_masks_of_the_kept_entries_give_what_the_naive_decoder_gives(family: str, atol: float) -> None:
     adapter = exact_adapter(family, 4, 2, layers=3)
     ids, more = token_ids(TOKENS), (7, 9)
     kept = kept_sets(3, 2)
@@ -30,7 +39,8 @@ def test_masks_of_the_kept_entries_give_what_the_naive_decoder_gives(family: str
     grown = torch.cat([kept, torch.ones(3, 2, 1, dtype=torch.bool)], dim=-1)
     masks = [[mask.unsqueeze(0) for mask in one] for one in (kept, grown)]
     with torch.inference_mode():
-        passes = list(reference.decode(adapter, reference.read_prompts(adapter, situation), situation, masks))
+        cache = fill_cache(adapter, reference.read_prompts(adapter, situation))
+        passes = list(reference.decode(adapter, cache, situation, masks))
     naive = Decoder(adapter.model)
     for token in ids:
         naive.step(token)
@@ -39,9 +49,28 @@ def test_masks_of_the_kept_entries_give_what_the_naive_decoder_gives(family: str
         own[..., :TOKENS] = kept.repeat_interleave(2, dim=1).numpy()
         found = naive.step(token, kept=list(own))
         for layer in range(3):
-            np.testing.assert_allclose(seen.head_output[layer][0, -1], found.head_output[layer], atol=1e-9)
-            np.testing.assert_allclose(seen.hidden[layer][0, -1], found.hidden[layer], atol=1e-9)
-        np.testing.assert_allclose(seen.logits[0, -1], found.logits, atol=1e-9)
+            np.testing.assert_allclose(seen.head_output[layer][0, -1], found.head_output[layer], atol=atol)
+            np.testing.assert_allclose(seen.hidden[layer][0, -1], found.hidden[layer], atol=atol)
+        np.testing.assert_allclose(seen.logits[0, -1], found.logits, atol=atol)
+
+
+@pytest.mark.skipif(recurrent_states.LAYER is None, reason="no states in caches")
+@pytest.mark.parametrize("family", ["lfm2", "granitemoehybrid", "falcon_h1"])
+def test_states_go_on_as_in_a_model_whose_attention_is_computed_by_hand(family: str) -> None:
+    adapter, more = hybrid_adapter(family), torch.tensor([7, 9])
+    positions = [kept_positions((9, 9), 1), kept_positions((25, 3), 2)]
+    situation = make_situation("single", torch.tensor(token_ids(PROMPT)), more, 2)
+    kept = torch.zeros(2, 2, PROMPT + 1, dtype=torch.bool)
+    kept[..., PROMPT] = True
+    for layer, heads in enumerate(positions):
+        for head, places in enumerate(heads):
+            kept[layer, head, places] = True
+    masks = [[mask.unsqueeze(0) for mask in one] for one in (kept[..., :PROMPT], kept)]
+    with torch.inference_mode():
+        cache = fill_cache(adapter, reference.read_prompts(adapter, situation))
+        passes = list(reference.decode(adapter, cache, situation, masks))
+    by_hand = masked(adapter, [more[:1, None], more[1:, None]], positions)
+    np.testing.assert_allclose(torch.cat([one.logits[0] for one in passes]), by_hand, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -54,7 +83,7 @@ def test_floors_are_rounding_of_the_type_and_never_0(dtype: torch.dtype) -> None
     masks = [[mask.unsqueeze(0) for mask in one] for one in (kept, grown)]
     with torch.inference_mode():
         prompts = reference.prompt_entries(adapter, situation)
-        passes = list(reference.decode(adapter, prompts.full, situation, masks))
+        passes = list(reference.decode(adapter, fill_cache(adapter, prompts.readings[0]), situation, masks))
         found = reference.noise_floors(adapter, passes, prompts, situation, masks)
     least = torch.finfo(dtype).eps
     for floors in (found.head, found.hidden, found.logits, *prompts.floors):
@@ -71,7 +100,8 @@ def test_entries_in_another_order_or_gathered_give_the_same_in_float64(arrange: 
     with torch.inference_mode():
         full = reference.read_prompts(adapter, situation)
         plain, arranged = (
-            next(reference.decode(adapter, full, situation, masks, order)).logits for order in (None, arrange)
+            next(reference.decode(adapter, fill_cache(adapter, full), situation, masks, order)).logits
+            for order in (None, arrange)
         )
     np.testing.assert_allclose(arranged, plain, atol=1e-12)
 
@@ -79,8 +109,8 @@ def test_entries_in_another_order_or_gathered_give_the_same_in_float64(arrange: 
 def test_the_greedy_continuation_reads_the_prompt_as_the_reference_does() -> None:
     adapter, ids = tiny_adapter(layers=3), torch.tensor(token_ids(TOKENS))
     with torch.inference_mode():
-        tokens, entries = reference.decode_greedily(adapter, ids, 3)
-        known = reference.read_prompts(adapter, make_situation("single", ids, tokens, 3))
+        tokens, (entries, _) = reference.decode_greedily(adapter, ids, 3)
+        known, _ = reference.read_prompts(adapter, make_situation("single", ids, tokens, 3))
     assert tokens.shape == (3,)
     for layer, read in zip(entries, known, strict=True):
         assert all(torch.equal(own, other) for own, other in zip(layer, read, strict=True))
@@ -107,8 +137,8 @@ def test_a_prompt_is_read_in_parts_and_by_another_kernel_to_the_same_entries() -
     assert sum(reference._doubling_parts(2000)) == 2000
     assert max(reference._doubling_parts(2000)) == 256
     with torch.inference_mode():
-        full = reference.read_prompts(adapter, batch)
-        other = reference.read_prompts(adapter, batch, reference._doubling_parts(40), "eager")
+        full, _ = reference.read_prompts(adapter, batch)
+        other, _ = reference.read_prompts(adapter, batch, reference._doubling_parts(40), "eager")
     assert adapter.config._attn_implementation == "sdpa"
     for layer, changed in zip(full, other, strict=True):
         for kind in range(2):

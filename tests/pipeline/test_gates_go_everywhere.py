@@ -13,7 +13,7 @@ import perturbkv as pk
 from perturbkv import theory
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
-from perturbkv.errors import ConfigError, ModelError
+from perturbkv.errors import ConfigError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.run.searching import head_views
 from perturbkv.pipeline.sample.prefill import prefill
@@ -168,17 +168,6 @@ def test_answers_come_from_evicted_caches_and_everything_kept_answers_as_the_ful
 def test_what_does_not_know_gates_is_refused(wrong: pk.EvictionConfig, words: str) -> None:
     with pytest.raises(ConfigError, match=f"model 'tiny-laguna' has a gate .* {words} is not measured with it"):
         pk.measure(tiny_adapter(GATED), [PROMPT], [wrong], settings=pk.Settings(steps=1), progress=False)
-
-
-def test_caches_that_are_compressed_again_and_dumps_are_refused() -> None:
-    adapter = tiny_adapter(GATED)
-    with pytest.raises(
-        ModelError, match=r"compress_every \(--compress-every\) expects .* has a gate between attention"
-    ):
-        answer(adapter, PROMPT, (config(),), 6, compress_every=20)
-    with pytest.raises(ModelError, match="an audit of a dump expects"):
-        adapter.check_no_gates("an audit of a dump")
-    tiny_adapter().check_no_gates("an audit of a dump")
 
 
 def test_a_model_without_gates_takes_no_option_about_them() -> None:

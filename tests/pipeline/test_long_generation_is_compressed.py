@@ -19,7 +19,7 @@ from perturbkv.selection.grid import configuration
 from tests.oracle import policies, selection, shared, theory
 from tests.oracle.decoder import Decoder
 from tests.support.configs import flat
-from tests.support.models import MIXED, exact_adapter, tiny_adapter, token_ids, wide_adapter
+from tests.support.models import GATED, MIXED, exact_adapter, tiny_adapter, token_ids, wide_adapter
 from tests.support.resolved import answer, prefill_and_evict
 
 PROMPT = Prompt("s", token_ids(14, seed=4), 0)
@@ -37,6 +37,7 @@ class Naive:
         self.decoder, self.config = Decoder(adapter.model), chosen
         self.held = [[list(range(len(PROMPT.token_ids))) for _ in range(adapter.heads)] for _ in adapter.layers]
         self.queries: list[list[np.ndarray]] = [[] for _ in adapter.layers]
+        self.gates: list[list[np.ndarray]] = [[] for _ in adapter.layers]
         self.compressions: list[tuple[int, float, np.ndarray]] = []
         self.scale = self.decoder.scale
 
@@ -58,6 +59,7 @@ class Naive:
         record = self.decoder.step(token, masks)
         for layer, query in enumerate(record.query):
             self.queries[layer].append(query)
+            self.gates[layer].append(record.gates[layer].reshape(-1))
         if now >= len(PROMPT.token_ids):
             for layer in self.held:
                 for held in layer:
@@ -84,7 +86,9 @@ class Naive:
                 for place, weight in enumerate(weights[: len(seen)]):
                     if first + place < prefix:
                         votes[head, first + place] += weight / WINDOW
-            columns = theory.head_slice(self._w_o(layer), head, decoder.d_value)
+            ungated = self.config.selection.options.get("gate") == "none"
+            mean = 1.0 if ungated else np.mean(np.abs(self.gates[layer][-WINDOW:]), axis=0)
+            columns = theory.head_slice(decoder.w_o(layer) * mean, head, decoder.d_value)
             for place, value in enumerate(values[:-WINDOW]):
                 length = theory.l2 if flat(self.config).norm == "l2" else theory.l1
                 norms[head, first + place] = length(value @ columns)
@@ -118,7 +122,7 @@ class Naive:
         keys, values = self._entries(layer, head)
         query = self.queries[layer][-1][head]
         weights = self._softmax(layer, head, query, keys)
-        columns = theory.head_slice(self._w_o(layer), head, self.decoder.d_value)
+        columns = theory.head_slice(self.decoder.w_o(layer) * self.gates[layer][-1], head, self.decoder.d_value)
         stays = [place in positions for place in held]
         if len(weights) > len(held):  # the sink: an entry that always stays, without a value
             stays, values = [*stays, True], [*values, np.zeros(self.decoder.d_value)]
@@ -144,9 +148,6 @@ class Naive:
         held = self.held[layer][head]
         keys, values = self.decoder.keys[layer][kv_head], self.decoder.values[layer][kv_head]
         return [keys[place] for place in held], [values[place] for place in held]
-
-    def _w_o(self, layer: int) -> np.ndarray:
-        return self.decoder.w_o(layer)
 
 
 class NaiveBlocks(Naive):
@@ -201,16 +202,19 @@ def test_uneven_sets_of_whole_blocks_stay_in_whole_blocks() -> None:
         assert all(one.after <= BUDGET for one in found.compressions)
 
 
-@pytest.mark.parametrize(
-    ("policy", "fields"),
-    [
-        ("snapkv", {}),
-        ("adakv", {}),
-        ("snapkv", {"protect_first": 2, "protect_recent": 7}),
-        ("adakv", {"selection": "two-stage(norm=l2)"}),
-    ],
+CASES = (
+    ("snapkv", {}),
+    ("adakv", {}),
+    ("snapkv", {"protect_first": 2, "protect_recent": 7}),
+    ("adakv", {"selection": "two-stage(norm=l2)"}),
 )
-@pytest.mark.parametrize("family", ["llama", "wide", *MIXED])
+
+
+@pytest.mark.parametrize(
+    ("family", "policy", "fields"),
+    [*((family, *case) for family in ("llama", "wide", *MIXED, GATED) for case in CASES),
+     (GATED, "snapkv", {"selection": "two-stage(gate=none)"})],
+)  # fmt: skip
 def test_compressions_equal_the_naive_runs(family: str, policy: str, fields: dict[str, object]) -> None:
     adapter = wide_adapter(seed=1) if family == "wide" else exact_adapter(family, 4, 2, seed=1)
     chosen = config(policy, **fields)

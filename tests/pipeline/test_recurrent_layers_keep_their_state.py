@@ -211,8 +211,8 @@ def test_what_reads_a_prompt_its_own_way_is_refused(family: str) -> None:
     press = EvictionConfig(12, Choice("kvpress:KnormPress"), "given", 0, "kv")
     with pytest.raises(ModelError, match="'KnormPress' expects .* model 'm'"):
         presses.check_sources([resolve(press)], adapter.config, "m")
-    with pytest.raises(ModelError, match="an audit expects .*; model 'tiny-.*' has recurrent states"):
-        adapter.check_plain_layers("an audit")
+    with pytest.raises(ModelError, match="an audit of a dump expects .*; model 'tiny-.*' has recurrent states"):
+        adapter.check_plain_layers("an audit of a dump")
 
 
 def test_rotations_of_a_model_without_any_are_refused() -> None:

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from perturbkv.cache.compact import CompactCache
+from perturbkv.cache.compact import CompactCache, join_layers, prompt_states
+from perturbkv.models import recurrent_states
 from perturbkv.pipeline.sample.capture import decode_from
 from perturbkv.selfcheck import gpu_rows
 from perturbkv.selfcheck.rows import NO_GPU, Result, run_groups
 from tests.oracle import theory as naive
+from tests.support.hybrids import hybrid_adapter
 from tests.support.models import tiny_adapter
 
 CPU = {"dtype": "float32", "device": "cpu"}
@@ -44,17 +46,20 @@ def test_decoding_steps_from_both_caches(monkeypatch: pytest.MonkeyPatch) -> Non
     assert {name: len(spent) for name, spent in found.items()} == {"full": 2, "evicted": 2}
 
 
-def test_the_evicted_cache_of_the_decoding_row_equals_a_full_one_where_all_is_kept() -> None:
-    """Both rows decode the same tokens: with everything kept they give the same logits."""
-    adapter, made = tiny_adapter(), []
-    cache = gpu_rows._random_cache(adapter, 2, 30)
-    compact = CompactCache([gpu_rows._keep_last(adapter, layer.keys, layer.values, 30) for layer in cache.layers])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", *(["lfm2"] if recurrent_states.LAYER else [])])
+def test_the_evicted_cache_of_the_decoding_row_equals_a_full_one_where_all_is_kept(family: str) -> None:
+    """Both rows decode the same tokens: with everything kept they give the same logits; windows are the first row's."""
+    adapter, made = hybrid_adapter(family) if family == "lfm2" else tiny_adapter(family), []
+    rows = 1 if family == "gpt_oss" else 2
     ids = torch.tensor([[3], [4]])
     with torch.inference_mode():
+        cache = gpu_rows._random_cache(adapter, 2, 30)
+        kept = [gpu_rows._keep_last(adapter, cache.layers[index], 30) for index in adapter.layer_indices]
+        compact = CompactCache(join_layers(adapter, kept, prompt_states(adapter, cache)))
         with decode_from(adapter, compact):
             made.append(adapter.model(input_ids=ids, past_key_values=compact).logits)
         made.append(adapter.model(input_ids=ids, past_key_values=cache).logits)
-    torch.testing.assert_close(*made, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*(logits[:rows] for logits in made), rtol=1e-4, atol=1e-5)
 
 
 def test_the_loop_that_value_norms_are_held_against_computes_them_too() -> None:

@@ -40,5 +40,5 @@ def hybrid_model(family: str, **more: Any) -> Any:
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shapes)).eval()
 
 
-def hybrid_adapter(family: str) -> Adapter:
-    return Adapter(hybrid_model(family), ByteTokenizer(), f"tiny-{family}", "test", True)
+def hybrid_adapter(family: str, **more: Any) -> Adapter:
+    return Adapter(hybrid_model(family, **more), ByteTokenizer(), f"tiny-{family}", "test", True)

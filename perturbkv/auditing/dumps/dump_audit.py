@@ -79,7 +79,7 @@ def audit_dump(
     Raises UnreadableCacheError for a dump of another model's shape, DatasetError for tokens that the model lacks.
     """
     check_attention(adapter)
-    adapter.check_no_gates("an audit of a dump")
+    adapter.check_plain_layers("an audit of a dump")
     for name, found, expected in (
         ("layers", dump.layers, len(adapter.layers)), ("key/value heads", dump.kv_heads, adapter.kv_heads),
         ("components a head", dump.head_size, adapter.d_key),
@@ -375,7 +375,8 @@ class _DumpComparison:
         query = self.plain.queries.get(name, {}).get(index)
         if query is None or not is_complete(own, full[0].shape[1]):
             return np.full(self.adapter.heads, np.nan)
-        slices = theory.head_slices(self.adapter.output_projection(index), self.adapter.heads)
+        projection = theory.gated_projection(self.adapter.output_projection(index), self.plain.gates[name].get(index))
+        slices = theory.head_slices(projection, self.adapter.heads)
         plain, dumped = (
             theory.project_outputs(theory.attention_output(query, keys, values, self.adapter.softmax(index)), slices)
             for keys, values in (full, (own.keys.to(query.device), own.values.to(query.device)))

@@ -18,10 +18,12 @@ from perturbkv.auditing.dumps.dump_entries import MEDIANS, Entries, Limits, Pair
 from perturbkv.auditing.dumps.dump_file import REMOVED, Dump
 from perturbkv.auditing.forward_passes import make_situation
 from perturbkv.auditing.reference import decode, entry_distances, prompt_entries, read_prompts
+from perturbkv.auditing.unmeasured import fill_cache
 from perturbkv.cache.entries import rotate_keys
 from perturbkv.cache.external_cache import Layers
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.forward import run_with_cache
+from perturbkv.pipeline.sample.capture import Observer, capture
 
 _TOKENS_PER_PASS = 256
 _COARSE = 0.3
@@ -72,6 +74,7 @@ class PlainEntries:
     Attributes:
         layers: request -> keys and values (1, kv_head, entry, width) of each layer.
         queries: request -> the last token's query (head, d_key) in each layer.
+        gates: request -> its γ (head · d_value) in each layer with a gate.
         floors: (layer, kind) largest distance of an entry where the model reads the tokens in parts or by another
             kernel.
         expected: request -> the distances that the engine's rounding gives, in each layer; without those where it is
@@ -81,17 +84,18 @@ class PlainEntries:
     def __init__(self, adapter: Adapter, dump: Dump) -> None:
         self.layers: dict[str, Layers] = {}
         self.queries: dict[str, dict[int, Tensor]] = {}
+        self.gates: dict[str, dict[int, Tensor]] = {}
         self.expected: dict[str, list[ExpectedDistances]] = {}
         floors: list[Floats] = []
         for request in dump.requests:
             ids = torch.tensor(request.token_ids, device=adapter.device)
             alone = make_situation("single", ids, ids[:1], 1)
             if request.finished or len(ids) < 2:
-                self.layers[request.id] = read_prompts(adapter, alone)
+                self.layers[request.id], _ = read_prompts(adapter, alone)
                 continue
             entries = prompt_entries(adapter, alone)
             self.layers[request.id] = entries.full
-            self.queries[request.id] = _last_query(adapter, ids, entries.full)
+            self.queries[request.id], self.gates[request.id] = _last_query(adapter, ids, entries.full)
             floors.append(entries.floors.T.double().numpy())
             readings = [
                 [_layer_distances(*layer) for layer in zip(rounded, entries.full, strict=True)]
@@ -121,12 +125,18 @@ def _layer_distances(rounded: tuple[Tensor, Tensor], plain: tuple[Tensor, Tensor
     return torch.stack([entry_distances(own[0], full[0], full[0]) for own, full in zip(rounded, plain, strict=True)])
 
 
-def _last_query(adapter: Adapter, ids: Tensor, full: Layers) -> dict[int, Tensor]:
-    """Return, per layer, the query (head, d_key) of the last token, given the entries of all tokens."""
+def _last_query(adapter: Adapter, ids: Tensor, full: Layers) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+    """Return, per layer, the last token's query (head, d_key) and γ (head · d_value), given the entries of all tokens.
+
+    γ is of the layers with a gate alone.
+    """
     before = [(keys[:, :, :-1], values[:, :, :-1]) for keys, values in full]
     kept = [torch.ones_like(keys[..., 0], dtype=torch.bool) for keys, _ in before]
-    (record,) = decode(adapter, before, make_situation("single", ids[:-1], ids[-1:], 1), [kept])
-    return {layer: query[0, :, -1] for layer, query in record.query.items()}
+    last, cache = make_situation("single", ids[:-1], ids[-1:], 1), fill_cache(adapter, (before, {}))
+    gates: dict[int, Tensor] = {}
+    with capture(adapter, Observer(gate=lambda layer, gate: gates.update({layer: gate[0, -1]}))):
+        (record,) = decode(adapter, cache, last, [kept])
+    return {layer: query[0, :, -1] for layer, query in record.query.items()}, gates
 
 
 class StoredCache(DynamicCache):  # type: ignore[misc]

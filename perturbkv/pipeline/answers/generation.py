@@ -68,7 +68,7 @@ def prefill_and_evict(
         rows.evict_all(prefilled)
     rows.finite.raise_if_not(prompt.sample_id)
     cache = CompactCache(join_layers(adapter, rows.layers, prefilled.states))
-    return EvictedPrompt(cache, prefilled.logits, rows.queries, rows.sizes)
+    return EvictedPrompt(cache, prefilled.logits, rows.queries, rows.sizes, prefilled.statistics.gates)
 
 
 class _RowBuilder:
@@ -179,7 +179,7 @@ def generate(
     """
     finite, cache, ends = check or FiniteCheck(), prompt.cache, end_tokens(adapter)
     rows = cache.rows
-    observer = Observer(attention=None if compressor is None else compressor.store_queries)
+    observer = Observer() if compressor is None else compressor.observer()
     ids = torch.tensor([list(question)], device=adapter.device).expand(rows, -1)
     next_tokens = prompt.logits.argmax(dim=-1).expand(rows)
     answers: list[list[int]] = [[] for _ in range(rows)]
@@ -281,8 +281,6 @@ def _answer_batch(
 ) -> Answers:
     """Return the answers from the caches of `run`; `full_answer`, if known, is that of an earlier batch."""
     limit, (context, question) = options.compress_every, prompt.parts(run.scenario)
-    if limit is not None:
-        adapter.check_no_gates("compress_every (--compress-every)")
     evicted = prefill_and_evict(adapter, prompt, run, resources, with_full=True, evict_above=limit or 0)
     unmeasured = adapter.shape.unmeasured_numbers(len(context))
     entry_shares = _shares_of_full(

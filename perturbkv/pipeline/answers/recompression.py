@@ -7,7 +7,7 @@ and the row's next token follows them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,7 +21,8 @@ from perturbkv.cache.entries import KeptEntries
 from perturbkv.configs.resources import Resources
 from perturbkv.devices import move_to_first_device, to_device
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline.sample.prefill import layer_value_norms
+from perturbkv.pipeline.sample.capture import Observer
+from perturbkv.pipeline.sample.prefill import layer_value_norms, mean_size
 from perturbkv.pipeline.variants.readers import maker_of
 from perturbkv.scoring.compute import layer_scores
 from perturbkv.scoring.layer_view import LayerView
@@ -71,12 +72,14 @@ class EvictedPrompt:
         queries: per layer the last queries (head, query, d_key), as many as the largest window; empty where nothing
             is compressed again.
         sizes: per layer that of the full cache, then of each configuration's; empty where they are not asked for.
+        gates: layer -> γ of the last queries (query, head · d_value), of the layers with a gate.
     """
 
     cache: CompactCache
     logits: Float[Tensor, "*row vocab"]
     queries: list[Tensor] = field(default_factory=list)
     sizes: list[list[CacheSize]] = field(default_factory=list)
+    gates: Mapping[int, Tensor] = field(default_factory=dict)
 
 
 class Compressor:
@@ -114,11 +117,22 @@ class Compressor:
         self.queries: list[Tensor] = [
             last[:, -self.window :].unsqueeze(0).expand(rows, -1, -1, -1) for last in prompt.queries
         ]
+        self.gates: dict[int, Tensor] = {
+            layer: last[-self.window :].expand(rows, -1, -1) for layer, last in prompt.gates.items()
+        }
         self.compressions: list[Compression] = []
 
-    def store_queries(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def observer(self) -> Observer:
+        """Return the observer that stores the newest queries and their gates while the cache is decoded from."""
+        return Observer(attention=self._store_queries, gate=self._store_gates)
+
+    def _store_queries(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Store the newest queries (row, head, query, d_key) of a layer: an `Observer.attention`."""
         self.queries[layer] = torch.cat([self.queries[layer], query], dim=2)[:, :, -self.window :]
+
+    def _store_gates(self, layer: int, gate: Tensor) -> None:
+        """Store γ of a layer's newest queries (row, query, head · d_value): an `Observer.gate`."""
+        self.gates[layer] = torch.cat([self.gates[layer], gate], dim=1)[:, -self.window :]
 
     def compress(self, generated: int) -> None:
         """Compress every row above the limit; `generated` is the number of tokens decoded so far.
@@ -171,7 +185,13 @@ class Compressor:
         if config.granularity.name == "query":
             sets = [kept_set for kept_set in sets for _ in range(self.adapter.heads // len(sets))]
         sample = f"{self.sample}/{generated}"
-        return _RowView(self.adapter, sets, self.queries[layer][row], layer, sample, self.resources)
+        w_o, gates = self.adapter.output_projection(layer), self.gates.get(layer)
+        gate = None if gates is None else gates[row]
+        projections = (
+            theory.gated_projection(w_o, mean_size(gate, config.gate_window)),
+            theory.gated_projection(w_o, None if gate is None else gate[-1]),
+        )
+        return _RowView(self.adapter, sets, self.queries[layer][row], projections, layer, sample, self.resources)
 
 
 class _RowView:
@@ -181,6 +201,7 @@ class _RowView:
         adapter: the model.
         sets: keys and values (entry, …) of each kept set.
         queries: the row's last queries (head, query, d_key).
+        projections: the output projection under the gates' mean size, for ν, and under the last query's gate.
         layer: index of the layer.
         sample: the sample's id, for seeds.
         resources: memory and kernel for value norms.
@@ -199,11 +220,13 @@ class _RowView:
         adapter: Adapter,
         sets: Sequence[tuple[Tensor, Tensor]],
         queries: Tensor,
+        projections: tuple[Tensor, Tensor],
         layer: int,
         sample: str,
         resources: Resources,
     ) -> None:
         self.adapter, self.queries, self.layer, self.sample = adapter, queries, layer, sample
+        self.projection, self.last_projection = projections
         self.resources = resources
         self.keys, self.values = zip(*sets, strict=True)
         self.lengths = [len(keys) for keys in self.keys]
@@ -261,7 +284,7 @@ class _RowView:
         summands = theory.stack_summands(value.transpose(1, 2), self.norms)
         everything = summands.sums(attention.unsqueeze(0)).mixed
         sums = theory.kept_sums(attention, summands, kept.repeat_interleave(self.group, dim=0).unsqueeze(0), sink)
-        slices = theory.head_slices(self.adapter.output_projection(self.layer), len(attention))
+        slices = theory.head_slices(self.last_projection, len(attention))
         output = theory.project_outputs(everything[0], slices)
         distances = theory.isolated_perturbation(everything, sums.mixed, sums.mass, slices, output)
         return distances.l1[0], output.abs().sum(dim=-1), sums.mass[0]
@@ -288,9 +311,9 @@ class _RowView:
         )
 
     def _projection(self, part: slice) -> Tensor:
-        """Return the columns of the output projection for the query heads of the kept sets in the slice `part`."""
+        """Return the columns of ν's projection for the query heads of the kept sets in the slice `part`."""
         heads, d_value = self._head_slice(part), self.adapter.d_value
-        return self.adapter.output_projection(self.layer)[:, heads.start * d_value : heads.stop * d_value]
+        return self.projection[:, heads.start * d_value : heads.stop * d_value]
 
     def _euclidean(self) -> Tensor:
         """Return the projected value norms ‖V_i W_O^h‖₂ (head, longest), padded by zeros at the start."""

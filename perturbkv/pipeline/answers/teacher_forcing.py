@@ -58,7 +58,7 @@ def teacher_force(
     """
     rows, finite, states = cache.rows, check or FiniteCheck(), cache.prompt_states
     reference = SharedCache(_full_cache_of_first_row(adapter, cache, states), states, rows)
-    observer = Observer(attention=None if compressor is None else compressor.store_queries)
+    observer = Observer() if compressor is None else compressor.observer()
 
     def read(ids: Int[Tensor, " token"]) -> tuple[Tensor, Tensor]:
         """Return the logits after each token: the plain model's (token, vocab), and the rows' (row, token, vocab)."""

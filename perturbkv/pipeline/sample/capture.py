@@ -37,6 +37,7 @@ class Observer:
         final: hidden state after the final norm (batch, query, d_model).
         attention_input: input of the attention module, after its norm (batch, query, d_model).
         gate: γ of a layer with a gate (batch, query, head · d_value), after `attention` and before `head_output`.
+        positions: positions (batch, query) that the decoder is given; not called where it numbers the tokens itself.
     """
 
     attention: Callable[[int, Tensor, Tensor, Tensor], None] | None = None
@@ -45,6 +46,7 @@ class Observer:
     final: Callable[[Tensor], None] | None = None
     attention_input: Callable[[int, Tensor], None] | None = None
     gate: Callable[[int, Tensor], None] | None = None
+    positions: Callable[[Tensor], None] | None = None
 
 
 @contextmanager
@@ -142,6 +144,9 @@ def _register_hooks(adapter: Adapter, observer: Observer) -> Iterator[RemovableH
     if observer.final is not None:
         callback = observer.final
         yield adapter.base.register_forward_hook(lambda module, args, output: callback(output[0]))
+    if observer.positions is not None:
+        hook = _positions_hook(observer.positions)
+        yield adapter.base.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def _gate_hook(index: int, callback: Callable[[int, Tensor], None]) -> Callable[..., Any]:
@@ -163,6 +168,16 @@ def _head_output_hook(index: int, callback: Callable[[int, Tensor], None]) -> Ca
 def _attention_input_hook(index: int, callback: Callable[[int, Tensor], None]) -> Callable[..., None]:
     """Return a pre-hook that calls `callback` with the input of layer `index`'s attention."""
     return lambda module, args, kwargs: callback(index, args[0] if args else kwargs["hidden_states"])
+
+
+def _positions_hook(callback: Callable[[Tensor], None]) -> Callable[..., None]:
+    """Return a pre-hook that calls `callback` with the positions that a decoder is given, if it is."""
+
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if kwargs.get("position_ids") is not None:
+            callback(kwargs["position_ids"])
+
+    return hook
 
 
 def _hidden_hook(index: int, callback: Callable[[int, Tensor], None]) -> Callable[..., None]:

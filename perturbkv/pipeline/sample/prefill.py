@@ -91,6 +91,8 @@ class Statistics:
         model_results: cached results of `compute_over_layers`, and of rankings that layers share.
         mean_queries: window -> per layer the mean of its queries after rotation (head, d_key), for corrections.
         queries: positions -> per layer their queries after rotation (head, query, d_key), for sparse prefills.
+        gates: layer -> γ of its last queries (query, head · d_value), as many as the largest window; without layers
+            that have none.
     """
 
     sample: str
@@ -105,6 +107,7 @@ class Statistics:
     euclidean: dict[int, list[Tensor]] = field(default_factory=dict)
     mean_queries: dict[int, list[Tensor]] = field(default_factory=dict)
     queries: dict[Positions, list[Tensor]] = field(default_factory=dict)
+    gates: dict[int, Tensor] = field(default_factory=dict)
 
     def groups(
         self,
@@ -343,7 +346,7 @@ class _PromptReader:
     def _record_layer(self, layer: int, query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None = None) -> None:
         """Record a layer's norms, queries and scores, then call the visitor; `gate` is γ of all queries."""
         views = {
-            window: self._view(layer, query, key, value, _mean_size(gate, window)) for window in self.statistics.norms
+            window: self._view(layer, query, key, value, mean_size(gate, window)) for window in self.statistics.norms
         }
         view = next(iter(views.values()))
         for window, of_window in views.items():
@@ -352,6 +355,8 @@ class _PromptReader:
                 with phase("norms"):
                     norms = euclidean_value_norms(of_window.values, of_window.projection, self.resources.chunk_bytes)
                 self.statistics.euclidean.setdefault(window, []).append(norms)
+        if gate is not None:
+            self.statistics.gates[layer] = gate[-max(1, *self.statistics.norms) :].clone()
         for window, means in self.statistics.mean_queries.items():
             means.append(query[:, -window:].to(WORK).mean(dim=1))
         for positions, queries in self.statistics.queries.items():
@@ -408,7 +413,7 @@ class _PromptReader:
         self.finite.check(FINAL_NORM, output)
 
 
-def _mean_size(gate: Float[Tensor, "query head_d_value"] | None, window: int) -> Float[Tensor, " head_d_value"] | None:
+def mean_size(gate: Float[Tensor, "query head_d_value"] | None, window: int) -> Float[Tensor, " head_d_value"] | None:
     """Return the mean |γ| over the last `window` queries; None for no window or no gate (METHOD: gates)."""
     return gate[-window:].to(WORK).abs().mean(dim=0) if gate is not None and window else None
 

@@ -71,7 +71,7 @@ def _recover_layer(
 ) -> RecoveredLayer:
     """Return the kept positions of one layer after a press. Raises UnreadableCacheError with the press's name."""
     try:
-        (recovered,) = recover_positions([press_entries], [(key.unsqueeze(0), value.unsqueeze(0))], first=layer)
+        (recovered,) = recover_positions([press_entries], [(key.unsqueeze(0), value.unsqueeze(0))], numbers=(layer,))
     except UnreadableCacheError as error:
         raise UnreadableCacheError(f"press '{name}': {error.reason}") from None
     return recovered

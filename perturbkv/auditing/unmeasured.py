@@ -1,0 +1,120 @@
+"""What no eviction touches in a cache: the windows and recurrent states of layers that are not measured.
+
+The masked reference decodes from the plain model's, and an eviction's cache must hold the same: a window's last
+entries, or more, and each state as it is after the prompt. A state beside a measured layer's entries is part of it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from perturbkv.analyses.audit.cache_entries import FLOORS, UNMEASURED, Alteration
+from perturbkv.cache.compact import full_cache
+from perturbkv.cache.external_cache import Layers
+from perturbkv.models import recurrent_states
+from perturbkv.models.adapter import Adapter
+
+Rest = Mapping[int, Any]
+"""Number of a layer → its cache layer, without entries where the layer is measured."""
+Reading = tuple[Layers, Rest]
+"""What a cache holds: the measured layers' entries, and the rest."""
+
+
+def measured_numbers(adapter: Adapter) -> tuple[int, ...]:
+    """Return the numbers of the measured layers in the model; empty where these are all."""
+    return adapter.layer_indices if adapter.is_mixed else ()
+
+
+def read_contents(adapter: Adapter, cache: Cache) -> Reading:
+    """Return what a cache of the plain model holds; the rest is copied, as decoding changes it in place."""
+    measured, rest = {index: cache.layers[index] for index in adapter.layer_indices}, {}
+    for index, facts in enumerate(adapter.facts.layers):
+        if index not in measured or facts.state:
+            layer = copy.copy(cache.layers[index])
+            if index in measured:
+                layer.keys = layer.values = None
+            rest[index] = copy.deepcopy(layer)
+    return [(layer.keys, layer.values) for layer in measured.values()], rest
+
+
+def fill_cache(adapter: Adapter, reading: Reading) -> Cache:
+    """Return a new cache that holds what was read."""
+    (entries, rest), cache = reading, full_cache(adapter)
+    for index, held in rest.items():
+        cache.layers[index] = copy.deepcopy(held)
+    for index, (keys, values) in zip(adapter.layer_indices, entries, strict=True):
+        if index in rest:
+            cache.layers[index].keys, cache.layers[index].values = keys, values
+        else:
+            cache.update(keys, values, index)
+    return cache
+
+
+def find_changes(cache: Cache, rests: Sequence[Rest], row: int, padding: int, least: float) -> Iterator[Alteration]:
+    """Yield the changes to the rest in one row of an external cache, one per layer at most, before anything is decoded.
+
+    Args:
+        cache: the external cache; what it does not show is passed over.
+        rests: the plain model's, read in several ways, whose largest distance is a layer's noise floor.
+        row: the row.
+        padding: entries of padding before its prompt.
+        least: the least noise floor; those of a layer are never below those of an earlier layer.
+    """
+    (plain, *others), floor = rests, least
+    for number, known in plain.items():
+        expected = _parts(known, known, row, padding)
+        for other in others:
+            floor = max([floor, *_distances(_parts(other[number], known, row, padding), expected).values()])
+        own = cache.layers[number] if number < len(cache.layers) else None
+        found = _parts(own, known, row, padding)
+        far = [(name, far) for name, far in _distances(found, expected).items() if far > FLOORS * floor]
+        for name, distance in far[:1]:
+            held, full = (tuple(parts[name].shape) for parts in (found, expected))
+            differs = f"differ by {distance:.2g} of their norm from" if held == full else f"are {held}, not {full} as"
+            yield Alteration(number, -1, UNMEASURED, f"{name} {differs} the plain model's", -1)
+
+
+def window_distances(cache: Cache, rest: Rest, padding: int) -> list[float]:
+    """Return the distance of each window in a cache's last row, of so much padding, from the plain model's `rest`."""
+    distances = []
+    for number, known in rest.items():
+        own = cache.layers[number] if number < len(cache.layers) else None
+        own_parts, parts = (_parts(layer, known, -1, padding) for layer in (own, known))
+        distances += [own_distance for name, own_distance in _distances(own_parts, parts).items() if "window" in name]
+    return distances
+
+
+def _parts(layer: Any, known: Any, row: int, padding: int) -> dict[str, Tensor]:
+    """Return name → tensor of what a cache layer holds in a row: the window's entries, and the states.
+
+    Of the entries those are returned that stand where the `known` layer of the plain model has its, without padding.
+    """
+    parts: dict[str, Tensor] = {}
+    for name in ("keys", "values"):
+        own, full = getattr(layer, name, None), getattr(known, name, None)
+        if isinstance(own, Tensor) and isinstance(full, Tensor):
+            entries = full.shape[2]
+            first = max(0, padding - known.get_seq_length() + entries)
+            parts[f"{name} of its window"] = own[row, :, -entries:][:, first:] if entries else own[row, :, :0]
+    for place, state in enumerate(recurrent_states.tensors(layer)):
+        parts[f"numbers of its recurrent state {place}"] = state[row]
+    return parts
+
+
+def _distances(own: Mapping[str, Tensor], plain: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return name → distance of a part from the plain model's, over the norm of that; infinite for another shape."""
+    found = {}
+    for name, known in plain.items():
+        if name in own and own[name].shape != known.shape:
+            found[name] = float("inf")
+        elif name in own:
+            distance = torch.linalg.vector_norm(own[name].double() - known.double())
+            norm = torch.linalg.vector_norm(known.double()).clamp(min=torch.finfo(torch.float64).tiny)
+            found[name] = float((distance / norm).nan_to_num(nan=torch.inf))
+    return found
