@@ -311,9 +311,9 @@ def check_positions(configs: Iterable[EvictionConfig], model_config: Any, name: 
 
     `name` is that of the model, for the message.
     """
-    if not any(config.in_cache for config in configs):
-        return
-    rotations = model_config.rope_parameters
+    rotations = getattr(model_config, "rope_parameters", None)
+    if not rotations or not any(config.in_cache for config in configs):
+        return  # without rotations it is refused when the model is there
     if (kind := rotations.get(FULL, rotations)["rope_type"]) not in COMPOSING_ROPE_TYPES:
         raise ModelError(
             f"positions=in-cache expects rotary frequencies of the type {', '.join(COMPOSING_ROPE_TYPES)}, got "
