@@ -66,6 +66,7 @@ class PromptEntries:
 def check_attention(adapter: Adapter) -> None:
     """Raise ModelError if some layer's attention does not take a mask per head over all entries."""
     adapter.check_plain_layers("an audit")
+    adapter.check_no_latents("an audit")
     name = adapter.config._attn_implementation
     if name != _KERNEL:
         raise ModelError(

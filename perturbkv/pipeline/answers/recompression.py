@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from transformers import Cache
 
 from perturbkv import theory
 from perturbkv.cache.compact import CompactCache
@@ -71,12 +72,14 @@ class EvictedPrompt:
         queries: per layer the last queries (head, query, d_key), as many as the largest window; empty where nothing
             is compressed again.
         sizes: per layer that of the full cache, then of each configuration's; empty where they are not asked for.
+        full: the full cache, where it holds latents; else its entries are those of a row that keeps everything.
     """
 
     cache: CompactCache
     logits: Float[Tensor, "*row vocab"]
     queries: list[Tensor] = field(default_factory=list)
     sizes: list[list[CacheSize]] = field(default_factory=list)
+    full: Cache | None = None
 
 
 class Compressor:
