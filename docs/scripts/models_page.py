@@ -53,7 +53,8 @@ does not run, with all parameters drawn at random. `perturbkv list models FOLDER
 model of yours is proven again, with its own weights, whenever it is loaded.
 
 Measured are the layers of kind *full*; *sliding*, *chunked* and *recurrent* ones keep what they hold, and are measured
-only where a model has no others (sliding ones, up to the window). Made by `python docs/scripts/models_page.py`.
+only where a model has no others (sliding ones, up to the window). In a layer with *latents* the cache holds one of each
+token, and attention reads keys and values that are made of it. Made by `python docs/scripts/models_page.py`.
 """
 
 

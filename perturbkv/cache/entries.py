@@ -41,6 +41,8 @@ class KeptEntries:
         lengths: number of entries of each kept set.
         rectangle: keys and values (kept_head, kept, …) of a row that keeps everything, as views of the full cache.
         reader: selects the entries that a row with a `rectangle` attends to; None: all of them.
+        latents: of how many tokens a cache of latents stores one, as some set keeps an entry that is made of it, and
+            how many numbers it has; (0, 0) where a cache stores the entries themselves.
     """
 
     keys: Float[Tensor, "source d_key"]
@@ -49,6 +51,17 @@ class KeptEntries:
     lengths: list[int]
     rectangle: tuple[Tensor, Tensor] | None = None
     reader: Reader | None = None
+    latents: tuple[int, int] = (0, 0)
+
+    @property
+    def stored_entries(self) -> int:
+        """Number of entries, of all sets together, or of latents that a cache stores."""
+        return self.latents[0] or sum(self.lengths)
+
+    @property
+    def stored_width(self) -> int:
+        """Number of components that a cache stores of each."""
+        return self.latents[1] or sum(self.widths)
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -69,10 +82,16 @@ class KeptEntries:
         return [(self.keys[kept], self.values[kept]) for kept in torch.split(self.index, self.lengths)]
 
 
-def borrow(keys: Float[Tensor, "kv_head key d_key"], values: Float[Tensor, "kv_head key d_value"]) -> KeptEntries:
-    """Return all entries of a layer of the full cache as a row's kept entries, without copying."""
+def borrow(
+    keys: Float[Tensor, "kv_head key d_key"], values: Float[Tensor, "kv_head key d_value"], latent: int = 0
+) -> KeptEntries:
+    """Return all entries of a layer of the full cache as a row's kept entries, without copying.
+
+    `latent` is the number of components of the latents that the cache stores in their place; 0: it stores them.
+    """
     no_index, lengths = torch.empty(0, dtype=torch.int64), [keys.shape[1]] * keys.shape[0]
-    return KeptEntries(keys[0, :0], values[0, :0], no_index, lengths, rectangle=(keys, values))
+    latents = (keys.shape[1], latent) if latent else (0, 0)
+    return KeptEntries(keys[0, :0], values[0, :0], no_index, lengths, rectangle=(keys, values), latents=latents)
 
 
 def entry_bytes(keys: Tensor, values: Tensor) -> int:
@@ -95,10 +114,10 @@ class GatheredSet:
 
     @classmethod
     def of_all(
-        cls, keys: Float[Tensor, "kv_head key d_key"], values: Float[Tensor, "kv_head key d_value"]
+        cls, keys: Float[Tensor, "kv_head key d_key"], values: Float[Tensor, "kv_head key d_value"], latent: int = 0
     ) -> GatheredSet:
-        """Return all entries of a layer."""
-        entries = borrow(keys, values)
+        """Return all entries of a layer, of which the cache stores latents as in `borrow`."""
+        entries = borrow(keys, values, latent)
         return cls(entries, entries.index)
 
 
@@ -194,8 +213,11 @@ def gather_kept(
     lengths: Lengths,
     key: Float[Tensor, "kv_head key d_key"],
     value: Float[Tensor, "kv_head key d_value"],
+    latent: int = 0,
 ) -> KeptBatch:
     """Return the entries that a batch of configurations keeps in one layer of the full cache.
+
+    Waits for the device where the cache stores latents: for of how many tokens a configuration keeps any entry.
 
     Args:
         groups: the layer's groups, with the kept sets of all configurations.
@@ -203,6 +225,7 @@ def gather_kept(
         lengths: the layer's numbers of kept entries, of all configurations.
         key: keys of the layer in the full cache.
         value: its values.
+        latent: number of components of the latents that the cache stores in their place; 0: it stores them.
     """
     masks, order = [], []
     for group in groups:
@@ -218,8 +241,13 @@ def gather_kept(
     )
     indices = torch.split(starts[kept_set] + position, counts)
     keys, values = key.flatten(0, 1), value.flatten(0, 1)  # head by head, as `starts` counts them
+    latents = [(0, 0)] * len(order)
+    if latent:
+        sets = torch.split(kept, [len(lengths[config]) for config in order])
+        latents = [(tokens, latent) for tokens in torch.stack([each.any(dim=0).sum() for each in sets]).tolist()]
     entries = {
-        config: KeptEntries(keys, values, index, lengths[config]) for config, index in zip(order, indices, strict=True)
+        config: KeptEntries(keys, values, index, lengths[config], latents=of_config)
+        for config, index, of_config in zip(order, indices, latents, strict=True)
     }
     return KeptBatch(tuple(order), position.to(torch.int32), entries, pack_bits(kept))
 
@@ -311,9 +339,9 @@ def check_positions(configs: Iterable[EvictionConfig], model_config: Any, name: 
 
     `name` is that of the model, for the message.
     """
-    if not any(config.in_cache for config in configs):
-        return
-    rotations = model_config.rope_parameters
+    rotations = getattr(model_config, "rope_parameters", None)
+    if not rotations or not any(config.in_cache for config in configs):
+        return  # without rotations it is refused when the model is there
     if (kind := rotations.get(FULL, rotations)["rope_type"]) not in COMPOSING_ROPE_TYPES:
         raise ModelError(
             f"positions=in-cache expects rotary frequencies of the type {', '.join(COMPOSING_ROPE_TYPES)}, got "

@@ -222,8 +222,8 @@ class Entries:
 
     @property
     def attended_entries(self) -> int:
-        """Number of entries that one decoding query attends to, added up over the kept sets."""
-        return sum(self.row.lengths) if self.read_entries is None else self.read_entries
+        """Number of entries that one decoding query attends to, added up over the kept sets; a latent counts once."""
+        return self.row.stored_entries if self.read_entries is None else self.read_entries
 
 
 class OwnEntries(Entries):
@@ -273,8 +273,8 @@ class CorrectedEntries(OwnEntries):
 
 
 def entry_bits(row: KeptEntries) -> int:
-    """Return the number of bits that a row's keys and values take at 16 bits per number."""
-    return FULL_BITS * sum(row.widths) * sum(row.lengths)
+    """Return the number of bits that a row's keys and values, or their latents, take at 16 bits per number."""
+    return FULL_BITS * row.stored_width * row.stored_entries
 
 
 class Maker:

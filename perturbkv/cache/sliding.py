@@ -63,12 +63,16 @@ class Tail:
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append the keys and values (row, kv_head, query, …) of decoded tokens, and return both tensors.
+        """Return what a layer stores of decoded tokens as it is; `append` gets what its attention reads of them.
 
         Raises ConfigError outside `capture.decode_from`: a model's own attention would see only the new tokens.
         """
         if not self.attached:
             raise ConfigError("a CompactCache decodes only inside `with decode_from(model, cache):`")
+        return key_states, value_states
+
+    def append(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Append the keys and values (row, kv_head, query, …) of decoded tokens."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         end = self.length + key_states.shape[2]
@@ -78,7 +82,6 @@ class Tail:
         self.keys[:, :, self.length : end] = key_states
         self.values[:, :, self.length : end] = value_states
         self.length = end
-        return key_states, value_states
 
     def _keep_tail_rows(self, rows: Sequence[int]) -> None:
         """Restrict the tail to the given rows, in the given order."""

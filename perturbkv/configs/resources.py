@@ -70,6 +70,8 @@ class Shape:
         window: entries of a sliding layer's window or chunk; 0 without such layers.
         sliding_width: numbers of one entry's keys and values in all sliding layers together.
         state: numbers in the recurrent states of one text; 0 where they are not known, before the weights are read.
+        latent: numbers that the cache of a measured layer holds of a token, where it is a latent of all heads' keys and
+            values; 0 where these are held themselves, and where it is not known, before the weights are read.
     """
 
     layers: int
@@ -86,29 +88,32 @@ class Shape:
     d_mlp: int = 0
     state: int = 0
     sliding_width: int = 0
+    latent: int = 0
 
     @classmethod
     def from_config(cls, config: Any, itemsize: int, weights_bytes: int) -> Self:
         """Return the dimensions of a model from its transformers configuration, as far as that tells them.
 
         A family that does not name a size has the usual one: as many key/value heads as heads, an MLP four times as
-        wide as the model.
+        wide as the model, keys and values as wide as a head.
         """
         own = layer_types.measured_config(config)
         heads, d_model = int(own.num_attention_heads), int(config.hidden_size)
         d_head = getattr(own, "head_dim", None) or d_model // heads
+        d_key, d_value = (getattr(own, name, None) or d_head for name in ("qk_head_dim", "v_head_dim"))
         kv_heads = getattr(own, "num_key_value_heads", None) or heads
         d_mlp = getattr(own, "intermediate_size", None) or 4 * d_model
         layers, sliding = len(layer_types.measured_layers(config)), layer_types.sliding_layers(config)
         return cls(
-            layers, heads, int(kv_heads), int(d_head), int(d_head), d_model, int(config.vocab_size), itemsize,
+            layers, heads, int(kv_heads), int(d_key), int(d_value), d_model, int(config.vocab_size), itemsize,
             weights_bytes, sliding, layer_types.configured_window(config) or 0, int(d_mlp),
             sliding_width=sliding * int(kv_heads) * 2 * int(d_head),
         )  # fmt: skip
 
     def full_cache_bytes(self, tokens: int) -> int:
-        """Return the bytes of the full cache for a prompt of `tokens` tokens."""
-        return self._entries_bytes(self.kv_heads * tokens) + self.unmeasured_numbers(tokens) * self.itemsize
+        """Return the bytes of the full cache for a prompt of `tokens` tokens, beside latents those of what is read."""
+        others = self.layers * self.latent * tokens + self.unmeasured_numbers(tokens)
+        return self._entries_bytes(self.kv_heads * tokens) + others * self.itemsize
 
     def unmeasured_numbers(self, tokens: int) -> int:
         """Return how many numbers the cache holds that no eviction touches: of sliding windows and recurrent states."""
@@ -117,10 +122,16 @@ class Shape:
     def cache_share(self, entries: int, tokens: int) -> float:
         """Return the share of the full cache that an evicted one is, by its entries in all measured layers.
 
-        What no eviction touches is in both. Without such layers it is the share of the entries.
+        What no eviction touches is in both. Without such layers it is the share of the entries, or of the latents.
         """
-        others = self.unmeasured_numbers(tokens) / (self.d_key + self.d_value)  # in entries
-        return (entries + others) / (self.layers * self.kv_heads * tokens + others)
+        count, numbers = self.stored_entries
+        others = self.unmeasured_numbers(tokens) / numbers  # in entries
+        return (entries + others) / (count * tokens + others)
+
+    @property
+    def stored_entries(self) -> tuple[int, int]:
+        """Numbers of entries that the cache stores of a token in all measured layers together, and of their numbers."""
+        return (self.layers, self.latent) if self.latent else (self.layers * self.kv_heads, self.d_key + self.d_value)
 
     def kept_bytes(self, config: EvictionConfig, tokens: int) -> int:
         """Return the bytes of a configuration's kept entries of a prompt, the same total for every policy.

@@ -218,6 +218,7 @@ class Adapter:
             sliding_width=sum(facts.kv_heads * (facts.d_key + facts.d_value) for facts in sliding),
             window=max((facts.window or 0 for facts in sliding), default=0),
             state=sum(facts.state for facts in self.facts.layers),
+            latent=self.layer_facts(0).latent,
         )
 
     @property
@@ -255,6 +256,14 @@ class Adapter:
             raise ModelError(
                 f"{feature} expects layers that all see the whole prompt and nothing else; model '{self.name}' has "
                 f"{obstacle}"
+            )
+
+    def check_no_latents(self, feature: str) -> None:
+        """Raise ModelError for a model whose cache holds latents, which `feature` does not read."""
+        if self.layer_facts(0).latent:
+            raise ModelError(
+                f"{feature} expects a cache of the keys and values that attention reads; that of model '{self.name}' "
+                "holds a latent of each token"
             )
 
     def output_projection(self, layer: int) -> Float[Tensor, "d_model head_d_value"]:

@@ -39,6 +39,8 @@ class LayerFacts:
         sinks: name of the attention's parameter with the heads' sink logits; empty without sinks.
         has_gate: whether the heads' outputs are multiplied by a gate before the projection receives them.
         state: numbers in the recurrent state of one text, beside attention or in its place; 0 without one.
+        latent: numbers that the cache holds of a token, where attention reads keys and values which the layer makes of
+            these for all heads; 0 where it reads what the cache holds.
     """
 
     attention: str
@@ -54,6 +56,7 @@ class LayerFacts:
     sinks: str = ""
     has_gate: bool = False
     state: int = 0
+    latent: int = 0
 
     @classmethod
     def without_attention(cls, state: int) -> LayerFacts:

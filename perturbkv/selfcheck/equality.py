@@ -197,7 +197,7 @@ def decode_masked(
         output = masked_attention(query, key, value, masks[module.layer_idx], kwargs["scaling"])
         if compact is not None:
             layer = compact.layers[module.layer_idx]
-            layer.update(key[:, :, -1:], value[:, :, -1:])
+            layer.append(key[:, :, -1:], value[:, :, -1:])
             compact_outputs.append(layer.attend(query, Softmax(kwargs["scaling"]))[:, -1].float())
         return output, None
 

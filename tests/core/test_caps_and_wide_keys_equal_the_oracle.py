@@ -205,7 +205,7 @@ def compact_layer(seen: LayerView, prompt: int, decoded: int, passing: bool) -> 
     layer = CompactLayer(rows, HEADS, prompt, passing=passing)
     layer.attached = True
     for token in range(prompt, prompt + decoded):
-        layer.update(
+        layer.append(
             *(kind[None, :, token : token + 1].expand(len(rows), -1, -1, -1) for kind in (seen.keys, seen.values))
         )
     return layer
@@ -250,7 +250,7 @@ def test_a_sliding_layer_attends_to_its_window(cap: float | None, sinks: Tensor 
     layer = SlidingLayer(window, HEADS, 2)
     layer.attached = True
     for token in range(prompt, prompt + decoded):
-        layer.update(*(kind[None, :, token : token + 1].expand(2, -1, -1, -1) for kind in (seen.keys, seen.values)))
+        layer.append(*(kind[None, :, token : token + 1].expand(2, -1, -1, -1) for kind in (seen.keys, seen.values)))
         query = seen.queries[None, :, token : token + 1].expand(2, -1, -1, -1)
         found = layer.attend(query, seen.softmax)
         assert found.shape == (2, 1, HEADS, D_VALUE)

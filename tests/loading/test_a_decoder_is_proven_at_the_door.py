@@ -17,7 +17,9 @@ from perturbkv.configs import layer_types
 from perturbkv.errors import ModelError
 from perturbkv.models import recurrent_states
 from perturbkv.models.aliases import ALIASES
+from perturbkv.models.attention_facts import RefusedError
 from perturbkv.models.loading import ByteTokenizer, open_model
+from perturbkv.models.proof import prove, prove_evicted
 from perturbkv.models.proof.masks import mask_kind
 from perturbkv.models.sanity import check_config
 from perturbkv.models.user_model import adapt
@@ -257,6 +259,86 @@ def test_code_that_loses_what_stands_beside_the_output_is_refused_at_the_door() 
     assert "expected a projection that receives what follows from attention's output" in refusal(
         changed_model(after=through_a_buffer)
     )
+
+
+of_latents = pytest.mark.skipif(
+    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23), reason="older transformers have other caches"
+)
+
+
+def latent_model(expand: Callable[..., Any], size: float = 1.0) -> Any:
+    """A tiny DeepSeek V3 whose second layer makes keys and values of latents by `expand(module, stock, *latents)`.
+
+    What the layer puts out is multiplied by `size`.
+    """
+    model = tiny_model("deepseek_v3", 4, 4)
+    attention = model.model.layers[1].self_attn
+    stock = attention.expand_kv
+    attention.expand_kv = lambda *latents: expand(attention, stock, *latents)
+    attention.register_forward_pre_hook(
+        lambda module, args, given: module.__dict__.update(new=given["hidden_states"].shape[1]), with_kwargs=True
+    )
+    with torch.no_grad():
+        attention.o_proj.weight.mul_(size)
+    return model
+
+
+def in_decoding(module: Any, stock: Any, latent: Tensor, rotated: Tensor) -> Any:
+    return stock(latent * (1.5 if module.new == 1 else 1.0), rotated)
+
+
+def before(latent: Tensor) -> Tensor:
+    """Each token's latent with that of the token before it."""
+    return latent + torch.nn.functional.pad(latent, (0, 0, 1, 0))[:, :, :-1]
+
+
+def values_of_new(module: Any, stock: Any, latent: Tensor, rotated: Tensor) -> Any:
+    return stock(latent, rotated)[0], stock(latent / module.new, rotated)[1]
+
+
+@of_latents
+@pytest.mark.parametrize(
+    ("expand", "what"),
+    [
+        (in_decoding, "keys"),
+        (
+            lambda module, stock, latent, rotated: stock(latent - latent[:, :, -module.new :].mean(2, True), rotated),
+            "keys",
+        ),
+        (values_of_new, "values"),
+    ],
+    ids=["in-decoding", "mixed-with-new-ones", "values"],
+)
+def test_a_latent_that_becomes_other_entries_later_is_refused(expand: Any, what: str) -> None:
+    assert "(proof: parts)" in refusal(latent_model(expand))
+    found = refusal(latent_model(expand, size=1e-5))  # which logits do not show
+    assert f"layer 1 of model 'DeepseekV3ForCausalLM' reads other {what} while it decodes" in found
+    assert found.endswith("(proof: decoding)")
+
+
+@of_latents
+def test_a_latent_that_becomes_entries_with_others_is_refused_as_an_evicted_cache_lacks_them() -> None:
+    model = latent_model(lambda module, stock, latent, rotated: stock(before(latent), rotated))
+    facts = prove(model)
+    assert [layer.latent for layer in facts.layers] == [14, 14]
+    with pytest.raises(RefusedError, match="decodes from an evicted cache otherwise"):
+        prove_evicted(model, facts)
+    plain = tiny_model("deepseek_v3", 4, 4)
+    prove_evicted(plain, prove(plain))
+
+
+def test_entries_that_change_in_the_cache_while_decoding_are_refused() -> None:
+    """What attention reads is what the cache holds then, but no longer what it held."""
+
+    def faded(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Any, ...]:
+        if query.shape[2] < key.shape[2]:
+            key[:, :, :-1] *= 0.5
+        return query, key, value, mask
+
+    model = changed_model(before=faded)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.o_proj.weight.mul_(1e-5)  # so that logits do not show it
+    assert "layer 1 of model 'LlamaForCausalLM' reads other keys while it decodes" in refusal(model)
 
 
 def test_a_state_outside_the_cache_is_refused() -> None:

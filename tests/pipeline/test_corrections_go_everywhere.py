@@ -67,7 +67,7 @@ class World:
         row = KeptEntries.of([keys for keys, _ in kept], [values for _, values in kept])
         layer = CompactLayer([row] * 3, HEAD, N - 1, stand_ins=stand_ins)
         layer.attached = True
-        layer.update(*(kind[:, -1:].expand(3, -1, -1, -1) for kind in (self.keys, self.values)))
+        layer.append(*(kind[:, -1:].expand(3, -1, -1, -1) for kind in (self.keys, self.values)))
         return layer
 
     def decoded(self, layer: CompactLayer, query: Tensor) -> Tensor:

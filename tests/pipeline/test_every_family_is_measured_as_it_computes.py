@@ -216,9 +216,11 @@ def check_hidden_states(adapter: Adapter) -> None:
 
 @torch.inference_mode()
 def check_bytes(adapter: Adapter) -> None:
-    """The full cache's bytes are those of what the plain model's cache holds, in float32."""
-    cache, sizes = DynamicCache(config=adapter.model.config), []
-    read_and_decode(adapter, cache)
+    """The full cache's bytes are those of the plain model's cache, in float32, and of what is made of its latents."""
+    cache, sizes, read = DynamicCache(config=adapter.model.config), [], dict[int, int]()
+    seen = Observer(attention=lambda layer, query, key, value: read.update({layer: key.nbytes + value.nbytes}))
+    with capture(adapter, seen):
+        read_and_decode(adapter, cache)
     for layer, facts in zip(cache.layers, adapter.facts.layers, strict=True):
         if facts.attends:
             entries = N + 1 if facts.window is None else min(N + 1, facts.window)
@@ -226,7 +228,10 @@ def check_bytes(adapter: Adapter) -> None:
             sizes.append(entries * sum(own))
         if facts.state:
             sizes.append(sum(tensor.nbytes for tensor in states(layer)))
-    assert adapter.shape.full_cache_bytes(N + 1) == sum(sizes)
+    latents = adapter.shape.latent > 0
+    assert adapter.shape.full_cache_bytes(N + 1) == sum(sizes) + latents * sum(read.values())
+    entries, numbers = adapter.shape.stored_entries
+    assert 4 * (entries * numbers * (N + 1) + adapter.shape.unmeasured_numbers(N + 1)) == sum(sizes)
 
 
 def states(layer: Any) -> list[Tensor]:
@@ -248,11 +253,12 @@ def drawn_sets(sets: int, seed: int) -> Kept:
 
 def evicted_logits(adapter: Adapter, texts: Tensor, kept: Sequence[Sequence[Kept | None]]) -> Tensor:
     """Logits (row, token, vocab) of what follows the prompt, from a compact cache; `kept[measured layer][row]`."""
-    cache, layers = full_cache(adapter), []
-    run_with_cache(adapter.model, torch.tensor([PROMPT]), cache)
+    cache, layers, read = full_cache(adapter), [], dict[int, tuple[Tensor, Tensor]]()
+    seen = Observer(attention=lambda layer, query, key, value: read.update({layer: (key[0], value[0])}))
+    with capture(adapter, seen):
+        run_with_cache(adapter.model, torch.tensor([PROMPT]), cache)
     for index, rows in enumerate(kept):
-        layer = adapter.cache_layer(cache, index)
-        keys, values = layer.keys[0], layer.values[0]
+        keys, values = read[index]
         entries = [borrow(keys, values) if row is None else gather(keys, values, row) for row in rows]
         layers.append(CompactLayer(entries, adapter.heads, N))
     evicted = CompactCache(join_layers(adapter, layers, prompt_states(adapter, cache)))

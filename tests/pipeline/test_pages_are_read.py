@@ -105,7 +105,7 @@ def everything() -> CompactLayer:
     readers = (lambda query: torch.ones(*query.shape[:2], N, dtype=torch.bool), PageReader(config(), world.paged(4), N))
     layer = CompactLayer([whole, *(replace(whole, reader=one) for one in readers)], HEAD, N)
     layer.attached = True
-    layer.update(*(torch.ones(3, KV, 1, D, dtype=torch.float64) for _ in range(2)))
+    layer.append(*(torch.ones(3, KV, 1, D, dtype=torch.float64) for _ in range(2)))
     return layer
 
 

@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 from perturbkv.analyses.budget.safe_budget import CacheSize, cache_size
 from perturbkv.analyses.measurements import Measurements
+from perturbkv.api.measuring import measure
 from perturbkv.cache.compact import CompactCache
 from perturbkv.configs import cache_contents, layer_types
 from perturbkv.configs.choice import Choice
@@ -215,10 +216,14 @@ def test_what_reads_a_prompt_its_own_way_is_refused(family: str) -> None:
         adapter.check_plain_layers("an audit of a dump")
 
 
-def test_rotations_of_a_model_without_any_are_refused() -> None:
-    with pytest.raises(ModelError, match="'expected-attention.* rotates keys .* model 'tiny-nemotron_h' has no rotat"):
-        prefill(hybrid_adapter("nemotron_h"), token_ids(N), [configuration(12, policy="expected-attention", window=4)],
-                Resources(), "s")  # fmt: skip
+@pytest.mark.parametrize(
+    ("policy", "selection"),
+    [("expected-attention", "attention"), ("streaming-llm(positions=in-cache)", "position")],
+)
+def test_rotations_of_a_model_without_any_are_refused(policy: str, selection: str) -> None:
+    config = configuration(12, policy=policy, selection=selection, window=4)
+    with pytest.raises(ModelError, match="rotates keys .* model 'tiny-nemotron_h' has no rotations by halves"):
+        measure(hybrid_adapter("nemotron_h"), [Prompt("s", token_ids(N), 0)], [config], progress=False)
 
 
 def test_a_single_measured_layer_is_told_as_one() -> None:

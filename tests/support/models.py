@@ -97,6 +97,8 @@ def _own(family: str, layers: int) -> dict[str, Any]:
         "beam": {**sliding, **each},
         "laguna": {**sliding, **each, "gating": "per-element", "mlp_layer_types": ["dense"] * 2 * layers},
         "qwen3_next": {**experts, "layer_types": ["full_attention"] * layers, "mlp_only_layers": [*range(layers)]},
+        "deepseek_v3": {"head_dim": 4, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6,
+                        "kv_lora_rank": 10, "q_lora_rank": None, "first_k_dense_replace": layers},
         "granite": {"attention_multiplier": 0.3, "residual_multiplier": 0.7, "embedding_multiplier": 3.0,
                     "logits_scaling": 2.0},
     }.get(family, {})  # fmt: skip

@@ -79,7 +79,7 @@ def _prove(model: Any) -> Facts:
     )
     measured = measured_layers(layers)
     _check_alike([layers[index] for index in measured])
-    check_reading(model, ids, layers, modules)
+    check_reading(model, ids, layers, {index: call for index, (_, call) in attentions.items()})
     for index in measured:
         check_matrix(modules[index], layers[index], index, model.dtype)
     return Facts(path, layers, find_rotary(model, ids, [modules[index] for index in measured]))
@@ -87,6 +87,6 @@ def _prove(model: Any) -> Facts:
 
 def _check_alike(layers: Sequence[LayerFacts]) -> None:
     """Raise RefusedError unless the measured layers have the same heads, which a trace has one axis for."""
-    sizes = {(layer.heads, layer.kv_heads, layer.d_key, layer.d_value) for layer in layers}
+    sizes = {(layer.heads, layer.kv_heads, layer.d_key, layer.d_value, layer.latent) for layer in layers}
     if len(sizes) > 1:
         raise RefusedError("heads", f"has measured layers of {len(sizes)} shapes, in heads or widths, and not of one")

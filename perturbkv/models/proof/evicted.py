@@ -16,6 +16,7 @@ from perturbkv.models.attention_facts import Facts, LayerFacts, RefusedError, me
 from perturbkv.models.interface import AttentionFunction, implementation, intercept
 from perturbkv.models.proof.calls import TOKENS, probe_text, read_tokens, recompute
 from perturbkv.models.proof.masks import pattern, visible
+from perturbkv.models.proof.parts import observe_part
 
 
 @torch.no_grad()
@@ -36,13 +37,14 @@ def check_evicted(model: Any, facts: Facts) -> None:
     with intercept(implementation(model), list(attentions.values()), naive):
         expected = read_tokens(model, ids)[0, -1].double()
     cache = DynamicCache(config=model.config)
-    read_tokens(model, ids[:, :-1], cache)
-    for index in attentions:
+    calls, _ = observe_part(model, ids[:, :-1], cache, attentions)
+    for index, call in calls:
         cached = cache.layers[index]
+        read = (call.key, call.value) if facts.layers[index].latent else (cached.keys, cached.values)
         if index in kept:
-            _empty_evicted(cached, kept[index])
+            _empty_evicted(read, kept[index])
         if type(cached) in (DynamicLayer, DynamicSlidingWindowLayer):
-            naive.entries[index] = cached.keys, cached.values
+            naive.entries[index] = read
             cache.layers[index] = _NewAlone(cached.get_seq_length())
     with intercept(implementation(model), list(attentions.values()), naive):
         found = read_tokens(model, ids[:, -1:], cache)[0, -1].double()
@@ -119,9 +121,9 @@ class _NewAlone(CacheLayerMixin):  # type: ignore[misc]
     get_max_cache_shape = get_max_length
 
 
-def _empty_evicted(cached: Any, kept: Tensor) -> None:
-    """Set to NaN the entries of a cache layer that no query head of a group keeps; `kept` is (head, token)."""
-    entries = cached.keys.shape[2]
-    held = kept.view(cached.keys.shape[1], -1, kept.shape[1]).any(dim=1)[:, -entries - 1 : -1]
-    for tensor in (cached.keys, cached.values):
+def _empty_evicted(read: tuple[Tensor, Tensor], kept: Tensor) -> None:
+    """Set to NaN the keys and values that no query head of a group keeps; `kept` is (head, token)."""
+    _, kv_heads, entries, _ = read[0].shape
+    held = kept.view(kv_heads, -1, kept.shape[1]).any(dim=1)[:, -entries - 1 : -1]
+    for tensor in read:
         tensor[0][~held] = math.nan

@@ -103,7 +103,7 @@ def read_layer(index: int, call: Call, masks: Masks, cache: Cache, attention: st
         raise RefusedError(
             "output", f"has an attention that is no softmax of its logits (off by {call.error:.1g})", index
         )
-    check_entries(index, call, cache)
+    latent = check_entries(index, call, cache)
     if window is not None and size != window:
         raise RefusedError("cache", f"sees {window or 'all'} entries, and its cache is one of {size or 'all'}", index)
     heads, kv_heads = call.query.shape[1], call.key.shape[1]
@@ -111,7 +111,7 @@ def read_layer(index: int, call: Call, masks: Masks, cache: Cache, attention: st
     return LayerFacts(
         attention, "", kind, window, heads, kv_heads, call.key.shape[-1], call.value.shape[-1],
         call.options["scaling"], None if cap is None else float(cap), sink_parameter(index, call),
-        state=recurrent_states.size(cache.layers[index]),
+        state=recurrent_states.size(cache.layers[index]), latent=latent,
     )  # fmt: skip
 
 
@@ -139,8 +139,12 @@ def _read_mask(index: int, call: Call, masks: Masks, cached_window: int | None) 
     return kind
 
 
-def check_entries(index: int, call: Call, cache: Cache) -> None:
-    """Raise RefusedError unless attention read the keys and values that the layer's cache holds."""
+def check_entries(index: int, call: Call, cache: Cache) -> int:
+    """Return how many numbers a layer's cache holds of a token, as a latent; 0 where attention read what it holds.
+
+    A latent has other heads or widths than the keys and values that attention reads. Raises RefusedError where the
+    cache holds other entries of the same shape, or of other tokens.
+    """
     cached = cache.layers[index] if index < len(cache.layers) else None
     keys, values = (getattr(cached, kind, None) for kind in ("keys", "values"))
     if keys is None or values is None:
@@ -148,9 +152,14 @@ def check_entries(index: int, call: Call, cache: Cache) -> None:
     if type(cached) not in (DynamicLayer, DynamicSlidingWindowLayer, recurrent_states.ATTENTION_LAYER):
         raise RefusedError("cache", f"keeps more than keys and values, in a {type(cached).__name__}", index)
     length = keys.shape[2]  # a sliding layer holds the last entries
-    for what, held, read in (("keys", keys, call.key), ("values", values, call.value)):
-        if held.shape != read[:, :, -length:].shape or not torch.equal(held, read[:, :, -length:]):
+    read = [entries[:, :, -length:] for entries in (call.key, call.value)]
+    alike = [held.shape[1::2] == other.shape[1::2] for held, other in zip((keys, values), read, strict=True)]
+    if type(cached) is DynamicLayer and not all(alike) and call.key.shape[2] == length == values.shape[2]:
+        return sum(held.shape[1] * held.shape[3] for held in (keys, values))
+    for what, held, other in zip(("keys", "values"), (keys, values), read, strict=True):
+        if held.shape != other.shape or not torch.equal(held, other):
             raise RefusedError("cache", f"attends to other {what} than its cache holds", index)
+    return 0
 
 
 def sink_parameter(index: int, call: Call) -> str:

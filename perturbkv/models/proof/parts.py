@@ -16,13 +16,13 @@ from perturbkv.models.proof.calls import ERRORS, LOGIT_ERRORS, Call, probe_text,
 from perturbkv.models.proof.layers import HARMLESS, READ, check_entries, sink_parameter
 
 
-def check_reading(model: Any, ids: Tensor, layers: Sequence[LayerFacts], modules: Mapping[int, nn.Module]) -> None:
+def check_reading(model: Any, ids: Tensor, layers: Sequence[LayerFacts], calls: Mapping[int, Call]) -> None:
     """Raise RefusedError unless reading in parts equals reading at once, also where another text is read in between.
 
-    What attention is given, and what the cache holds afterwards, must be the same too.
+    What attention is given must be the same too, keys and values among it; `calls` are those of the whole text.
     """
-    tail, full = min(4, ids.shape[1] - 1), DynamicCache(config=model.config)
-    whole = read_tokens(model, ids, full)[0, -tail:].double()
+    tail, modules = min(4, ids.shape[1] - 1), {index: call.module for index, call in calls.items()}
+    whole = read_tokens(model, ids, DynamicCache(config=model.config))[0, -tail:].double()
     if not bool(whole.isfinite().all()):
         return  # which every run says of its samples
     bound = LOGIT_ERRORS[model.dtype] * float((whole - whole.mean()).norm())
@@ -44,33 +44,35 @@ def check_reading(model: Any, ids: Tensor, layers: Sequence[LayerFacts], modules
         read_tokens(model, ids[:, :-tail], cache)
         if between:
             read_tokens(model, probe_text(model, seed=1), DynamicCache(config=model.config))
-        check(name, _read_on(model, ids[:, -tail:], cache, layers, modules), seen)
+        found, read = _read_on(model, ids[:, -tail:], cache, layers, modules)
+        check(name, found, seen)
+        for index, call in read:
+            _check_same_entries(index, call, calls[index], LOGIT_ERRORS[model.dtype])
         if more := sorted(vars(cache).keys() - own):
             raise RefusedError("state", f"keeps '{more[0]}' on the cache beside its layers")
-        for index in modules:
-            _check_same_entries(index, cache.layers[index], full.layers[index], LOGIT_ERRORS[model.dtype])
 
 
 def _read_on(
     model: Any, ids: Tensor, cache: Cache, layers: Sequence[LayerFacts], modules: Mapping[int, nn.Module]
-) -> Tensor:
-    """Return the logits of the next tokens of a text, the last two read one by one. Raises RefusedError.
+) -> tuple[Tensor, list[tuple[int, Call]]]:
+    """Return the logits of the next tokens of a text, the last two read one by one, and the last one's attention calls.
 
-    Each attention must be what it was for the whole text, and read what its cache holds.
+    Each attention must be what it was for the whole text, and read what its cache holds, or makes of a latent there.
+    Raises RefusedError.
     """
-    logits = []
+    logits, calls = [], list[tuple[int, Call]]()
     for part in (ids[:, :-2], ids[:, -2:-1], ids[:, -1:]):
         if part.shape[1] == 0:
             continue
-        calls, found = _observe_part(model, part, cache, modules)
+        calls, found = observe_part(model, part, cache, modules)
         logits.append(found[0])
         for index, call in calls:
             check_entries(index, call, cache)
             _check_decoding(index, call, layers[index])
-    return torch.cat(logits)
+    return torch.cat(logits), calls
 
 
-def _observe_part(
+def observe_part(
     model: Any, ids: Tensor, cache: Cache, modules: Mapping[int, nn.Module]
 ) -> tuple[list[tuple[int, Call]], Tensor]:
     """Read the next tokens of a text; return the attention calls with their layers' indices, and the logits."""
@@ -102,9 +104,12 @@ def _check_decoding(index: int, call: Call, facts: LayerFacts) -> None:
         raise RefusedError("decoding", f"has an attention that is no softmax while it decodes ({off})", index)
 
 
-def _check_same_entries(index: int, one: Any, other: Any, bound: float) -> None:
-    """Raise RefusedError unless a cache layer holds after reading in parts what it holds after reading at once."""
-    for what in ("keys", "values"):
-        found, expected = getattr(one, what).double(), getattr(other, what).double()
+def _check_same_entries(index: int, last: Call, whole: Call, bound: float) -> None:
+    """Raise RefusedError unless a text's last token reads what is read where the text is read at once.
+
+    A sliding layer reads the last entries.
+    """
+    for what, read, other in (("keys", last.key, whole.key), ("values", last.value, whole.value)):
+        found, expected = read.double(), other[:, :, -read.shape[2] :].double()
         if found.shape != expected.shape or not (found - expected).norm() <= bound * expected.norm():
-            raise RefusedError("decoding", f"stores other {what} while it decodes", index)
+            raise RefusedError("decoding", f"reads other {what} while it decodes", index)

@@ -137,5 +137,7 @@ def describe(config: Any) -> Finding:
 
 
 def _kind(layer: LayerFacts) -> str:
-    """Return the kind of a layer in words; attention with a recurrent state beside it is told as both."""
+    """Return the kind of a layer in words; what its cache holds is told where that is no keys and values alone."""
+    if layer.latent:
+        return f"{layer.kind} (latents)"
     return f"{layer.kind} and recurrent" if layer.attends and layer.state else layer.kind

@@ -30,7 +30,7 @@ from perturbkv.pipeline.run.plan import plan_prompt_batches
 from perturbkv.pipeline.sample import measure
 from perturbkv.pipeline.sample.capture import LOGITS, FiniteCheck, Observer, capture, decode_from
 from perturbkv.pipeline.sample.full_layer import FullLayer
-from perturbkv.pipeline.sample.prefill import Prefill, Statistics, prefill
+from perturbkv.pipeline.sample.prefill import Prefill, Statistics, free_entries, prefill
 from perturbkv.pipeline.variants.presses import sources
 from perturbkv.pipeline.variants.readers import maker_of
 from perturbkv.scoring.layer_view import LayerView
@@ -68,7 +68,8 @@ def prefill_and_evict(
         rows.evict_all(prefilled)
     rows.finite.raise_if_not(prompt.sample_id)
     cache = CompactCache(join_layers(adapter, rows.layers, prefilled.states))
-    return EvictedPrompt(cache, prefilled.logits, rows.queries, rows.sizes, prefilled.statistics.gates)
+    full = prefilled.cache if adapter.shape.latent else None
+    return EvictedPrompt(cache, prefilled.logits, rows.queries, rows.sizes, prefilled.statistics.gates, full)
 
 
 class _RowBuilder:
@@ -108,12 +109,11 @@ class _RowBuilder:
         """Evict every layer after the prefill, freeing the full cache layer by layer."""
         for index in range(len(self._adapter.layers)):
             self._evict(FullLayer.from_prefill(self._adapter, prefilled, index))
-            cached = self._adapter.cache_layer(prefilled.cache, index)
-            cached.keys, cached.values = cached.keys.new_empty(0), cached.values.new_empty(0)
+            free_entries(self._adapter, prefilled.cache, prefilled.read, index)
 
     def _evict(self, layer: FullLayer) -> None:
         """Append the compact layer with the entries of all rows, and count them."""
-        everything = borrow(layer.keys, layer.values)
+        everything = borrow(layer.keys, layer.values, layer.latent)
         made = [maker.make_whole(everything) for maker in self._makers] if self._keep_all else self._make(layer)
         for entries in made:
             if entries.has_rounded_numbers:
@@ -133,8 +133,8 @@ class _RowBuilder:
         if groups:
             evicting = [index for group in groups for index in group.config_indices]
             (counts,) = kept_lengths([groups], len(self._configs), layer.keys.device)
-            sets = gather_kept(groups, evicting, counts, layer.keys, layer.values).sets()
-        everything = GatheredSet.of_all(layer.keys, layer.values)
+            sets = gather_kept(groups, evicting, counts, layer.keys, layer.values, layer.latent).sets()
+        everything = GatheredSet.of_all(layer.keys, layer.values, layer.latent)
         return [maker.make(layer, sets.get(index, everything)) for index, maker in enumerate(self._makers)]
 
 
@@ -284,7 +284,7 @@ def _answer_batch(
     evicted = prefill_and_evict(adapter, prompt, run, resources, with_full=True, evict_above=limit or 0)
     unmeasured = adapter.shape.unmeasured_numbers(len(context))
     entry_shares = _shares_of_full(
-        [[size.entries for size in layer] for layer in evicted.sizes], unmeasured / (adapter.d_key + adapter.d_value)
+        [[size.entries for size in layer] for layer in evicted.sizes], unmeasured / adapter.shape.stored_entries[1]
     )
     byte_shares = _shares_of_full([[size.bits for size in layer] for layer in evicted.sizes], FULL_BITS * unmeasured)
     forked = replace(evicted, cache=evicted.cache.fork()) if options.divergence else None
@@ -299,7 +299,7 @@ def _answer_batch(
     full = full if full_answer is None else full_answer
     divergence = None
     if forked is not None:
-        divergence = teacher_force(adapter, forked.cache, question, full, make_compressor(forked), check)
+        divergence = teacher_force(adapter, forked, question, full, make_compressor(forked), check)
     check.raise_if_not(prompt.sample_id)
     compressions = compressor.compressions if compressor else []
     return Answers(full, answers, entry_shares, compressions, divergence, byte_shares)

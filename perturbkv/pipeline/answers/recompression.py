@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from transformers import Cache
 
 from perturbkv import theory
 from perturbkv.cache.compact import CompactCache
@@ -73,6 +74,7 @@ class EvictedPrompt:
             is compressed again.
         sizes: per layer that of the full cache, then of each configuration's; empty where they are not asked for.
         gates: layer -> γ of the last queries (query, head · d_value), of the layers with a gate.
+        full: the full cache, where it holds latents; else its entries are those of a row that keeps everything.
     """
 
     cache: CompactCache
@@ -80,6 +82,7 @@ class EvictedPrompt:
     queries: list[Tensor] = field(default_factory=list)
     sizes: list[list[CacheSize]] = field(default_factory=list)
     gates: Mapping[int, Tensor] = field(default_factory=dict)
+    full: Cache | None = None
 
 
 class Compressor:

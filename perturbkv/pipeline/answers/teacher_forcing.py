@@ -20,7 +20,7 @@ from perturbkv.cache.compact import CompactCache, PromptStates, SharedCache, reb
 from perturbkv.devices import to_device
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.forward import run_with_cache
-from perturbkv.pipeline.answers.recompression import Compressor
+from perturbkv.pipeline.answers.recompression import Compressor, EvictedPrompt
 from perturbkv.pipeline.sample.capture import LOGITS, FiniteCheck, Observer, capture, decode_from, decode_shared
 
 _TOKENS_PER_PASS = 16
@@ -45,19 +45,20 @@ class Divergence:
 @torch.inference_mode()
 def teacher_force(
     adapter: Adapter,
-    cache: CompactCache,
+    prompt: EvictedPrompt,
     question: Sequence[int],
     tokens: Sequence[int],
     compressor: Compressor | None = None,
     check: FiniteCheck | None = None,
 ) -> Divergence:
-    """Read the question, then `tokens`, with every row of `cache`, and return the divergence from the plain model.
+    """Read the question, then `tokens`, with every row of a cache, and return the divergence from the plain model.
 
-    The first row keeps everything, and the plain model's cache has its entries. `compressor` is the cache's; `check`
-    records all logits.
+    The first row keeps everything, and the plain model's cache has its entries, or the prompt's latents. `compressor`
+    is the cache's; `check` records all logits.
     """
-    rows, finite, states = cache.rows, check or FiniteCheck(), cache.prompt_states
-    reference = SharedCache(_full_cache_of_first_row(adapter, cache, states), states, rows)
+    cache, finite = prompt.cache, check or FiniteCheck()
+    rows, states = cache.rows, cache.prompt_states
+    reference = SharedCache(prompt.full or _full_cache_of_first_row(adapter, cache, states), states, rows)
     observer = Observer() if compressor is None else compressor.observer()
 
     def read(ids: Int[Tensor, " token"]) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,12 +15,12 @@ from torch import Tensor
 
 from perturbkv.cache.entries import Lengths
 from perturbkv.cache.makers import OwnPrefill
-from perturbkv.configs.choice import Choice
-from perturbkv.configs.precision import FULL, FULL_BITS, stored_bits
+from perturbkv.configs.precision import FULL_BITS
 from perturbkv.configs.resources import Shape
 from perturbkv.datasets.metrics import leading_digits
 from perturbkv.datasets.prompts import decode_answer, grade, metrics_of
 from perturbkv.devices import move_to_first_device, stack_on_device
+from perturbkv.pipeline.answers.recompression import CacheSize
 from perturbkv.pipeline.sample.layer import LayerResult, config_order
 from perturbkv.pipeline.sample.measure import CHANGED_VARIABLES, Arrays, to_numpy
 from perturbkv.pipeline.sample.sample_run import SampleRun
@@ -35,8 +36,8 @@ class BatchResult:
         steps: per decode step, name -> tensor, configurations first where the variable has them.
         order: indices of the configurations in the order of `kept`.
         kept: per layer what `encode_kept_sets` returns.
-        cache_bytes, padding_bytes: bytes of the evicted caches, and of their padding.
-        bits: bits of each configuration's entries in all layers, with what is stored beside them.
+        cache_bytes, padding_bytes: bytes of the evicted caches, or of their latents, and of their padding.
+        sizes: index of a configuration -> size of its cache in all layers together, with what is stored beside entries.
         generated: index of a configuration -> tokens of its answer; in one of the batches None -> those of the full
             cache; empty where nothing is generated.
         isolated: index of a configuration with entries of its own -> isolated perturbations (step, name, layer, head),
@@ -50,7 +51,7 @@ class BatchResult:
     kept: list[tuple[UInt8[Tensor, "kept_set byte"], Int[Tensor, " kept_set"]]]
     cache_bytes: int
     padding_bytes: int
-    bits: Mapping[int, int]
+    sizes: Mapping[int, CacheSize]
     generated: dict[int | None, list[int]]
     isolated: dict[int, Tensor]
     prefills: Mapping[int, OwnPrefill] = field(default_factory=dict)
@@ -191,13 +192,11 @@ def _assign_to_heads(values: NDArray[Any], lengths: Lengths, order: Sequence[int
         heads[index] = per_set.repeat(heads.shape[1] // len(per_set))
 
 
-def cached_shares(lengths: Sequence[Lengths], shape: Shape, prompt_tokens: int) -> NDArray[np.float64]:
-    """Return (config,) the caches as shares of the full one, all layers counted (METHOD: a budget is not a share).
-
-    `lengths` are per layer the numbers of kept entries.
-    """
-    entries = [sum(sum(layer[index]) for layer in lengths) for index in range(len(lengths[0]))]
-    return np.array([shape.cache_share(count, prompt_tokens) for count in entries], dtype=np.float64)
+def cached_shares(batches: Sequence[BatchResult], shape: Shape, prompt_tokens: int) -> NDArray[np.float64]:
+    """Return (config,) the caches as shares of the full one, all layers counted (METHOD: a budget is not a share)."""
+    sizes = {index: size for batch in batches for index, size in batch.sizes.items()}
+    shares = [shape.cache_share(sizes[index].entries, prompt_tokens) for index in range(len(sizes))]
+    return np.array(shares, dtype=np.float64)
 
 
 def prefill_arrays(batches: Sequence[BatchResult], cached: NDArray[np.float64], seconds: float) -> Arrays:
@@ -217,13 +216,13 @@ def prefill_arrays(batches: Sequence[BatchResult], cached: NDArray[np.float64], 
 def cached_bytes(batches: Sequence[BatchResult], shape: Shape, prompt_tokens: int) -> Arrays:
     """Return the variables of the cache bytes: per configuration, corrections included, and of the full cache.
 
-    Numbers count 16 bits unless they are quantised; windows and recurrent states of unmeasured layers are in all.
+    Numbers count 16 bits unless they are quantised, and of a cache of latents are the latents'; windows and recurrent
+    states of unmeasured layers are in all.
     """
     unmeasured = FULL_BITS * shape.unmeasured_numbers(prompt_tokens)
-    per_set = stored_bits(Choice(FULL), prompt_tokens, 0, shape.d_key, shape.d_value)
-    full = per_set * shape.kv_heads * shape.layers + unmeasured
-    bits = {index: size for batch in batches for index, size in batch.bits.items()}
-    held = np.array([bits[index] + unmeasured for index in range(len(bits))], dtype=np.float64)
+    full = FULL_BITS * math.prod(shape.stored_entries) * prompt_tokens + unmeasured
+    sizes = {index: size for batch in batches for index, size in batch.sizes.items()}
+    held = np.array([sizes[index].bits + unmeasured for index in range(len(sizes))], dtype=np.float64)
     return {"held_bytes": held / 8, "full_bytes": np.array(full / 8), "unmeasured_bytes": np.array(unmeasured / 8)}
 
 

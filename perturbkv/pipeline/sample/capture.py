@@ -89,14 +89,17 @@ def decode_from(adapter: Adapter, cache: CompactCache) -> Iterator[None]:
 def _attend_to_cache(
     cache_layers: Mapping[int, Any], stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Return the attention output over the module's layer of a compact cache: an attention replacement.
+    """Append the new tokens to the module's layer of a compact cache, and return the attention output over it.
 
-    `cache_layers` are keyed by the identity of the attention modules. Models pass their soft cap as `softcap`, and the
-    logits of their sinks as `s_aux`; the scale of a model that passes none is that of its attention function.
+    An attention replacement; `cache_layers` are keyed by the identity of the attention modules. Models pass their soft
+    cap as `softcap`, and the logits of their sinks as `s_aux`; the scale of a model that passes none is that of its
+    attention function.
     """
-    scale = kwargs.get("scaling") or args[0].shape[-1] ** -0.5
+    layer, (query, key, value) = cache_layers[id(module)], args[:3]
+    layer.append(key, value)
+    scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
     softmax = Softmax(scale, kwargs.get("softcap"), kwargs.get("s_aux"))
-    return cache_layers[id(module)].attend(args[0], softmax), None
+    return layer.attend(query, softmax), None
 
 
 @contextmanager

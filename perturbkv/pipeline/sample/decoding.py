@@ -24,7 +24,7 @@ from perturbkv.pipeline.sample.capture import (
     decode_from,
     decode_shared,
 )
-from perturbkv.pipeline.sample.prefill import Prefill
+from perturbkv.pipeline.sample.prefill import EntriesRead, Prefill
 
 
 @dataclass
@@ -39,6 +39,7 @@ class StepRecord:
         logits: (row, vocab).
         entries: number of entries that the query attends to in the full cache, its own included.
         gates: layer -> γ (row, head · d_value), of the layers with a gate.
+        read: what attention read of row 0 in layers whose cache holds latents; empty once it is stored in the prefill.
     """
 
     query: list[Float[Tensor, "row head d_key"]] = field(default_factory=list)
@@ -48,6 +49,7 @@ class StepRecord:
     logits: Float[Tensor, "row vocab"] = field(default_factory=lambda: torch.empty(0, 0))
     entries: int = 0
     gates: dict[int, Float[Tensor, "row head_d_value"]] = field(default_factory=dict)
+    read: EntriesRead = field(default_factory=dict)
 
 
 @dataclass
@@ -62,6 +64,8 @@ class _StepRecorder:
     def record_query(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Record the last token's queries in a layer: an `Observer.attention`."""
         self.record.query.append(query[:, :, -1])
+        if self.adapter.layer_facts(layer).latent:
+            self.record.read[layer] = key[0], value[0]
 
     def record_head_output(self, layer: int, mixed: Tensor) -> None:
         """Record the last token's head outputs in a layer: an `Observer.head_output`."""
@@ -100,6 +104,7 @@ def decode_full(
     tokens, records = [logits.argmax()], []
     for _ in range(steps):
         record = _decode_step(adapter, cache, decode_shared(adapter), tokens[-1].view(1), rows, prefill.finite)
+        prefill.read.update(record.read)
         records.append(_first_row(record))
         tokens.append(record.logits[0].argmax())
     restore_states(prefill.cache, prefill.states)

@@ -45,7 +45,13 @@ class FullLayer:
     def from_prefill(cls, adapter: Adapter, prefilled: Prefill, index: int) -> FullLayer:
         """Return the layer with index `index` of a prefilled prompt, with the current entries of its full cache."""
         cached = adapter.cache_layer(prefilled.cache, index)
-        return cls(adapter, prefilled.statistics, index, cached.keys[0], cached.values[0])
+        keys, values = prefilled.read.get(index) or (cached.keys[0], cached.values[0])
+        return cls(adapter, prefilled.statistics, index, keys, values)
+
+    @property
+    def latent(self) -> int:
+        """Number of components of the latent that the cache stores of a token; 0 where it stores the entries."""
+        return self.adapter.layer_facts(self.index).latent
 
     @property
     def tokens(self) -> int:

@@ -35,7 +35,7 @@ from perturbkv.errors import ActivationError
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.proof.calls import LOGIT_ERRORS
 from perturbkv.pipeline.answers.generation import generate
-from perturbkv.pipeline.answers.recompression import EvictedPrompt
+from perturbkv.pipeline.answers.recompression import CacheSize, EvictedPrompt
 from perturbkv.pipeline.progress import phase
 from perturbkv.pipeline.run.plan import is_single_pass, plan_prompt_batches
 from perturbkv.pipeline.sample import measure
@@ -146,7 +146,8 @@ def trace_sample(
 
     The prompt is read once; all configurations share its scores, norms and reference. Waits for the device for the
     prompt's tokens, the lengths of the evicted caches, whether activations are finite, and every finished array; with
-    several steps for the text's end, and with lava for the layers' entropies. Never per layer or head.
+    several steps for the text's end, and with lava for the layers' entropies. Never per head, nor per layer but where
+    the cache holds latents, of which it has to count those that are kept.
 
     Raises ActivationError for NaN or Inf, BudgetError where a budget leaves nothing besides the window, DatasetError
     for a prompt that the scenario cannot split, ConfigError where a configuration exceeds `resources.max_bytes`, and
@@ -181,7 +182,7 @@ def _assemble_arrays(
     with phase("assembly"):
         arrays = sample_arrays(sample, batches, lengths) | isolated_arrays(layers, adapter.device)
         arrays |= changed_isolated_arrays(batches, arrays)
-        arrays |= {"held_share": cached_shares(lengths, adapter.shape, n)}
+        arrays |= {"held_share": cached_shares(batches, adapter.shape, n)}
         arrays |= cached_bytes(batches, adapter.shape, n)
         arrays |= step_arrays(batches) | kept_arrays(batches, lengths, layers, adapter.heads)
         arrays |= lost_arrays(layers, adapter.device)
@@ -201,14 +202,14 @@ class _EvictedLayer:
         order: the configurations, as in `entries.KeptBatch`.
         codes: what `encode_kept_sets` returns for their kept sets.
         isolated: index of a configuration with entries of its own -> their isolated perturbation in this layer.
-        bits: bits of each configuration's entries.
+        sizes: index of a configuration -> size of its cache.
     """
 
     cache: CompactLayer
     order: tuple[int, ...]
     codes: tuple[UInt8[Tensor, "kept_set byte"], Int[Tensor, " kept_set"]]
     isolated: dict[int, Tensor]
-    bits: dict[int, int]
+    sizes: dict[int, CacheSize]
 
 
 class _BatchDecoder:
@@ -241,8 +242,15 @@ class _BatchDecoder:
         self._check_everything_kept(records)
         with phase("measure"):
             steps = [self._measure(step, len(indices)) for step in zip(sample.full.steps, records, strict=True)]
+        sizes = {
+            index: CacheSize(*map(sum, zip(*(layer.sizes[index] for layer in evicted_layers), strict=True)))
+            for index in indices
+        }
         cache_bytes = cache.nbytes - sum(layer.borrowed_nbytes for layer in cache.evicted_layers)
         padding_bytes = cache.padding_nbytes
+        if latent := self.adapter.shape.latent:
+            stored = sum(size.entries for size in sizes.values())
+            cache_bytes, padding_bytes = stored * latent * self.adapter.dtype.itemsize, 0
         answers = self._answers(cache, question_logits, indices) if self.run.generate else {}  # drops rows
         first = evicted_layers[0]
         return BatchResult(
@@ -252,7 +260,7 @@ class _BatchDecoder:
             kept=[layer.codes for layer in evicted_layers],
             cache_bytes=cache_bytes,
             padding_bytes=padding_bytes,
-            bits={index: sum(layer.bits[index] for layer in evicted_layers) for index in indices},
+            sizes=sizes,
             generated=answers,
             isolated={
                 index: stack_on_device(self.adapter.device, (layer.isolated[index] for layer in evicted_layers), dim=-2)
@@ -278,7 +286,7 @@ class _BatchDecoder:
         Its rows are one that keeps everything, one per configuration, and padding rows that keep everything.
         """
         layer, lengths = self.sample.layer(index), self.lengths[index]
-        kept = gather_kept(self.layers[index].groups, makers, lengths, layer.keys, layer.values)
+        kept = gather_kept(self.layers[index].groups, makers, lengths, layer.keys, layer.values, layer.latent)
         codes = encode_kept_sets(kept.position, [n for config in kept.order for n in lengths[config]], kept.masks)
         sets = kept.sets()
         made = {config: maker.make(layer, sets[config]) for config, maker in makers.items()}
@@ -291,8 +299,8 @@ class _BatchDecoder:
         rows += [everything] * (self.rows - len(rows))
         stand_ins = {row: entries.stand_in for row, entries in enumerate(made.values(), start=1) if entries.stand_in}
         cache = CompactLayer(rows, self.adapter.heads, layer.tokens, self.run.cache, self.passing, stand_ins)
-        bits = {config: entries.bits for config, entries in made.items()}
-        return _EvictedLayer(cache, kept.order, codes, isolated, bits)
+        sizes = {config: CacheSize(entries.attended_entries, entries.bits) for config, entries in made.items()}
+        return _EvictedLayer(cache, kept.order, codes, isolated, sizes)
 
     def _measure(self, step: tuple[StepRecord, StepRecord], configs: int) -> dict[str, Tensor]:
         """Return name -> propagated quantity of a step (full and evicted record), without padding rows."""

@@ -75,6 +75,10 @@ Source = Callable[
 """Function from a layer's index, full keys and full values to an external kept set."""
 
 
+EntriesRead = dict[int, tuple[Tensor, Tensor]]
+"""Layer whose cache holds latents -> keys (kv_head, key, d_key) and values (kv_head, key, d_value) that are read."""
+
+
 @dataclass(frozen=True)
 class Statistics:
     """The statistics of one prompt for selections, filled layer by layer during the prefill; nothing of size n × n.
@@ -210,7 +214,7 @@ class Prefill:
     """One prompt's full cache (batch 1), the logits of its last position, and its statistics.
 
     `finite` has recorded every layer, the final norm and the logits, and raised nothing yet. `states` are what eviction
-    leaves as it is after the prompt.
+    leaves as it is after the prompt, `read` what attention read last.
     """
 
     cache: Cache
@@ -218,6 +222,7 @@ class Prefill:
     statistics: Statistics
     finite: FiniteCheck
     states: PromptStates = field(default_factory=dict)
+    read: EntriesRead = field(default_factory=dict)
 
 
 @runtime_checkable
@@ -245,11 +250,13 @@ def prefill(
     and values are freed when the layer is done. Scores that need a replay are computed last.
 
     NaN and Inf are recorded in `Prefill.finite`, and raise nothing here. Raises ModelError for a configuration that
-    needs plain logits, where the model caps them, or rotates keys or queries, where the model rotates none that way.
+    needs plain logits, where the model caps them, rotates keys or queries, where the model rotates none that way, or
+    rounds or reads what the cache holds, where that is latents.
     """
     caps = [adapter.softmax(layer).cap for layer in range(len(adapter.layers))]
     compatibility.check_soft_cap(run.configs, next(filter(None, caps), None), adapter.name)
     _check_rotations(adapter, run.configs)
+    _check_latents(adapter, run.configs)
     (token_ids, _), configs, sample = prompt.parts(run.scenario), run.configs, prompt.sample_id
     scored: dict[ScoreRequest, list[Tensor]] = {request: [] for config in configs for request in config.requests}
     shape = (len(token_ids), adapter.kv_heads, len(adapter.layers))
@@ -268,7 +275,7 @@ def prefill(
     reader.finite.check(LOGITS, logits)
     append_replay_scores(adapter, token_ids, reader.cache, statistics.scored, sample, reader.finite)
     states = prompt_states(adapter, reader.cache)
-    return Prefill(reader.cache, logits[0, -1], statistics, reader.finite, states)
+    return Prefill(reader.cache, logits[0, -1], statistics, reader.finite, states, reader.read)
 
 
 def _check_rotations(adapter: Adapter, configs: Sequence[ResolvedConfig]) -> None:
@@ -282,6 +289,22 @@ def _check_rotations(adapter: Adapter, configs: Sequence[ResolvedConfig]) -> Non
                 f"configuration '{config.label()}' rotates keys or queries by their positions, and model "
                 f"'{adapter.name}' has no rotations by halves that it could use; choose another policy"
             )
+
+
+def _check_latents(adapter: Adapter, configs: Sequence[ResolvedConfig]) -> None:
+    """Raise ModelError for a configuration in few bits, or one that evicts nothing, where the cache holds latents."""
+    for config in configs:
+        if config.quantised:
+            adapter.check_no_latents(f"precision '{config.precision}'")
+        if not config.evicts:
+            adapter.check_no_latents(f"policy '{config.policy.name}'")
+
+
+def free_entries(adapter: Adapter, cache: Cache, read: EntriesRead, layer: int) -> None:
+    """Drop a measured layer's keys and values; latents, which are small, stay in the cache."""
+    if read.pop(layer, None) is None:
+        cached = adapter.cache_layer(cache, layer)
+        cached.keys, cached.values = cached.keys.new_empty(0), cached.values.new_empty(0)
 
 
 class _PromptReader:
@@ -313,6 +336,7 @@ class _PromptReader:
         self.needs = {need for request in self.requests for need in request.score.needs}
         self.input: Tensor | None = None
         self.attended: tuple[Tensor, ...] = ()
+        self.read: EntriesRead = {}
         self.rotations = Rotations(adapter)
 
     def observer(self) -> Observer:
@@ -332,6 +356,8 @@ class _PromptReader:
 
     def _record_attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Record a layer, or keep it until its gate is known: an `Observer.attention`."""
+        if self.adapter.layer_facts(layer).latent:
+            self.read[layer] = key[0], value[0]
         if self.adapter.has_gate(layer):
             self.attended = query[0], key[0], value[0]
         else:
@@ -405,8 +431,7 @@ class _PromptReader:
         """Check a layer's output for NaN and Inf, and free its keys and values if unneeded: an `Observer.hidden`."""
         self.finite(self.adapter.layer_indices[layer], hidden)
         if self.visitor is not None and not self.visitor.needs_full_cache:
-            cached = self.adapter.cache_layer(self.cache, layer)
-            cached.keys, cached.values = cached.keys.new_empty(0), cached.values.new_empty(0)
+            free_entries(self.adapter, self.cache, self.read, layer)
 
     def _check_final(self, output: Tensor) -> None:
         """Check the output of the final norm for NaN and Inf: an `Observer.final`."""

@@ -89,7 +89,7 @@ class MixtureSample:
         check_positions(run.configs, adapter.config, adapter.name)
         context, question = prompt.parts(run.scenario)
         prefilled = prefill(adapter, prompt, run, resources, sources(adapter, context, run.configs, {}))
-        repeated = replace(prefilled, cache=copy.deepcopy(prefilled.cache))
+        repeated = replace(prefilled, cache=copy.deepcopy(prefilled.cache), read=dict(prefilled.read))
         full = {2: full_run(adapter, prefilled, question, run.steps, 3)}
         if rows != 2:
             full[rows] = full_run(adapter, repeated, question, run.steps, rows + 1)
@@ -162,11 +162,11 @@ class MixtureSample:
         kept = torch.where(treated.unsqueeze(-1), layer.kept[1], layer.kept[0])
         lengths = kept.sum(dim=-1).tolist()
         order = tuple(range(len(mixtures)))
-        sets = gather_kept([ExternalGroup(order, kept)], order, lengths, full.keys, full.values).sets()
+        sets = gather_kept([ExternalGroup(order, kept)], order, lengths, full.keys, full.values, full.latent).sets()
         maker = maker_of(self.run.configs[0])  # of both configurations, as `configs.patching` checks
         rows = [borrow(full.keys, full.values), *(maker.make(full, sets[row]).row for row in order)]
         cache_layer = CompactLayer(rows, self.adapter.heads, self.sample.tokens, self.run.cache, self.passing)
-        return cache_layer, [sum(set_lengths) for set_lengths in lengths]
+        return cache_layer, [row.stored_entries for row in rows[1:]]
 
     def _grade_answers(self, cache: CompactCache, question_logits: Tensor | None, mixtures: int) -> list[float]:
         """Return the scores of the answers from the full cache and from the first `mixtures` mixtures."""

@@ -43,10 +43,11 @@ _DECODING = ("decoding_press", "decoding")
 def press_source(adapter: Adapter, token_ids: Sequence[int], config: ResolvedConfig) -> Source:
     """Run a configuration's KVPress press on a prompt, and return the source of its kept sets.
 
-    Raises ConfigError where the press fails or would compress while decoding; the source raises UnreadableCacheError
-    where the press does more than evict.
+    Raises ModelError for a model whose cache holds latents, and ConfigError where the press fails or would compress
+    while decoding; the source raises UnreadableCacheError where the press does more than evict.
     """
     name = config.policy.name.partition(":")[2]
+    adapter.check_no_latents(f"press '{name}'")
     press = kvpress.build(config.policy)
     if any(getattr(press, later, None) for later in _DECODING):
         raise ConfigError(f"press '{name}' compresses again while it decodes; leave its {' and '.join(_DECODING)} out")
