@@ -59,7 +59,7 @@ class Shape:
     """The sizes of a model that its memory depends on.
 
     Attributes:
-        layers: number of measured layers.
+        layers: number of measured layers that fill a cache.
         heads, kv_heads: query heads and key/value heads of a layer.
         d_key, d_value: components of a head's keys and values.
         d_model, d_mlp: sizes of the residual stream and of the MLP's inside.
@@ -70,6 +70,7 @@ class Shape:
         window: entries of a sliding layer's window or chunk; 0 without such layers.
         sliding_width: numbers of one entry's keys and values in all sliding layers together.
         state: numbers in the recurrent states of one text; 0 where they are not known, before the weights are read.
+        readers: number of measured layers that read another one's cache.
     """
 
     layers: int
@@ -86,6 +87,7 @@ class Shape:
     d_mlp: int = 0
     state: int = 0
     sliding_width: int = 0
+    readers: int = 0
 
     @classmethod
     def from_config(cls, config: Any, itemsize: int, weights_bytes: int) -> Self:
@@ -99,12 +101,19 @@ class Shape:
         d_head = getattr(own, "head_dim", None) or d_model // heads
         kv_heads = getattr(own, "num_key_value_heads", None) or heads
         d_mlp = getattr(own, "intermediate_size", None) or 4 * d_model
-        layers, sliding = len(layer_types.measured_layers(config)), layer_types.sliding_layers(config)
+        widest = max(d_mlp) if isinstance(d_mlp, list) else d_mlp  # of the layers, where each has its own
+        measured, readers = layer_types.measured_layers(config), layer_types.reading_layers(config)
+        layers, sliding = len(set(measured) - readers), layer_types.sliding_layers(config)
         return cls(
             layers, heads, int(kv_heads), int(d_head), int(d_head), d_model, int(config.vocab_size), itemsize,
-            weights_bytes, sliding, layer_types.configured_window(config) or 0, int(d_mlp),
-            sliding_width=sliding * int(kv_heads) * 2 * int(d_head),
+            weights_bytes, sliding, layer_types.configured_window(config) or 0, int(widest),
+            sliding_width=sliding * int(kv_heads) * 2 * int(d_head), readers=len(measured) - layers,
         )  # fmt: skip
+
+    @property
+    def measured(self) -> int:
+        """Number of measured layers, those that read another one's cache included."""
+        return self.layers + self.readers
 
     def full_cache_bytes(self, tokens: int) -> int:
         """Return the bytes of the full cache for a prompt of `tokens` tokens."""
@@ -140,7 +149,7 @@ class Shape:
         kept = self.kept_bytes(config, tokens)
         own = kept * _INDEX_BYTES // self._entry_bytes if passing else int(kept * (1 + SLACK))
         cached = own if config.cache_contents.copied else kept
-        recorded = 3 * self.layers * self.d_model * self.itemsize  # queries, head outputs and hidden states
+        recorded = 3 * self.measured * self.d_model * self.itemsize  # queries, head outputs and hidden states
         logits = 4 * 8 * self.vocab  # a row's divergence in float64, and its terms
         return cached + tails + recorded * steps + logits + self.state * self.itemsize
 

@@ -39,6 +39,7 @@ class LayerFacts:
         sinks: name of the attention's parameter with the heads' sink logits; empty without sinks.
         has_gate: whether the heads' outputs are multiplied by a gate before the projection receives them.
         state: numbers in the recurrent state of one text, beside attention or in its place; 0 without one.
+        owner: index of the earlier layer whose cache its attention reads; None where it fills a cache of its own.
     """
 
     attention: str
@@ -54,6 +55,7 @@ class LayerFacts:
     sinks: str = ""
     has_gate: bool = False
     state: int = 0
+    owner: int | None = None
 
     @classmethod
     def without_attention(cls, state: int) -> LayerFacts:
@@ -88,6 +90,11 @@ class Facts:
     path: str
     layers: tuple[LayerFacts, ...]
     rotary: Rotary
+
+    def holder(self, index: int) -> int:
+        """Return the layer whose cache a layer's attention reads: its own index, or that of the cache's owner."""
+        owner = self.layers[index].owner
+        return index if owner is None else owner
 
 
 def measured_layers(layers: Sequence[LayerFacts]) -> tuple[int, ...]:

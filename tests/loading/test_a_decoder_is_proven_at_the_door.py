@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +20,10 @@ from perturbkv.configs import layer_types
 from perturbkv.errors import ModelError
 from perturbkv.models import recurrent_states
 from perturbkv.models.aliases import ALIASES
+from perturbkv.models.attention_facts import LayerFacts, RefusedError
 from perturbkv.models.loading import ByteTokenizer, open_model
+from perturbkv.models.proof import _check_readers, layers
+from perturbkv.models.proof.calls import TOKENS
 from perturbkv.models.proof.masks import mask_kind
 from perturbkv.models.sanity import check_config
 from perturbkv.models.user_model import adapt
@@ -343,6 +349,140 @@ def test_keys_that_are_not_rotated_by_halves_have_no_rotary_module(family: str) 
 )
 def test_the_kind_of_a_mask_is_told_by_its_rule_far_beyond_the_probe(rule: Any, kind: Any) -> None:
     assert mask_kind(rule) == kind
+
+
+class Sharing(Changed):
+    """Llama's attention that reads, where `owners` says so, what another layer's gave its own; `read` may change it."""
+
+    owners: dict[int, int]
+    given: dict[int, tuple[Tensor, Tensor]]
+
+    def read(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return key, value
+
+    def owner(self, query: Tensor, key: Tensor) -> int | None:
+        return self.owners.get(self.layer_idx)
+
+    def before(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Any, ...]:
+        if (owner := self.owner(query, key)) is not None:
+            return (query, *self.read(*self.given[owner]), mask)
+        self.given[self.layer_idx] = key, value
+        return query, key, value, mask
+
+    def forward(self, hidden_states: Tensor, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        own = None if self.layer_idx in self.owners else past_key_values
+        return super().forward(hidden_states, *args, past_key_values=own, **kwargs)
+
+
+def sharing_model(owners: dict[int, int], **parts: Callable[..., Any]) -> Any:
+    """Return a tiny Llama of three layers, those in `owners` without a cache of their own."""
+    model = tiny_model("llama", layers=3)
+    kind = type("Sharing", (Sharing,), {"owners": owners, "given": {}, **parts})
+    for index, layer in enumerate(model.model.layers):
+        plain, layer.self_attn = layer.self_attn, kind(model.config, index).eval()
+        layer.self_attn.load_state_dict(plain.state_dict())
+    return model
+
+
+def test_a_layer_that_reads_another_layers_cache_is_accepted_with_its_owner() -> None:
+    facts = adapt(sharing_model({2: 1}), ByteTokenizer()).facts
+    assert [layer.owner for layer in facts.layers] == [None, None, 1]
+
+
+def turned(module: Any, query: Tensor, key: Tensor) -> int | None:
+    """Layer 2 reads layer 0's entries in a prompt, and layer 1's while it decodes."""
+    return (0 if query.shape[2] > 8 else 1) if module.layer_idx == 2 else None
+
+
+@pytest.mark.parametrize(
+    ("owners", "parts", "words"),
+    [
+        ({2: 1}, {"read": lambda module, key, value: (2 * key, value)},
+         "layer 2 of model '.*' fills no cache of its own, and reads those of no single other layer"),
+        ({2: 1}, {"read": lambda module, key, value: (key.roll(1, -1), value)},
+         "layer 2 of model '.*' fills no cache of its own, and reads those of no single other layer"),
+        ({2: 1}, {"read": lambda module, key, value: (module.given[0][0], value)},
+         "layer 2 of model '.*' fills no cache of its own, and reads those of no single other layer"),
+        ({2: 1}, {"read": lambda module, key, value: (key, 1.1 * value) if key.shape[2] != TOKENS else (key, value)},
+         "layer 2 of model '.*' attends to other values than the cache of layer 1 holds, whose entries it read before"),
+        ({2: 1}, {"owner": turned},
+         "layer 2 of model '.*' attends to other keys than the cache of layer 0 holds, whose entries it read before"),
+        ({1: 0}, {}, "layer 2 of model '.*' fills a cache after layer 1, which reads another's"),
+    ],
+    ids=["scaled", "moved", "two-owners", "scaled-later", "another-later", "before-a-cache"],
+)  # fmt: skip
+def test_what_else_a_layer_without_a_cache_reads_is_refused(
+    owners: dict[int, int], parts: dict[str, Any], words: str
+) -> None:
+    assert re.search(rf"{words}.* [(]proof: cache[)]", refusal(sharing_model(owners, **parts)))
+
+
+def test_entries_that_two_layers_hold_alike_have_no_owner() -> None:
+    model = sharing_model({2: 1})
+    one, other = (model.model.layers[index].self_attn for index in (0, 1))
+    for module in (one, other):
+        torch.nn.init.zeros_(module.k_proj.weight)
+        torch.nn.init.zeros_(module.v_proj.weight)
+    found = refusal(model)
+    assert "layer 2 of model 'LlamaForCausalLM' fills no cache of its own, and reads entries that layers 0 and" in found
+
+
+def test_entries_on_another_device_are_refused() -> None:
+    entries = torch.randn(1, 2, 6, 8)
+    cached = SimpleNamespace(keys=entries, values=entries)
+    call = SimpleNamespace(query=torch.empty(1, device="meta"), key=entries, value=entries)
+    cache = SimpleNamespace(layers=[cached, SimpleNamespace(keys=None)])
+    with pytest.raises(RefusedError, match="reads entries of layer 0 from another device; load it on one"):
+        layers._find_owner(1, call, cache)
+
+
+def test_a_reader_that_sees_otherwise_than_its_owner_is_refused() -> None:
+    sliding = LayerFacts("attention", "o_proj", "sliding", 8, 4, 2, 8, 8, 1.0)
+    for changed in ({"kind": "full", "window": None}, {"window": 9}):
+        with pytest.raises(RefusedError, match="reads the entries of layer 0, and does not see those that it sees"):
+            _check_readers([sliding, replace(sliding, owner=0, **changed)], ())
+    _check_readers([sliding, replace(sliding, owner=0)], (0, 1))
+
+
+def prompt_queries_dropped(*dropping: int) -> Any:
+    """Return a Llama some of whose layers have the last query alone where the last logits alone are asked for."""
+
+    def before(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Any, ...]:
+        module.__dict__["queries"] = query.shape[2]
+        if module.layer_idx in dropping and module.given.get("logits_to_keep") == 1:
+            return query[:, :, -1:], key, value, None if mask is None else mask[:, :, -1:]
+        return query, key, value, mask
+
+    def after(module: Any, output: Tensor, hidden: Tensor) -> Tensor:
+        return output.expand(-1, module.queries, -1, -1)
+
+    model = sharing_model({}, before=before, after=after)
+    given = model.model.layers[0].self_attn.given
+    model.register_forward_pre_hook(lambda module, args, kwargs: given.update(kwargs), with_kwargs=True)
+    return model
+
+
+def test_a_layer_with_a_cache_that_drops_a_prompts_queries_is_refused() -> None:
+    assert adapt(prompt_queries_dropped(), ByteTokenizer()).owners == (0, 1, 2)
+    found = refusal(prompt_queries_dropped(2))
+    assert "layer 2 of model 'LlamaForCausalLM' has the queries of 1 of 24 tokens" in found
+
+
+def test_logits_that_differ_where_the_last_alone_are_asked_for_are_refused() -> None:
+    model = tiny_model("llama")
+    asked = dict[str, Any]()
+    model.register_forward_pre_hook(lambda module, args, kwargs: asked.update(kwargs), with_kwargs=True)
+    model.model.norm.register_forward_hook(
+        lambda module, args, output: output.flip(-1) if asked.pop("logits_to_keep", 0) == 1 else output
+    )
+    assert "reads a text otherwise for its last logits" in refusal(model)
+
+
+def test_layers_that_put_out_no_residual_streams_are_refused() -> None:
+    model = tiny_model("llama")
+    model.model.layers[0].register_forward_hook(lambda module, args, output: output[None, None])
+    model.model.layers[1].register_forward_pre_hook(lambda module, args: (args[0][0, 0], *args[1:]))
+    assert re.search(r"layer 0 of model .* puts out numbers of the shape .1, 1, 5, 2, 32.", refusal(model))
 
 
 @pytest.mark.parametrize("kind", ["LlamaModel", "LlamaForTokenClassification", "LlamaForQuestionAnswering"])

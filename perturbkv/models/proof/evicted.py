@@ -30,6 +30,9 @@ def check_evicted(model: Any, facts: Facts) -> None:
     }
     kept, generator = dict[int, Tensor](), torch.Generator().manual_seed(0)
     for index in measured_layers(facts.layers):
+        if (owner := facts.layers[index].owner) is not None:
+            kept[index] = kept[owner]
+            continue
         kept[index] = torch.rand(facts.layers[index].heads, ids.shape[1], generator=generator).to(ids.device) < 0.4
         kept[index][:, -1] = True
     naive = _NaiveAttention(facts.layers, {id(module): index for index, module in attentions.items()}, kept)
@@ -38,6 +41,9 @@ def check_evicted(model: Any, facts: Facts) -> None:
     cache = DynamicCache(config=model.config)
     read_tokens(model, ids[:, :-1], cache)
     for index in attentions:
+        if (owner := facts.layers[index].owner) is not None:
+            naive.entries[index] = naive.entries[owner]
+            continue
         cached = cache.layers[index]
         if index in kept:
             _empty_evicted(cached, kept[index])

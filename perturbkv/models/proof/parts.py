@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from transformers import Cache, DynamicCache
 
 from perturbkv.models import recurrent_states
 from perturbkv.models.attention_facts import LayerFacts, RefusedError
-from perturbkv.models.interface import AttentionFunction, implementation, intercept
+from perturbkv.models.interface import AttentionFunction, implementation, intercept, text_config
 from perturbkv.models.proof.calls import ERRORS, LOGIT_ERRORS, Call, probe_text, read_tokens, record
 from perturbkv.models.proof.layers import HARMLESS, READ, check_entries, sink_parameter
 
@@ -28,10 +29,11 @@ def check_reading(model: Any, ids: Tensor, layers: Sequence[LayerFacts], modules
     bound = LOGIT_ERRORS[model.dtype] * float((whole - whole.mean()).norm())
 
     def check(name: str, found: Tensor, seen: str) -> None:
-        off = float((found.double() - whole).norm()) / bound
+        off = float((found.double() - whole[-len(found) :]).norm()) / bound
         if not off <= 1:
             raise RefusedError(name, f"{seen} (logits off by {off:.1g} bounds){recurrent_states.version_note()}")
 
+    check("logits", read_tokens(model, ids, logits_to_keep=1)[0, -1:], "reads a text otherwise for its last logits")
     check("random", read_tokens(model, ids)[0, -tail:], "reads the same text otherwise a second time")
     rows = torch.cat([ids, probe_text(model, seed=2), probe_text(model, seed=3)])
     check("rows", read_tokens(model, rows)[0, -tail:], "reads a text otherwise beside others in a batch")
@@ -47,8 +49,23 @@ def check_reading(model: Any, ids: Tensor, layers: Sequence[LayerFacts], modules
         check(name, _read_on(model, ids[:, -tail:], cache, layers, modules), seen)
         if more := sorted(vars(cache).keys() - own):
             raise RefusedError("state", f"keeps '{more[0]}' on the cache beside its layers")
-        for index in modules:
+        for index in (index for index in modules if layers[index].owner is None):
             _check_same_entries(index, cache.layers[index], full.layers[index], LOGIT_ERRORS[model.dtype])
+
+
+def check_streams(model: Any, ids: Tensor, path: str) -> None:
+    """Raise RefusedError unless layers put out a residual stream (row, token, d_model), or several (stream, …)."""
+    shapes, expected = list[tuple[int, ...]](), (5, 2, text_config(model).hidden_size)
+    with ExitStack() as stack:
+        for layer in model.get_submodule(path):
+            hook = layer.register_forward_hook(
+                lambda module, args, output: shapes.append((output[0] if isinstance(output, tuple) else output).shape)
+            )
+            stack.callback(hook.remove)
+        read_tokens(model, ids[:, :2].expand(5, -1))
+    for index, shape in enumerate(shapes):
+        if shape[-3:] != expected or len(shape) > 4:
+            raise RefusedError("streams", f"puts out numbers of the shape {tuple(shape)}, no residual streams", index)
 
 
 def _read_on(
@@ -65,7 +82,7 @@ def _read_on(
         calls, found = _observe_part(model, part, cache, modules)
         logits.append(found[0])
         for index, call in calls:
-            check_entries(index, call, cache)
+            check_entries(index, call, cache, layers[index].owner)
             _check_decoding(index, call, layers[index])
     return torch.cat(logits)
 

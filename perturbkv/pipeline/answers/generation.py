@@ -106,7 +106,7 @@ class _RowBuilder:
 
     def evict_all(self, prefilled: Prefill) -> None:
         """Evict every layer after the prefill, freeing the full cache layer by layer."""
-        for index in range(len(self._adapter.layers)):
+        for index in self._adapter.holders:
             self._evict(FullLayer.from_prefill(self._adapter, prefilled, index))
             cached = self._adapter.cache_layer(prefilled.cache, index)
             cached.keys, cached.values = cached.keys.new_empty(0), cached.values.new_empty(0)
@@ -283,6 +283,7 @@ def _answer_batch(
     limit, (context, question) = options.compress_every, prompt.parts(run.scenario)
     if limit is not None:
         adapter.check_no_gates("compress_every (--compress-every)")
+        adapter.check_own_caches("compress_every (--compress-every)")
     evicted = prefill_and_evict(adapter, prompt, run, resources, with_full=True, evict_above=limit or 0)
     unmeasured = adapter.shape.unmeasured_numbers(len(context))
     entry_shares = _shares_of_full(

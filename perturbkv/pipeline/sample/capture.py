@@ -33,7 +33,7 @@ class Observer:
         attention: query (batch, head, query, d_key), key (batch, kv_head, key, d_key) and value (batch, kv_head, key,
             d_value), after RoPE.
         head_output: input of the output projection (batch, query, head · d_value), before it mixes the heads.
-        hidden: residual stream after the decoder layer (batch, query, d_model).
+        hidden: residual stream after the decoder layer (batch, query, d_model), or several streams side by side.
         final: hidden state after the final norm (batch, query, d_model).
         attention_input: input of the attention module, after its norm (batch, query, d_model).
         gate: γ of a layer with a gate (batch, query, head · d_value), after `attention` and before `head_output`.
@@ -75,7 +75,9 @@ def intercept_attention(
 @contextmanager
 def decode_from(adapter: Adapter, cache: CompactCache) -> Iterator[None]:
     """Let the model decode from `cache` inside the block, with `run_with_cache`; rows are configurations."""
-    cache_layers = {id(attention): cache.layers[index] for index, attention in adapter.every_attention.items()}
+    cache_layers = {
+        id(attention): cache.layers[adapter.facts.holder(index)] for index, attention in adapter.every_attention.items()
+    }
     cache.attach(True)
     try:
         with intercept_attention(adapter, partial(_attend_to_cache, cache_layers), all_layers=True):
@@ -166,8 +168,13 @@ def _attention_input_hook(index: int, callback: Callable[[int, Tensor], None]) -
 
 
 def _hidden_hook(index: int, callback: Callable[[int, Tensor], None]) -> Callable[..., None]:
-    """Return a hook that calls `callback` with the output of decoder layer `index`."""
-    return lambda module, args, output: callback(index, output[0] if isinstance(output, tuple) else output)
+    """Return a hook that calls `callback` with the output of decoder layer `index`, parallel streams side by side."""
+
+    def observe(module: nn.Module, args: Any, output: Any) -> None:
+        states = output[0] if isinstance(output, tuple) else output
+        callback(index, states if states.dim() == 3 else states.movedim(0, -2).flatten(-2))
+
+    return observe
 
 
 FINAL_NORM, LOGITS = "the outputs of the final norm", "the logits"

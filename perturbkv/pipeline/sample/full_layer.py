@@ -30,7 +30,7 @@ class FullLayer:
         adapter: the model.
         statistics: the prefill's statistics of all layers.
         index: index among the measured layers.
-        keys, values: the prompt's entries, then the decoded ones.
+        keys, values: entries of the cache that it reads: the prompt's, then the decoded ones.
         results: what `compute_once` has computed, by key.
     """
 
@@ -46,6 +46,11 @@ class FullLayer:
         """Return the layer with index `index` of a prefilled prompt, with the current entries of its full cache."""
         cached = adapter.cache_layer(prefilled.cache, index)
         return cls(adapter, prefilled.statistics, index, cached.keys[0], cached.values[0])
+
+    @property
+    def owner(self) -> int:
+        """Index of the measured layer that fills the cache: its own, or another's, by which its kept sets go."""
+        return self.adapter.owners[self.index]
 
     @property
     def tokens(self) -> int:
