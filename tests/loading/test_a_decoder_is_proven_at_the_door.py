@@ -518,7 +518,17 @@ def test_kinds_of_layers_that_a_familys_code_passes_over_are_refused() -> None:
     model = tiny_model("llama")
     object.__setattr__(model.config, "layer_types", ["sliding_attention", "full_attention"])
     object.__setattr__(model.config, "sliding_window", 64)
-    assert "says that layers 1 see the whole prompt, and its code lets layers 0-1" in refusal(model)
+    assert "layer 0 of model 'LlamaForCausalLM' sees all entries, and its cache is one of 64" in refusal(model)
+
+
+def test_a_layer_whose_attention_was_taken_out_and_is_still_told_is_refused() -> None:
+    class Nothing(nn.Module):
+        def forward(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
+            return torch.zeros_like(hidden_states), None
+
+    model = tiny_model("llama", layers=3)
+    model.model.layers[1].self_attn = Nothing()
+    assert "says that layers 0-2 see the whole prompt, and its code lets layers 0, 2" in refusal(model)
 
 
 def test_a_family_without_a_causal_language_model_is_refused_before_anything_is_read() -> None:
@@ -548,7 +558,8 @@ def test_layers_without_attention_have_a_state_or_no_memory(family: str, kinds: 
          "ran without the cache that it was given .* run"),
         ("minimax", {"num_local_experts": 4}, "cannot read a short text .*MiniMax uses cache of its own.* run"),
         ("jamba", {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "num_experts_per_tok": 1,
-                   "mamba_d_state": 8, "mamba_dt_rank": 4, "use_mamba_kernels": False}, "in two parts .* parts"),
+                   "mamba_d_state": 8, "mamba_dt_rank": 4, "use_mamba_kernels": False},
+         "reads on from a cache one token at a time, and several at once otherwise than in one text .* parts"),
     ],
     ids=["in-its-modules", "in-a-cache-of-its-own", "not-read-on-from"],
 )  # fmt: skip

@@ -53,7 +53,8 @@ SHARING: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4_unified_text-sharing": ("gemma4_unified_text", {"num_kv_shared_layers": 12}),
 }
 """Families some of whose models have layers that read another's cache, which their default configuration has not."""
-FAMILIES = (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *SHARING)
+VARIANTS = {**SHARING, "bamba-with-attention": ("bamba", {"attn_layer_indices": [9, 18, 27]})}
+FAMILIES = (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS)
 LEAST = 85
 """Families whose twins are proven, at least."""
 of_newer_versions = pytest.mark.skipif(
@@ -73,9 +74,9 @@ Kept = Sequence[Tensor]
 @functools.cache
 def proven(family: str) -> tuple[Any, Any, str] | None:
     """The configuration, class and attention of a family whose twin is proven, else None."""
-    kind, values = SHARING.get(family, (family, {}))
+    name, values = VARIANTS.get(family, (family, {}))
     try:
-        config = CONFIG_MAPPING[kind](**values)
+        config = CONFIG_MAPPING[name](**values)
     except Exception:  # a family whose defaults are no model
         return None
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -388,10 +389,11 @@ def test_a_proven_family_is_measured_as_it_computes(family: str) -> None:
 
 
 @of_newer_versions
-@pytest.mark.parametrize("family", [*SHARING, "gemma3n", "gemma3n_text"])
-def test_layers_that_read_another_layers_cache_are_proven(family: str) -> None:
+@pytest.mark.parametrize("family", [*VARIANTS, "gemma3n", "gemma3n_text"])
+def test_variants_are_proven_with_what_they_have(family: str) -> None:
     adapter = twin_adapter(family)
-    assert adapter is not None and adapter.shares_caches
+    assert adapter is not None
+    assert adapter.shares_caches == (family in SHARING or "gemma3n" in family)
 
 
 @of_newer_versions

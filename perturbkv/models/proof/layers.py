@@ -108,7 +108,7 @@ def read_layer(index: int, call: Call, masks: Masks, cache: Cache, attention: st
             "output", f"has an attention that is no softmax of its logits (off by {call.error:.1g})", index
         )
     check_entries(index, call, cache, owner)
-    if window is not None and size != window:
+    if size != window:
         raise RefusedError("cache", f"sees {window or 'all'} entries, and its cache is one of {size or 'all'}", index)
     heads, kv_heads = call.query.shape[1], call.key.shape[1]
     cap = call.options.get("softcap")

@@ -28,9 +28,11 @@ def check_reading(model: Any, ids: Tensor, layers: Sequence[LayerFacts], modules
         return  # which every run says of its samples
     bound = LOGIT_ERRORS[model.dtype] * float((whole - whole.mean()).norm())
 
+    def measure(found: Tensor) -> float:
+        return float((found.double() - whole[-len(found) :]).norm()) / bound
+
     def check(name: str, found: Tensor, seen: str) -> None:
-        off = float((found.double() - whole[-len(found) :]).norm()) / bound
-        if not off <= 1:
+        if not (off := measure(found)) <= 1:
             raise RefusedError(name, f"{seen} (logits off by {off:.1g} bounds){recurrent_states.version_note()}")
 
     check("logits", read_tokens(model, ids, logits_to_keep=1)[0, -1:], "reads a text otherwise for its last logits")
@@ -46,11 +48,21 @@ def check_reading(model: Any, ids: Tensor, layers: Sequence[LayerFacts], modules
         read_tokens(model, ids[:, :-tail], cache)
         if between:
             read_tokens(model, probe_text(model, seed=1), DynamicCache(config=model.config))
-        check(name, _read_on(model, ids[:, -tail:], cache, layers, modules), seen)
+        found = _read_on(model, ids[:, -tail:], cache, layers, modules)
+        if not between and not measure(found) <= 1 and measure(_read_one_by_one(model, ids, tail)) <= 1:
+            seen = "reads on from a cache one token at a time, and several at once otherwise than in one text"
+        check(name, found, seen)
         if more := sorted(vars(cache).keys() - own):
             raise RefusedError("state", f"keeps '{more[0]}' on the cache beside its layers")
         for index in (index for index in modules if layers[index].owner is None):
             _check_same_entries(index, cache.layers[index], full.layers[index], LOGIT_ERRORS[model.dtype])
+
+
+def _read_one_by_one(model: Any, ids: Tensor, tail: int) -> Tensor:
+    """Return the logits of the last `tail` tokens of a text, each read alone after the ones before it."""
+    cache = DynamicCache(config=model.config)
+    read_tokens(model, ids[:, :-tail], cache)
+    return torch.cat([read_tokens(model, token, cache)[0] for token in torch.split(ids[:, -tail:], 1, dim=1)])
 
 
 def check_streams(model: Any, ids: Tensor, path: str) -> None:
