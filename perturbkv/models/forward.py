@@ -54,7 +54,7 @@ def run_with_cache(model: Any, input_ids: Tensor, cache: Cache, **arguments: Any
     if _takes_positions(type(model).forward):
         begin = cache.get_seq_length()
         positions = torch.arange(begin, begin + input_ids.shape[1], device=input_ids.device)
-        arguments["position_ids"] = positions.unsqueeze(0)
+        arguments = {"position_ids": positions.unsqueeze(0), **arguments}
     outputs = model(input_ids=input_ids, use_cache=True, **{name: cache}, **arguments)
     if getattr(outputs, name, None) is not cache:
         raise ModelError(

@@ -131,3 +131,4 @@ def test_a_forward_is_told_the_positions_that_follow_what_is_cached() -> None:
     cache.update(torch.zeros(1, 2, 7, 4), torch.zeros(1, 2, 7, 4), 0)
     assert run_with_cache(FromZero(), IDS, cache).positions.tolist() == [list(range(7, 19))]
     assert run_with_cache(FromZero(), IDS, DynamicCache()).positions.tolist() == [list(range(12))]
+    assert run_with_cache(FromZero(), IDS, cache, position_ids=IDS).positions is IDS
