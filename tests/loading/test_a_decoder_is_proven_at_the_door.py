@@ -265,6 +265,46 @@ def test_code_that_loses_what_stands_beside_the_output_is_refused_at_the_door() 
     )
 
 
+class Routed(nn.Module):
+    """A projection with one of two additions, as each token's hidden state says; alone, it is the plain matrix."""
+
+    def __init__(self, plain: nn.Linear, size: float) -> None:
+        super().__init__()
+        self.plain, self.routes = plain, torch.zeros(0)
+        self.additions = nn.Parameter(size * torch.randn(2, *plain.weight.shape) / plain.weight.shape[1] ** 0.5)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.add(torch.nn.functional.linear(rows, self.plain.weight), rows)
+
+    def add(self, output: Tensor, rows: Tensor) -> Tensor:
+        if rows.shape[:-1] != self.routes.shape:
+            return output
+        return output + torch.einsum("...ij,...j->...i", self.additions[self.routes.long()], rows)
+
+
+@pytest.mark.parametrize("size", [1.0, 0.1])
+def test_a_projection_whose_matrix_depends_on_the_token_is_refused(size: float) -> None:
+    """By a router on the attention's input (mixtures of LoRA), and by a hook on a plain linear layer."""
+
+    words = "which is no fixed matrix: what it does in a text depends on more than its input"
+    for hooked in (False, True):
+        model = tiny_model("llama")
+        attention = model.model.layers[1].self_attn
+        routed = Routed(attention.o_proj, size)
+
+        def route(module: nn.Module, args: Any, kwargs: Any, routed: Routed = routed) -> None:
+            routed.routes = kwargs["hidden_states"][..., 0] > 0
+
+        attention.register_forward_pre_hook(route, with_kwargs=True)
+        if hooked:
+            attention.o_proj.register_forward_hook(
+                lambda module, args, output, routed=routed: routed.add(output, *args)
+            )
+        else:
+            attention.o_proj = routed
+        assert words in refusal(model)
+
+
 def test_a_state_outside_the_cache_is_refused() -> None:
     model = tiny_model("llama")
     norm = model.model.layers[0].input_layernorm
@@ -483,6 +523,34 @@ def test_layers_that_put_out_no_residual_streams_are_refused() -> None:
     model.model.layers[0].register_forward_hook(lambda module, args, output: output[None, None])
     model.model.layers[1].register_forward_pre_hook(lambda module, args: (args[0][0, 0], *args[1:]))
     assert re.search(r"layer 0 of model .* puts out numbers of the shape .1, 1, 5, 2, 32.", refusal(model))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_wrapped_or_compiled_model_says_what_to_give_instead() -> None:
+    class Wrapper(nn.Module):
+        """As PEFT's: what it lacks is the model's inside."""
+
+        def __init__(self, model: Any) -> None:
+            super().__init__()
+            self.inside = model
+
+        def merge_and_unload(self) -> Any:
+            return self.inside
+
+        def __getattr__(self, name: str) -> Any:
+            return super().__getattr__(name) if name == "inside" else getattr(self.inside, name)
+
+    wrapped = Wrapper(tiny_model("llama"))
+    found = refusal(wrapped)
+    assert "got a Wrapper around one; give it as load_model(model.merge_and_unload(), tokenizer=…)" in found
+    assert adapt(wrapped.merge_and_unload(), ByteTokenizer()).facts
+    compiled = torch.compile(tiny_model("llama"))
+    inside, inner = tiny_model("llama"), tiny_model("llama")
+    inside.compile()
+    inner.model.layers[0].mlp = torch.compile(inner.model.layers[0].mlp)
+    for model in (compiled, inside, inner):
+        assert "as it is before torch.compile, which hides its attention; give the plain model" in refusal(model)
+    assert adapt(compiled._orig_mod, ByteTokenizer()).facts
 
 
 @pytest.mark.parametrize("kind", ["LlamaModel", "LlamaForTokenClassification", "LlamaForQuestionAnswering"])

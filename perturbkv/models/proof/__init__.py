@@ -72,7 +72,7 @@ def _prove(model: Any) -> Facts:
     read = {index: read_layer(index, call, masks, cache, name) for index, (name, call) in attentions.items()}
     receivers = find_projections(model, ids, modules)
     layers = tuple(
-        replace(read[index], projection=receivers[index][0], has_gate=receivers[index][1])
+        replace(read[index], projection=receivers[index].path, has_gate=receivers[index].has_gate)
         if index in read
         else LayerFacts.without_attention(recurrent_states.size(cached))
         for index, cached in enumerate(cache.layers)
@@ -83,7 +83,7 @@ def _prove(model: Any) -> Facts:
     check_reading(model, ids, layers, modules)
     check_streams(model, ids, path)
     for index in measured:
-        check_matrix(modules[index], layers[index], index, model.dtype)
+        check_matrix(modules[index], layers[index], index, model.dtype, receivers[index])
     return Facts(path, layers, find_rotary(model, ids, [modules[index] for index in measured]))
 
 
