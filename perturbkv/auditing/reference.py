@@ -74,6 +74,7 @@ class PromptEntries:
 def check_attention(adapter: Adapter) -> None:
     """Raise ModelError if some layer's attention does not take a mask per head over all entries."""
     adapter.check_no_latents("an audit")
+    adapter.check_own_caches("an audit")
     name = adapter.config._attn_implementation
     if name not in PLAIN_KERNELS:
         kernels = " or ".join(f"'{kernel}'" for kernel in PLAIN_KERNELS)

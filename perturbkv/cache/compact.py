@@ -377,7 +377,7 @@ class _CopyingSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
 
 def full_cache(adapter: Adapter) -> DynamicCache:
     """Return an empty full cache: measured layers store all entries, others their window, state or nothing."""
-    if not (adapter.is_mixed or adapter.is_recurrent):
+    if not (adapter.is_mixed or adapter.is_recurrent or adapter.shares_caches):
         return DynamicCache()
     cache = DynamicCache(config=adapter.config)
     cache.layers = [
@@ -393,7 +393,7 @@ def prompt_states(adapter: Adapter, cache: Cache) -> PromptStates:
     for index, (facts, layer) in enumerate(zip(adapter.facts.layers, cache.layers, strict=True)):
         if facts.state:
             found[index] = RecurrentState(layer)
-        elif facts.attends and index not in adapter.layer_indices:
+        elif facts.attends and facts.owner is None and index not in adapter.layer_indices:
             seen, size, chunked = layer.cumulative_length, layer.sliding_window, facts.kind == CHUNKED
             found[index] = Window(layer.keys[0], layer.values[0], seen, size, chunked)
     return found
@@ -411,9 +411,9 @@ def restore_states(cache: Cache, states: PromptStates, rows: int = 1) -> None:
 
 
 def rebuild_cache(adapter: Adapter, entries: Sequence[tuple[Tensor, Tensor]], states: PromptStates) -> DynamicCache:
-    """Return a full cache made of the measured layers' `entries`, keys and values of each, and of the states."""
+    """Return a full cache made of the entries, keys and values, of the measured layers that fill one, and of states."""
     cache = full_cache(adapter)
-    for index, (keys, values) in zip(adapter.layer_indices, entries, strict=True):
+    for index, (keys, values) in zip(adapter.layer_indices, entries, strict=False):  # those with a cache come first
         cache.update(keys.unsqueeze(0), values.unsqueeze(0), index)
     for index, state in states.items():
         if isinstance(state, Window):
@@ -425,9 +425,9 @@ def rebuild_cache(adapter: Adapter, entries: Sequence[tuple[Tensor, Tensor]], st
 def join_layers(adapter: Adapter, measured: Sequence[CompactLayer], states: PromptStates) -> list[Any]:
     """Return all layers of a compact cache in the model's order: the measured ones, and those of the prompt's states.
 
-    Layers without memory are those of an empty full cache.
+    Layers without a memory of their own are those of an empty full cache.
     """
-    rows, compact = measured[0].batch, dict(zip(adapter.layer_indices, measured, strict=True))
+    rows, compact = measured[0].batch, dict(zip(adapter.layer_indices, measured, strict=False))
     layers: dict[int, Any] = {**dict(enumerate(full_cache(adapter).layers)), **compact}
     for index, state in states.items():
         if isinstance(state, Window):

@@ -42,9 +42,16 @@ def is_recurrent(config: Any) -> bool:
 
 
 def sliding_layers(config: Any) -> int:
-    """Return the number of unmeasured layers that use a sliding window or chunks."""
-    types = getattr(config, "layer_types", None) or ()
-    return sum(kind in (SLIDING, CHUNKED) for kind in types) if is_mixed(config) else 0
+    """Return the number of unmeasured layers with a cache of a sliding window or chunks."""
+    types, readers = getattr(config, "layer_types", None) or (), reading_layers(config)
+    own = (kind for index, kind in enumerate(types) if index not in readers)
+    return sum(kind in (SLIDING, CHUNKED) for kind in own) if is_mixed(config) else 0
+
+
+def reading_layers(config: Any) -> frozenset[int]:
+    """Return the indices of the layers that, by transformers' own word, read another layer's cache."""
+    modes = getattr(config, "kv_sharing_modes", None) or ()
+    return frozenset(index for index, mode in enumerate(modes) if mode == "reuse")
 
 
 def format_measured(config: Any) -> str:

@@ -59,7 +59,7 @@ class Shape:
     """The sizes of a model that its memory depends on.
 
     Attributes:
-        layers: number of measured layers.
+        layers: number of measured layers that fill a cache.
         heads, kv_heads: query heads and key/value heads of a layer.
         d_key, d_value: components of a head's keys and values.
         d_model, d_mlp: sizes of the residual stream and of the MLP's inside.
@@ -72,6 +72,7 @@ class Shape:
         state: numbers in the recurrent states of one text; 0 where they are not known, before the weights are read.
         latent: numbers that the cache of a measured layer holds of a token, where it is a latent of all heads' keys and
             values; 0 where these are held themselves, and where it is not known, before the weights are read.
+        readers: number of measured layers that read another one's cache.
     """
 
     layers: int
@@ -89,6 +90,7 @@ class Shape:
     state: int = 0
     sliding_width: int = 0
     latent: int = 0
+    readers: int = 0
 
     @classmethod
     def from_config(cls, config: Any, itemsize: int, weights_bytes: int) -> Self:
@@ -103,12 +105,19 @@ class Shape:
         d_key, d_value = (getattr(own, name, None) or d_head for name in ("qk_head_dim", "v_head_dim"))
         kv_heads = getattr(own, "num_key_value_heads", None) or heads
         d_mlp = getattr(own, "intermediate_size", None) or 4 * d_model
-        layers, sliding = len(layer_types.measured_layers(config)), layer_types.sliding_layers(config)
+        widest = max(d_mlp) if isinstance(d_mlp, list) else d_mlp  # of the layers, where each has its own
+        measured, readers = layer_types.measured_layers(config), layer_types.reading_layers(config)
+        layers, sliding = len(set(measured) - readers), layer_types.sliding_layers(config)
         return cls(
             layers, heads, int(kv_heads), int(d_key), int(d_value), d_model, int(config.vocab_size), itemsize,
-            weights_bytes, sliding, layer_types.configured_window(config) or 0, int(d_mlp),
-            sliding_width=sliding * int(kv_heads) * 2 * int(d_head),
+            weights_bytes, sliding, layer_types.configured_window(config) or 0, int(widest),
+            sliding_width=sliding * int(kv_heads) * 2 * int(d_head), readers=len(measured) - layers,
         )  # fmt: skip
+
+    @property
+    def measured(self) -> int:
+        """Number of measured layers, those that read another one's cache included."""
+        return self.layers + self.readers
 
     def full_cache_bytes(self, tokens: int) -> int:
         """Return the bytes of the full cache for a prompt of `tokens` tokens, beside latents those of what is read."""
@@ -151,7 +160,7 @@ class Shape:
         kept = self.kept_bytes(config, tokens)
         own = kept * _INDEX_BYTES // self._entry_bytes if passing else int(kept * (1 + SLACK))
         cached = own if config.cache_contents.copied else kept
-        recorded = 3 * self.layers * self.d_model * self.itemsize  # queries, head outputs and hidden states
+        recorded = 3 * self.measured * self.d_model * self.itemsize  # queries, head outputs and hidden states
         logits = 4 * 8 * self.vocab  # a row's divergence in float64, and its terms
         return cached + tails + recorded * steps + logits + self.state * self.itemsize
 

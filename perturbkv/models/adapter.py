@@ -116,6 +116,21 @@ class Adapter:
         """The measured layers' indices among all layers; a trace's `layer` axis has measured layers only."""
         return attention_facts.measured_layers(self.facts.layers)
 
+    @cached_property
+    def owners(self) -> tuple[int, ...]:
+        """For each measured layer the measured layer whose cache its attention reads, itself or an earlier one."""
+        return tuple(self.layer_indices.index(self.facts.holder(index)) for index in self.layer_indices)
+
+    @property
+    def holders(self) -> range:
+        """The measured layers that fill a cache, by which kept sets are chosen; those that read theirs come after."""
+        return range(max(self.owners) + 1)
+
+    @property
+    def shares_caches(self) -> bool:
+        """True if measured layers read the cache of another one."""
+        return len(self.holders) < len(self.layers)
+
     @property
     def is_mixed(self) -> bool:
         """True if layers with full attention are measured, and others, of windows, states or no memory, are not."""
@@ -206,10 +221,12 @@ class Adapter:
         """The model's sizes from which the memory of weights and caches is computed."""
         weights_bytes = self.stored.nbytes or self.parameters * self.dtype.itemsize
         told = Shape.from_config(self.config, self.dtype.itemsize, weights_bytes)
-        every = enumerate(self.facts.layers)
-        sliding = [facts for index, facts in every if facts.attends and index not in self.layer_indices]
+        own = ((index, facts) for index, facts in enumerate(self.facts.layers) if facts.owner is None)
+        sliding = [facts for index, facts in own if facts.attends and index not in self.layer_indices]
         return replace(
             told,
+            layers=len(self.holders),
+            readers=len(self.layers) - len(self.holders),
             heads=self.heads,
             kv_heads=self.kv_heads,
             d_key=self.d_key,
@@ -246,16 +263,28 @@ class Adapter:
         return next(index for index, module in enumerate(self.attentions) if module is attention)
 
     def cache_layer(self, cache: Any, layer: int) -> Any:
-        """Return the cache-layer object of a measured layer in a transformers cache, which covers all layers."""
-        return cache.layers[self.layer_indices[layer]]
+        """Return the cache-layer object that a measured layer reads in a transformers cache, one of all layers."""
+        return cache.layers[self.layer_indices[self.owners[layer]]]
 
     def check_plain_layers(self, feature: str) -> None:
-        """Raise ModelError for a model with unmeasured layers or states, which `feature` does not support."""
-        if self.is_mixed or self.is_recurrent:
-            obstacle = "recurrent states" if self.is_recurrent else "layers that see a part of it"
+        """Raise ModelError for unmeasured layers, states or shared caches, which `feature` does not support."""
+        obstacles = {"recurrent states": self.is_recurrent, "layers that see a part of it": self.is_mixed,
+                     "layers that read another's cache": self.shares_caches}  # fmt: skip
+        obstacle = next((words for words, applies in obstacles.items() if applies), "")
+        if obstacle:
             raise ModelError(
                 f"{feature} expects layers that all see the whole prompt and nothing else; model '{self.name}' has "
                 f"{obstacle}"
+            )
+
+    def check_own_caches(self, feature: str) -> None:
+        """Raise ModelError for a model with measured layers that read another's cache, unsupported by `feature`."""
+        if self.shares_caches:
+            first = len(self.holders)
+            reader, owner = (self.layer_indices[layer] for layer in (first, self.owners[first]))
+            raise ModelError(
+                f"{feature} expects layers that each fill a cache of their own; in model '{self.name}' layer {reader} "
+                f"reads the entries of layer {owner}"
             )
 
     def check_no_latents(self, feature: str) -> None:

@@ -41,6 +41,7 @@ class LayerFacts:
         state: numbers in the recurrent state of one text, beside attention or in its place; 0 without one.
         latent: numbers that the cache holds of a token, where attention reads keys and values which the layer makes of
             these for all heads; 0 where it reads what the cache holds.
+        owner: index of the earlier layer whose cache its attention reads; None where it fills a cache of its own.
     """
 
     attention: str
@@ -57,6 +58,7 @@ class LayerFacts:
     has_gate: bool = False
     state: int = 0
     latent: int = 0
+    owner: int | None = None
 
     @classmethod
     def without_attention(cls, state: int) -> LayerFacts:
@@ -91,6 +93,11 @@ class Facts:
     path: str
     layers: tuple[LayerFacts, ...]
     rotary: Rotary
+
+    def holder(self, index: int) -> int:
+        """Return the layer whose cache a layer's attention reads: its own index, or that of the cache's owner."""
+        owner = self.layers[index].owner
+        return index if owner is None else owner
 
 
 def measured_layers(layers: Sequence[LayerFacts]) -> tuple[int, ...]:

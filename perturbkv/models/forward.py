@@ -11,6 +11,7 @@ from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import Cache
 
@@ -36,12 +37,24 @@ def cache_argument(forward: Callable[..., Any]) -> str:
     )
 
 
+@functools.cache
+def _takes_positions(forward: Callable[..., Any]) -> bool:
+    """Return whether the forward of a class of models takes the positions of tokens."""
+    return "position_ids" in signature(forward).parameters
+
+
 def run_with_cache(model: Any, input_ids: Tensor, cache: Cache, **arguments: Any) -> Any:
     """Return the outputs of a forward pass that reads the tokens into `cache`; `model` is one with or without a head.
+
+    Positions are given as `generate` gives them, as a forward may begin at 0 by itself whatever is cached (Bamba's).
 
     Raises ModelError for a forward that takes no cache, or that ran without the one it was given.
     """
     name = cache_argument(type(model).forward)
+    if _takes_positions(type(model).forward):
+        begin = cache.get_seq_length()
+        positions = torch.arange(begin, begin + input_ids.shape[1], device=input_ids.device)
+        arguments = {"position_ids": positions.unsqueeze(0), **arguments}
     outputs = model(input_ids=input_ids, use_cache=True, **{name: cache}, **arguments)
     if getattr(outputs, name, None) is not cache:
         raise ModelError(

@@ -74,6 +74,19 @@ def check(projection: Any, width: int, dtype: torch.dtype) -> None:
         )
 
 
+def check_outputs(
+    projection: Any, inputs: Float[Tensor, "token head_d_value"], outputs: Float[Tensor, "token d_model"]
+) -> None:
+    """Raise NoMatrixError unless outputs in a forward pass are the product of their inputs with the matrix of `read`.
+
+    A bias, which all tokens have, is left out with their means.
+    """
+    x, y = (rows.float() - rows.float().mean(dim=0) for rows in (inputs, outputs))
+    expected = x @ read(projection, inputs.shape[1], inputs.dtype).float().T
+    if y.shape != expected.shape or not (y - expected).norm() <= _MAX_ERROR * expected.norm():
+        raise NoMatrixError("is no fixed matrix: what it does in a text depends on more than its input")
+
+
 def describe(projection: Any) -> str:
     """Return a projection's class and its weight's type in words, such as `Linear4bit of uint8`."""
     weight: Any = getattr(projection, "weight", None)

@@ -91,7 +91,8 @@ def _check_sizes(config: Any, name: str) -> None:
         value = getattr(own, key, None)
         if key == "sliding_window" and value == 0 and not getattr(config, "use_sliding_window", True):
             continue  # families that turn windows off set their width to 0
-        if (value is not None or key in _MUST_BE_THERE) and not _is_whole(value, low, high):
+        each = value if key == "intermediate_size" and isinstance(value, list) else [value]  # or one for each layer
+        if (value is not None or key in _MUST_BE_THERE) and not all(_is_whole(size, low, high) for size in each):
             _refuse(name, key, f"a whole number from {low} to {high}", value)
     heads, kv_heads = own.num_attention_heads, getattr(own, "num_key_value_heads", None)
     if kv_heads and heads % kv_heads:

@@ -24,11 +24,13 @@ GIVEN = "given"
 def adapt(model: Any, tokenizer: Any) -> Adapter:
     """Return the adapter of a transformers model that the user has loaded.
 
-    Raises ModelError where it is no transformers model, lacks a tokenizer, predicts no tokens, or fails the proof.
+    Raises ModelError where it is no transformers model, is compiled or wrapped by PEFT, lacks a tokenizer, predicts no
+    tokens, or fails the proof.
     """
     if not hasattr(getattr(model, "config", None), "model_type"):
         raise ModelError(f"expected a model's name or a transformers model, got {type(model).__name__}")
     name = str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
+    _check_plain(model, name)
     if tokenizer is None:
         raise ModelError(f"model '{name}' is given without its tokenizer; give it as load_model(model, tokenizer=…)")
     if getattr(model, "get_output_embeddings", lambda: None)() is None:
@@ -41,6 +43,21 @@ def adapt(model: Any, tokenizer: Any) -> Adapter:
         )
     with eval_mode(model):
         return Adapter(model, tokenizer, name, GIVEN, stored=_stored_weights(model))
+
+
+def _check_plain(model: Any, name: str) -> None:
+    """Raise ModelError for a model that is compiled, whose attention cannot be followed, or wrapped by PEFT."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    if any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in modules):
+        raise ModelError(
+            f"expected model '{name}' as it is before torch.compile, which hides its attention; give the plain model "
+            "(that of torch.compile(model) is its _orig_mod), or load it anew"
+        )
+    if callable(getattr(model, "merge_and_unload", None)):
+        raise ModelError(
+            f"expected a transformers model, got a {type(model).__name__} around one; give it as "
+            "load_model(model.merge_and_unload(), tokenizer=…)"
+        )
 
 
 def _stored_weights(model: Any) -> WeightStorage:

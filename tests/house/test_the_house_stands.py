@@ -303,6 +303,7 @@ def test_only_capture_and_the_proof_register_hooks_and_an_audit_puts_attention_b
         return [name for name, source in modules().items() if word in source]
 
     assert found("register_forward") == [
+        "perturbkv.models.proof.parts",
         "perturbkv.models.proof.projections",
         "perturbkv.models.proof.rotary",
         "perturbkv.pipeline.sample.capture",

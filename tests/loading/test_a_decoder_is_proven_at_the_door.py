@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +20,10 @@ from perturbkv.configs import layer_types
 from perturbkv.errors import ModelError
 from perturbkv.models import recurrent_states
 from perturbkv.models.aliases import ALIASES
-from perturbkv.models.attention_facts import RefusedError
+from perturbkv.models.attention_facts import LayerFacts, RefusedError
 from perturbkv.models.loading import ByteTokenizer, open_model
-from perturbkv.models.proof import prove, prove_evicted
+from perturbkv.models.proof import _check_readers, layers, prove, prove_evicted
+from perturbkv.models.proof.calls import TOKENS
 from perturbkv.models.proof.masks import mask_kind
 from perturbkv.models.sanity import check_config
 from perturbkv.models.user_model import adapt
@@ -341,6 +345,46 @@ def test_entries_that_change_in_the_cache_while_decoding_are_refused() -> None:
     assert "layer 1 of model 'LlamaForCausalLM' reads other keys while it decodes" in refusal(model)
 
 
+class Routed(nn.Module):
+    """A projection with one of two additions, as each token's hidden state says; alone, it is the plain matrix."""
+
+    def __init__(self, plain: nn.Linear, size: float) -> None:
+        super().__init__()
+        self.plain, self.routes = plain, torch.zeros(0)
+        self.additions = nn.Parameter(size * torch.randn(2, *plain.weight.shape) / plain.weight.shape[1] ** 0.5)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.add(torch.nn.functional.linear(rows, self.plain.weight), rows)
+
+    def add(self, output: Tensor, rows: Tensor) -> Tensor:
+        if rows.shape[:-1] != self.routes.shape:
+            return output
+        return output + torch.einsum("...ij,...j->...i", self.additions[self.routes.long()], rows)
+
+
+@pytest.mark.parametrize("size", [1.0, 0.1])
+def test_a_projection_whose_matrix_depends_on_the_token_is_refused(size: float) -> None:
+    """By a router on the attention's input (mixtures of LoRA), and by a hook on a plain linear layer."""
+
+    words = "which is no fixed matrix: what it does in a text depends on more than its input"
+    for hooked in (False, True):
+        model = tiny_model("llama")
+        attention = model.model.layers[1].self_attn
+        routed = Routed(attention.o_proj, size)
+
+        def route(module: nn.Module, args: Any, kwargs: Any, routed: Routed = routed) -> None:
+            routed.routes = kwargs["hidden_states"][..., 0] > 0
+
+        attention.register_forward_pre_hook(route, with_kwargs=True)
+        if hooked:
+            attention.o_proj.register_forward_hook(
+                lambda module, args, output, routed=routed: routed.add(output, *args)
+            )
+        else:
+            attention.o_proj = routed
+        assert words in refusal(model)
+
+
 def test_a_state_outside_the_cache_is_refused() -> None:
     model = tiny_model("llama")
     norm = model.model.layers[0].input_layernorm
@@ -427,6 +471,168 @@ def test_the_kind_of_a_mask_is_told_by_its_rule_far_beyond_the_probe(rule: Any, 
     assert mask_kind(rule) == kind
 
 
+class Sharing(Changed):
+    """Llama's attention that reads, where `owners` says so, what another layer's gave its own; `read` may change it."""
+
+    owners: dict[int, int]
+    given: dict[int, tuple[Tensor, Tensor]]
+
+    def read(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return key, value
+
+    def owner(self, query: Tensor, key: Tensor) -> int | None:
+        return self.owners.get(self.layer_idx)
+
+    def before(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Any, ...]:
+        if (owner := self.owner(query, key)) is not None:
+            return (query, *self.read(*self.given[owner]), mask)
+        self.given[self.layer_idx] = key, value
+        return query, key, value, mask
+
+    def forward(self, hidden_states: Tensor, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        own = None if self.layer_idx in self.owners else past_key_values
+        return super().forward(hidden_states, *args, past_key_values=own, **kwargs)
+
+
+def sharing_model(owners: dict[int, int], **parts: Callable[..., Any]) -> Any:
+    """Return a tiny Llama of three layers, those in `owners` without a cache of their own."""
+    model = tiny_model("llama", layers=3)
+    kind = type("Sharing", (Sharing,), {"owners": owners, "given": {}, **parts})
+    for index, layer in enumerate(model.model.layers):
+        plain, layer.self_attn = layer.self_attn, kind(model.config, index).eval()
+        layer.self_attn.load_state_dict(plain.state_dict())
+    return model
+
+
+def test_a_layer_that_reads_another_layers_cache_is_accepted_with_its_owner() -> None:
+    facts = adapt(sharing_model({2: 1}), ByteTokenizer()).facts
+    assert [layer.owner for layer in facts.layers] == [None, None, 1]
+
+
+def turned(module: Any, query: Tensor, key: Tensor) -> int | None:
+    """Layer 2 reads layer 0's entries in a prompt, and layer 1's while it decodes."""
+    return (0 if query.shape[2] > 8 else 1) if module.layer_idx == 2 else None
+
+
+@pytest.mark.parametrize(
+    ("owners", "parts", "words"),
+    [
+        ({2: 1}, {"read": lambda module, key, value: (2 * key, value)},
+         "layer 2 of model '.*' fills no cache of its own, and reads those of no single other layer"),
+        ({2: 1}, {"read": lambda module, key, value: (key.roll(1, -1), value)},
+         "layer 2 of model '.*' fills no cache of its own, and reads those of no single other layer"),
+        ({2: 1}, {"read": lambda module, key, value: (module.given[0][0], value)},
+         "layer 2 of model '.*' fills no cache of its own, and reads those of no single other layer"),
+        ({2: 1}, {"read": lambda module, key, value: (key, 1.1 * value) if key.shape[2] != TOKENS else (key, value)},
+         "layer 2 of model '.*' attends to other values than the cache of layer 1 holds, whose entries it read before"),
+        ({2: 1}, {"owner": turned},
+         "layer 2 of model '.*' attends to other keys than the cache of layer 0 holds, whose entries it read before"),
+        ({1: 0}, {}, "layer 2 of model '.*' fills a cache after layer 1, which reads another's"),
+    ],
+    ids=["scaled", "moved", "two-owners", "scaled-later", "another-later", "before-a-cache"],
+)  # fmt: skip
+def test_what_else_a_layer_without_a_cache_reads_is_refused(
+    owners: dict[int, int], parts: dict[str, Any], words: str
+) -> None:
+    assert re.search(rf"{words}.* [(]proof: cache[)]", refusal(sharing_model(owners, **parts)))
+
+
+def test_entries_that_two_layers_hold_alike_have_no_owner() -> None:
+    model = sharing_model({2: 1})
+    one, other = (model.model.layers[index].self_attn for index in (0, 1))
+    for module in (one, other):
+        torch.nn.init.zeros_(module.k_proj.weight)
+        torch.nn.init.zeros_(module.v_proj.weight)
+    found = refusal(model)
+    assert "layer 2 of model 'LlamaForCausalLM' fills no cache of its own, and reads entries that layers 0 and" in found
+
+
+def test_entries_on_another_device_are_refused() -> None:
+    entries = torch.randn(1, 2, 6, 8)
+    cached = SimpleNamespace(keys=entries, values=entries)
+    call = SimpleNamespace(query=torch.empty(1, device="meta"), key=entries, value=entries)
+    cache = SimpleNamespace(layers=[cached, SimpleNamespace(keys=None)])
+    with pytest.raises(RefusedError, match="reads entries of layer 0 from another device; load it on one"):
+        layers._find_owner(1, call, cache)
+
+
+def test_a_reader_that_sees_otherwise_than_its_owner_is_refused() -> None:
+    sliding = LayerFacts("attention", "o_proj", "sliding", 8, 4, 2, 8, 8, 1.0)
+    for changed in ({"kind": "full", "window": None}, {"window": 9}):
+        with pytest.raises(RefusedError, match="reads the entries of layer 0, and does not see those that it sees"):
+            _check_readers([sliding, replace(sliding, owner=0, **changed)], ())
+    _check_readers([sliding, replace(sliding, owner=0)], (0, 1))
+
+
+def prompt_queries_dropped(*dropping: int) -> Any:
+    """Return a Llama some of whose layers have the last query alone where the last logits alone are asked for."""
+
+    def before(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Any, ...]:
+        module.__dict__["queries"] = query.shape[2]
+        if module.layer_idx in dropping and module.given.get("logits_to_keep") == 1:
+            return query[:, :, -1:], key, value, None if mask is None else mask[:, :, -1:]
+        return query, key, value, mask
+
+    def after(module: Any, output: Tensor, hidden: Tensor) -> Tensor:
+        return output.expand(-1, module.queries, -1, -1)
+
+    model = sharing_model({}, before=before, after=after)
+    given = model.model.layers[0].self_attn.given
+    model.register_forward_pre_hook(lambda module, args, kwargs: given.update(kwargs), with_kwargs=True)
+    return model
+
+
+def test_a_layer_with_a_cache_that_drops_a_prompts_queries_is_refused() -> None:
+    assert adapt(prompt_queries_dropped(), ByteTokenizer()).owners == (0, 1, 2)
+    found = refusal(prompt_queries_dropped(2))
+    assert "layer 2 of model 'LlamaForCausalLM' has the queries of 1 of 24 tokens" in found
+
+
+def test_logits_that_differ_where_the_last_alone_are_asked_for_are_refused() -> None:
+    model = tiny_model("llama")
+    asked = dict[str, Any]()
+    model.register_forward_pre_hook(lambda module, args, kwargs: asked.update(kwargs), with_kwargs=True)
+    model.model.norm.register_forward_hook(
+        lambda module, args, output: output.flip(-1) if asked.pop("logits_to_keep", 0) == 1 else output
+    )
+    assert "reads a text otherwise for its last logits" in refusal(model)
+
+
+def test_layers_that_put_out_no_residual_streams_are_refused() -> None:
+    model = tiny_model("llama")
+    model.model.layers[0].register_forward_hook(lambda module, args, output: output[None, None])
+    model.model.layers[1].register_forward_pre_hook(lambda module, args: (args[0][0, 0], *args[1:]))
+    assert re.search(r"layer 0 of model .* puts out numbers of the shape .1, 1, 5, 2, 32.", refusal(model))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_wrapped_or_compiled_model_says_what_to_give_instead() -> None:
+    class Wrapper(nn.Module):
+        """As PEFT's: what it lacks is the model's inside."""
+
+        def __init__(self, model: Any) -> None:
+            super().__init__()
+            self.inside = model
+
+        def merge_and_unload(self) -> Any:
+            return self.inside
+
+        def __getattr__(self, name: str) -> Any:
+            return super().__getattr__(name) if name == "inside" else getattr(self.inside, name)
+
+    wrapped = Wrapper(tiny_model("llama"))
+    found = refusal(wrapped)
+    assert "got a Wrapper around one; give it as load_model(model.merge_and_unload(), tokenizer=…)" in found
+    assert adapt(wrapped.merge_and_unload(), ByteTokenizer()).facts
+    compiled = torch.compile(tiny_model("llama"))
+    inside, inner = tiny_model("llama"), tiny_model("llama")
+    inside.compile()
+    inner.model.layers[0].mlp = torch.compile(inner.model.layers[0].mlp)
+    for model in (compiled, inside, inner):
+        assert "as it is before torch.compile, which hides its attention; give the plain model" in refusal(model)
+    assert adapt(compiled._orig_mod, ByteTokenizer()).facts
+
+
 @pytest.mark.parametrize("kind", ["LlamaModel", "LlamaForTokenClassification", "LlamaForQuestionAnswering"])
 def test_a_model_that_predicts_no_tokens_is_refused(kind: str) -> None:
     """Its last numbers are no logits of tokens."""
@@ -460,7 +666,17 @@ def test_kinds_of_layers_that_a_familys_code_passes_over_are_refused() -> None:
     model = tiny_model("llama")
     object.__setattr__(model.config, "layer_types", ["sliding_attention", "full_attention"])
     object.__setattr__(model.config, "sliding_window", 64)
-    assert "says that layers 1 see the whole prompt, and its code lets layers 0-1" in refusal(model)
+    assert "layer 0 of model 'LlamaForCausalLM' sees all entries, and its cache is one of 64" in refusal(model)
+
+
+def test_a_layer_whose_attention_was_taken_out_and_is_still_told_is_refused() -> None:
+    class Nothing(nn.Module):
+        def forward(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
+            return torch.zeros_like(hidden_states), None
+
+    model = tiny_model("llama", layers=3)
+    model.model.layers[1].self_attn = Nothing()
+    assert "says that layers 0-2 see the whole prompt, and its code lets layers 0, 2" in refusal(model)
 
 
 def test_a_family_without_a_causal_language_model_is_refused_before_anything_is_read() -> None:
@@ -490,7 +706,8 @@ def test_layers_without_attention_have_a_state_or_no_memory(family: str, kinds: 
          "ran without the cache that it was given .* run"),
         ("minimax", {"num_local_experts": 4}, "cannot read a short text .*MiniMax uses cache of its own.* run"),
         ("jamba", {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "num_experts_per_tok": 1,
-                   "mamba_d_state": 8, "mamba_dt_rank": 4, "use_mamba_kernels": False}, "in two parts .* parts"),
+                   "mamba_d_state": 8, "mamba_dt_rank": 4, "use_mamba_kernels": False},
+         "reads on from a cache one token at a time, and several at once otherwise than in one text .* parts"),
     ],
     ids=["in-its-modules", "in-a-cache-of-its-own", "not-read-on-from"],
 )  # fmt: skip

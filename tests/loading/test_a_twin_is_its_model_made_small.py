@@ -105,6 +105,7 @@ def test_a_twin_has_each_kind_of_layer_in_the_order_of_its_model(family: str) ->
         ("falcon_h1", {}, lambda c: c.mamba_n_heads * c.mamba_d_head == c.mamba_d_ssm),
         ("mamba2", {}, lambda c: c.num_heads * c.head_dim == c.expand * c.hidden_size),
         ("gemma3n_text", {}, lambda c: 0 < c.num_kv_shared_layers < c.num_hidden_layers),
+        ("gemma4_text", {"num_kv_shared_layers": 12}, lambda c: 0 < c.num_kv_shared_layers < c.num_hidden_layers),
         ("gemma2", {}, lambda c: c.attn_logit_softcapping > 0 and c.hidden_activation == "gelu_pytorch_tanh"),
     ],
 )

@@ -117,3 +117,18 @@ def test_no_call_of_ours_uses_the_deprecated_name() -> None:
 
 def test_a_planted_call_by_the_deprecated_name_is_found() -> None:
     assert named("model(input_ids=ids, past_key_values=cache)") == ["past_key_values"]
+
+
+class FromZero(nn.Module):
+    """Begins at position 0, whatever is cached, unless it is told the positions."""
+
+    def forward(self, input_ids: Tensor, position_ids: Any = None, past_key_values: Any = None, **more: Any) -> Any:
+        return SimpleNamespace(past_key_values=past_key_values, positions=position_ids)
+
+
+def test_a_forward_is_told_the_positions_that_follow_what_is_cached() -> None:
+    cache = DynamicCache()
+    cache.update(torch.zeros(1, 2, 7, 4), torch.zeros(1, 2, 7, 4), 0)
+    assert run_with_cache(FromZero(), IDS, cache).positions.tolist() == [list(range(7, 19))]
+    assert run_with_cache(FromZero(), IDS, DynamicCache()).positions.tolist() == [list(range(12))]
+    assert run_with_cache(FromZero(), IDS, cache, position_ids=IDS).positions is IDS

@@ -47,7 +47,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),  # old GPT BigCode
 ]
 
-FAMILIES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+SHARING: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma4-sharing": ("gemma4", {"text_config": {"model_type": "gemma4_text", "num_kv_shared_layers": 12}}),
+    "gemma4_text-sharing": ("gemma4_text", {"num_kv_shared_layers": 12}),
+    "gemma4_unified_text-sharing": ("gemma4_unified_text", {"num_kv_shared_layers": 12}),
+}
+"""Families some of whose models have layers that read another's cache, which their default configuration has not."""
+VARIANTS = {**SHARING, "bamba-with-attention": ("bamba", {"attn_layer_indices": [9, 18, 27]})}
+FAMILIES = (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS)
 LEAST = 85
 """Families whose twins are proven, at least."""
 of_newer_versions = pytest.mark.skipif(
@@ -67,8 +74,9 @@ Kept = Sequence[Tensor]
 @functools.cache
 def proven(family: str) -> tuple[Any, Any, str] | None:
     """The configuration, class and attention of a family whose twin is proven, else None."""
+    name, values = VARIANTS.get(family, (family, {}))
     try:
-        config = CONFIG_MAPPING[family]()
+        config = CONFIG_MAPPING[name](**values)
     except Exception:  # a family whose defaults are no model
         return None
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -92,7 +100,7 @@ def twin_adapter(family: str) -> Adapter | None:
     if (found := proven(family)) is None:
         return None
     config, kind, kernel = found
-    check_config(config, family)
+    check_config(config, config.model_type)
     model = make_twin(config, kind=kind)
     model.set_attn_implementation(kernel)
     adapter = adapt(model, family)
@@ -209,7 +217,8 @@ def check_hidden_states(adapter: Adapter) -> None:
     hook.remove()
     assert len(own) == len(adapter.every_layer) + 1
     for index, state in zip(adapter.layer_indices, hidden, strict=True):
-        assert index + 1 == len(adapter.every_layer) or torch.equal(state, own[index + 1])  # the last comes normed
+        after = own[index + 1] if own[0].dim() == 3 else torch.cat(list(own[index + 1]), dim=-1)  # of several streams
+        assert index + 1 == len(adapter.every_layer) or torch.equal(state, after)  # the last comes normed
     others = (own[-1], received[0])  # old BioGPT's last is not normed; ModernBERT has a layer in between
     assert any(torch.equal(final[0], other) for other in others)
 
@@ -222,7 +231,7 @@ def check_bytes(adapter: Adapter) -> None:
     with capture(adapter, seen):
         read_and_decode(adapter, cache)
     for layer, facts in zip(cache.layers, adapter.facts.layers, strict=True):
-        if facts.attends:
+        if facts.attends and facts.owner is None:
             entries = N + 1 if facts.window is None else min(N + 1, facts.window)
             own = [tensor[0, :, -1:].nbytes for tensor in (layer.keys, layer.values)]
             sizes.append(entries * sum(own))
@@ -252,7 +261,7 @@ def drawn_sets(sets: int, seed: int) -> Kept:
 
 
 def evicted_logits(adapter: Adapter, texts: Tensor, kept: Sequence[Sequence[Kept | None]]) -> Tensor:
-    """Logits (row, token, vocab) of what follows the prompt, from a compact cache; `kept[measured layer][row]`."""
+    """Logits (row, token, vocab) of what follows the prompt, from a compact cache; `kept[layer with a cache][row]`."""
     cache, layers, read = full_cache(adapter), [], dict[int, tuple[Tensor, Tensor]]()
     seen = Observer(attention=lambda layer, query, key, value: read.update({layer: (key[0], value[0])}))
     with capture(adapter, seen):
@@ -272,8 +281,9 @@ def check_decoded(adapter: Adapter) -> None:
     """A row that keeps everything and a ragged one, of another text, decode as the model with the rest masked."""
     texts = [tokens(sum(PARTS), 2 + row) for row in range(2)]
     for sets in (adapter.kv_heads, adapter.heads):
-        kept = [[None, drawn_sets(sets, 10 * layer + sets)] for layer in range(len(adapter.layers))]
-        found = evicted_logits(adapter, torch.tensor(texts), kept)
+        own = [[None, drawn_sets(sets, 10 * layer + sets)] for layer in adapter.holders]
+        found = evicted_logits(adapter, torch.tensor(texts), own)
+        kept = [own[owner] for owner in adapter.owners]
         full = [masked_logits(adapter, [*PROMPT, *text], [None] * len(kept))[N:] for text in texts]
         ragged = masked_logits(adapter, [*PROMPT, *texts[1]], [rows[1] for rows in kept])[N:]
         for row, expected in enumerate((full[0], ragged)):
@@ -346,6 +356,7 @@ def check_measured(adapter: Adapter) -> None:
     for index, head in np.ndindex(len(CONFIGS), adapter.heads):
         kept = torch.zeros(N + 1, dtype=torch.float64)
         kept[[*kept_of(arrays, index, layer, head), N]] = 1
+        assert kept_of(arrays, index, layer, head) == kept_of(arrays, index, adapter.owners[layer], head)
         assert kept.sum() == 12 + 1
         a, projected = step.attention[head], step.values[head] @ (step.gates[-1, head, :, None] * step.slices[head])
         norms = projected.abs().sum(dim=-1)
@@ -360,7 +371,7 @@ def check_measured(adapter: Adapter) -> None:
             assert float(arrays[name][index, 0, layer, head]) == pytest.approx(float(number), rel=1e-4), name
         assert float(arrays["weighted_norm"][layer, head]) == pytest.approx(float(total), rel=1e-4)
         assert arrays["lost_output"][index, layer, head].tolist() == pytest.approx(gone.tolist(), rel=1e-4)
-    check_norms(adapter, layer, step)
+    check_norms(adapter, adapter.owners[layer], last_step(adapter, adapter.owners[layer], [*PROMPT, first]))
 
 
 def check_norms(adapter: Adapter, layer: int, step: Step) -> None:
@@ -381,6 +392,14 @@ def test_a_proven_family_is_measured_as_it_computes(family: str) -> None:
     if (adapter := twin_adapter(family)) is not None:
         for check in CHECKS:
             check(adapter)
+
+
+@of_newer_versions
+@pytest.mark.parametrize("family", [*VARIANTS, "gemma3n", "gemma3n_text"])
+def test_variants_are_proven_with_what_they_have(family: str) -> None:
+    adapter = twin_adapter(family)
+    assert adapter is not None
+    assert adapter.shares_caches == (family in SHARING or "gemma3n" in family)
 
 
 @of_newer_versions

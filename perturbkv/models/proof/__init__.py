@@ -25,7 +25,7 @@ from perturbkv.models.interface import implementation, plain_kernel
 from perturbkv.models.proof.calls import observe, probe_text
 from perturbkv.models.proof.evicted import check_evicted
 from perturbkv.models.proof.layers import layer_stack, read_layer
-from perturbkv.models.proof.parts import check_reading
+from perturbkv.models.proof.parts import check_reading, check_streams
 from perturbkv.models.proof.projections import check_matrix, find_projections
 from perturbkv.models.proof.rotary import find_rotary
 
@@ -72,16 +72,18 @@ def _prove(model: Any) -> Facts:
     read = {index: read_layer(index, call, masks, cache, name) for index, (name, call) in attentions.items()}
     receivers = find_projections(model, ids, modules)
     layers = tuple(
-        replace(read[index], projection=receivers[index][0], has_gate=receivers[index][1])
+        replace(read[index], projection=receivers[index].path, has_gate=receivers[index].has_gate)
         if index in read
         else LayerFacts.without_attention(recurrent_states.size(cached))
         for index, cached in enumerate(cache.layers)
     )
     measured = measured_layers(layers)
     _check_alike([layers[index] for index in measured])
+    _check_readers(layers, measured)
     check_reading(model, ids, layers, {index: call for index, (_, call) in attentions.items()})
+    check_streams(model, ids, path)
     for index in measured:
-        check_matrix(modules[index], layers[index], index, model.dtype)
+        check_matrix(modules[index], layers[index], index, model.dtype, receivers[index])
     return Facts(path, layers, find_rotary(model, ids, [modules[index] for index in measured]))
 
 
@@ -90,3 +92,18 @@ def _check_alike(layers: Sequence[LayerFacts]) -> None:
     sizes = {(layer.heads, layer.kv_heads, layer.d_key, layer.d_value, layer.latent) for layer in layers}
     if len(sizes) > 1:
         raise RefusedError("heads", f"has measured layers of {len(sizes)} shapes, in heads or widths, and not of one")
+
+
+def _check_readers(layers: Sequence[LayerFacts], measured: Sequence[int]) -> None:
+    """Raise RefusedError unless each layer sees what its cache's owner sees, and measured readers come last."""
+    for index, layer in enumerate(layers):
+        if layer.owner is not None:
+            owner = layers[layer.owner]
+            if (layer.kind, layer.window, layer.kv_heads) != (owner.kind, owner.window, owner.kv_heads):
+                raise RefusedError(
+                    "cache", f"reads the entries of layer {layer.owner}, and does not see those that it sees", index
+                )
+    readers = [index for index in measured if layers[index].owner is not None]
+    for index in measured:
+        if readers and index > readers[0] and index not in readers:
+            raise RefusedError("cache", f"fills a cache after layer {readers[0]}, which reads another's", index)

@@ -31,6 +31,9 @@ def check_evicted(model: Any, facts: Facts) -> None:
     }
     kept, generator = dict[int, Tensor](), torch.Generator().manual_seed(0)
     for index in measured_layers(facts.layers):
+        if (owner := facts.layers[index].owner) is not None:
+            kept[index] = kept[owner]
+            continue
         kept[index] = torch.rand(facts.layers[index].heads, ids.shape[1], generator=generator).to(ids.device) < 0.4
         kept[index][:, -1] = True
     naive = _NaiveAttention(facts.layers, {id(module): index for index, module in attentions.items()}, kept)
@@ -39,6 +42,9 @@ def check_evicted(model: Any, facts: Facts) -> None:
     cache = DynamicCache(config=model.config)
     calls, _ = observe_part(model, ids[:, :-1], cache, attentions)
     for index, call in calls:
+        if (owner := facts.layers[index].owner) is not None:
+            naive.entries[index] = naive.entries[owner]
+            continue
         cached = cache.layers[index]
         read = (call.key, call.value) if facts.layers[index].latent else (cached.keys, cached.values)
         if index in kept:

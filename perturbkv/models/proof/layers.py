@@ -93,8 +93,12 @@ def read_layer(index: int, call: Call, masks: Masks, cache: Cache, attention: st
     unknown = sorted(call.options.keys() - HARMLESS - READ)
     if unknown:
         raise RefusedError("keywords", f"gives its attention '{unknown[0]}', which is not known here", index)
-    size = getattr(cache.layers[index], "sliding_window", None) if index < len(cache.layers) else None
+    owner = _find_owner(index, call, cache)
+    held = index if owner is None else owner
+    size = getattr(cache.layers[held], "sliding_window", None) if held < len(cache.layers) else None
     kind, window = _read_mask(index, call, masks, size)
+    if owner is None and call.query.shape[2] < call.key.shape[2]:
+        raise RefusedError("mask", f"has the queries of {call.query.shape[2]} of {call.key.shape[2]} tokens", index)
     if call.options.get("dropout"):
         raise RefusedError("output", "drops out attention weights", index)
     if math.isnan(call.error):
@@ -103,15 +107,15 @@ def read_layer(index: int, call: Call, masks: Masks, cache: Cache, attention: st
         raise RefusedError(
             "output", f"has an attention that is no softmax of its logits (off by {call.error:.1g})", index
         )
-    latent = check_entries(index, call, cache)
-    if window is not None and size != window:
+    latent = check_entries(index, call, cache, owner)
+    if size != window:
         raise RefusedError("cache", f"sees {window or 'all'} entries, and its cache is one of {size or 'all'}", index)
     heads, kv_heads = call.query.shape[1], call.key.shape[1]
     cap = call.options.get("softcap")
     return LayerFacts(
         attention, "", kind, window, heads, kv_heads, call.key.shape[-1], call.value.shape[-1],
         call.options["scaling"], None if cap is None else float(cap), sink_parameter(index, call),
-        state=recurrent_states.size(cache.layers[index]), latent=latent,
+        state=recurrent_states.size(cache.layers[index]), latent=latent, owner=owner,
     )  # fmt: skip
 
 
@@ -134,23 +138,51 @@ def _read_mask(index: int, call: Call, masks: Masks, cached_window: int | None) 
         raise RefusedError("mask", "sees neither all earlier entries nor a window or chunk of them", index)
     seen = visible(call.mask, call.query, call.key).expand(*call.query.shape[:2], -1, -1)
     positions = torch.arange(seen.shape[-1], device=seen.device)
-    if not torch.equal(seen, pattern(*kind, positions.unsqueeze(-1), positions).expand_as(seen)):
+    last = positions[-seen.shape[2] :].unsqueeze(-1)  # the last queries may be all that a layer without a cache has
+    if not torch.equal(seen, pattern(*kind, last, positions).expand_as(seen)):
         raise RefusedError("mask", "has a mask that is not what its rule says", index)
     return kind
 
 
-def check_entries(index: int, call: Call, cache: Cache) -> int:
+def _find_owner(index: int, call: Call, cache: Cache) -> int | None:
+    """Return the earlier layer whose cache holds what a layer's attention read, and which has none of its own.
+
+    None for a layer with a cache. Raises RefusedError where no single earlier layer holds it.
+    """
+    if index >= len(cache.layers) or getattr(cache.layers[index], "keys", None) is not None:
+        return None
+    owners = [other for other in range(index) if _holds(cache.layers[other], call)]
+    if len(owners) != 1:
+        held = " and ".join(map(str, owners))
+        seen = f"reads entries that layers {held} hold alike" if owners else "reads those of no single other layer"
+        raise RefusedError("cache", f"fills no cache of its own, and {seen}", index)
+    if cache.layers[owners[0]].keys.device != call.query.device:
+        raise RefusedError("cache", f"reads entries of layer {owners[0]} from another device; load it on one", index)
+    return owners[0]
+
+
+def _holds(cached: Any, call: Call) -> bool:
+    """Return whether a cache layer holds the keys and values that attention read, or the last of them."""
+    pairs = ((getattr(cached, "keys", None), call.key), (getattr(cached, "values", None), call.value))
+    return all(
+        held is not None and torch.equal(held.to(read.device), read[:, :, -held.shape[2] :]) for held, read in pairs
+    )
+
+
+def check_entries(index: int, call: Call, cache: Cache, owner: int | None) -> int:
     """Return how many numbers a layer's cache holds of a token, as a latent; 0 where attention read what it holds.
 
-    A latent has other heads or widths than the keys and values that attention reads. Raises RefusedError where the
-    cache holds other entries of the same shape, or of other tokens.
+    The cache is the layer's own, or its owner's. A latent has other heads or widths than the keys and values that
+    attention reads. Raises RefusedError where the cache holds other entries of the same shape, or of other tokens.
     """
-    cached = cache.layers[index] if index < len(cache.layers) else None
+    holder = index if owner is None else owner
+    cached = cache.layers[holder] if holder < len(cache.layers) else None
     keys, values = (getattr(cached, kind, None) for kind in ("keys", "values"))
     if keys is None or values is None:
         raise RefusedError("cache", "fills no cache of its own", index)
     if type(cached) not in (DynamicLayer, DynamicSlidingWindowLayer, recurrent_states.ATTENTION_LAYER):
         raise RefusedError("cache", f"keeps more than keys and values, in a {type(cached).__name__}", index)
+    where = "its cache holds" if owner is None else f"the cache of layer {owner} holds, whose entries it read before"
     length = keys.shape[2]  # a sliding layer holds the last entries
     read = [entries[:, :, -length:] for entries in (call.key, call.value)]
     alike = [held.shape[1::2] == other.shape[1::2] for held, other in zip((keys, values), read, strict=True)]
@@ -158,7 +190,7 @@ def check_entries(index: int, call: Call, cache: Cache) -> int:
         return sum(held.shape[1] * held.shape[3] for held in (keys, values))
     for what, held, other in zip(("keys", "values"), (keys, values), read, strict=True):
         if held.shape != other.shape or not torch.equal(held, other):
-            raise RefusedError("cache", f"attends to other {what} than its cache holds", index)
+            raise RefusedError("cache", f"attends to other {what} than {where}", index)
     return 0
 
 

@@ -31,11 +31,13 @@ class Masks:
     def rule(self, mask: Tensor | None, window: int | None) -> Callable[..., Any] | None:
         """Return the rule of a mask that attention got; None for a mask that was made or changed elsewhere.
 
-        A layer on another device gets a copy, which is known by its numbers, and by the `window` of the layer's cache.
+        A layer may get a part of it. One on another device gets a copy, which is known by its numbers, and by the
+        `window` of the layer's cache.
         """
         if mask is None:
             return None
-        own = [rule for made, rule in self.rules if made.data_ptr() == mask.data_ptr()]
+        storage = mask.untyped_storage().data_ptr()
+        own = [rule for made, rule in self.rules if made.untyped_storage().data_ptr() == storage]
         if len(own) == 1:
             return own[0]
         moved = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from transformers import Cache, DynamicCache
 
 from perturbkv.models import recurrent_states
 from perturbkv.models.attention_facts import LayerFacts, RefusedError
-from perturbkv.models.interface import AttentionFunction, implementation, intercept
+from perturbkv.models.interface import AttentionFunction, implementation, intercept, text_config
 from perturbkv.models.proof.calls import ERRORS, LOGIT_ERRORS, Call, probe_text, read_tokens, record
 from perturbkv.models.proof.layers import HARMLESS, READ, check_entries, sink_parameter
 
@@ -27,11 +28,14 @@ def check_reading(model: Any, ids: Tensor, layers: Sequence[LayerFacts], calls: 
         return  # which every run says of its samples
     bound = LOGIT_ERRORS[model.dtype] * float((whole - whole.mean()).norm())
 
+    def measure(found: Tensor) -> float:
+        return float((found.double() - whole[-len(found) :]).norm()) / bound
+
     def check(name: str, found: Tensor, seen: str) -> None:
-        off = float((found.double() - whole).norm()) / bound
-        if not off <= 1:
+        if not (off := measure(found)) <= 1:
             raise RefusedError(name, f"{seen} (logits off by {off:.1g} bounds){recurrent_states.version_note()}")
 
+    check("logits", read_tokens(model, ids, logits_to_keep=1)[0, -1:], "reads a text otherwise for its last logits")
     check("random", read_tokens(model, ids)[0, -tail:], "reads the same text otherwise a second time")
     rows = torch.cat([ids, probe_text(model, seed=2), probe_text(model, seed=3)])
     check("rows", read_tokens(model, rows)[0, -tail:], "reads a text otherwise beside others in a batch")
@@ -45,11 +49,35 @@ def check_reading(model: Any, ids: Tensor, layers: Sequence[LayerFacts], calls: 
         if between:
             read_tokens(model, probe_text(model, seed=1), DynamicCache(config=model.config))
         found, read = _read_on(model, ids[:, -tail:], cache, layers, modules)
+        if not between and not measure(found) <= 1 and measure(_read_one_by_one(model, ids, tail)) <= 1:
+            seen = "reads on from a cache one token at a time, and several at once otherwise than in one text"
         check(name, found, seen)
         for index, call in read:
             _check_same_entries(index, call, calls[index], LOGIT_ERRORS[model.dtype])
         if more := sorted(vars(cache).keys() - own):
             raise RefusedError("state", f"keeps '{more[0]}' on the cache beside its layers")
+
+
+def _read_one_by_one(model: Any, ids: Tensor, tail: int) -> Tensor:
+    """Return the logits of the last `tail` tokens of a text, each read alone after the ones before it."""
+    cache = DynamicCache(config=model.config)
+    read_tokens(model, ids[:, :-tail], cache)
+    return torch.cat([read_tokens(model, token, cache)[0] for token in torch.split(ids[:, -tail:], 1, dim=1)])
+
+
+def check_streams(model: Any, ids: Tensor, path: str) -> None:
+    """Raise RefusedError unless layers put out a residual stream (row, token, d_model), or several (stream, …)."""
+    shapes, expected = list[tuple[int, ...]](), (5, 2, text_config(model).hidden_size)
+    with ExitStack() as stack:
+        for layer in model.get_submodule(path):
+            hook = layer.register_forward_hook(
+                lambda module, args, output: shapes.append((output[0] if isinstance(output, tuple) else output).shape)
+            )
+            stack.callback(hook.remove)
+        read_tokens(model, ids[:, :2].expand(5, -1))
+    for index, shape in enumerate(shapes):
+        if shape[-3:] != expected or len(shape) > 4:
+            raise RefusedError("streams", f"puts out numbers of the shape {tuple(shape)}, no residual streams", index)
 
 
 def _read_on(
@@ -67,7 +95,7 @@ def _read_on(
         calls, found = observe_part(model, part, cache, modules)
         logits.append(found[0])
         for index, call in calls:
-            check_entries(index, call, cache)
+            check_entries(index, call, cache, layers[index].owner)
             _check_decoding(index, call, layers[index])
     return torch.cat(logits), calls
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,23 @@ from perturbkv.models.interface import AttentionFunction, implementation, interc
 from perturbkv.models.proof.calls import ERRORS, probe_text, read_tokens
 
 
-def find_projections(model: Any, ids: Tensor, attentions: Mapping[int, nn.Module]) -> dict[int, tuple[str, bool]]:
-    """Return per layer the path, from its attention, of the map that receives the heads' outputs, and if it has a gate.
+class Receiver(NamedTuple):
+    """The map that receives a layer's heads' outputs.
+
+    Attributes:
+        path: from the attention module.
+        has_gate: whether they arrive times a gate.
+        inputs, outputs: what it received and put out for random heads' outputs (token, …), a token each.
+    """
+
+    path: str
+    has_gate: bool
+    inputs: Tensor
+    outputs: Tensor
+
+
+def find_projections(model: Any, ids: Tensor, attentions: Mapping[int, nn.Module]) -> dict[int, Receiver]:
+    """Return per layer the map that receives the heads' outputs.
 
     Row 0 of the batch runs as it is; in the others other numbers stand in the place of the heads' outputs, after
     another text each, while the attention's input is row 0's. Raises RefusedError where no map or several receive them
@@ -45,8 +60,8 @@ def find_projections(model: Any, ids: Tensor, attentions: Mapping[int, nn.Module
         read_tokens(model, ids.expand(4, -1), cache)
         found = {index: receiver.find(drawn[id(receiver.attention)], index) for index, receiver in receivers.items()}
         for index, receiver in receivers.items():
-            receiver.silence(*found[index])
-        with_gate |= {id(attentions[index]) for index, (_, has_gate) in found.items() if has_gate}
+            receiver.silence(found[index])
+        with_gate |= {id(attentions[index]) for index, one in found.items() if one.has_gate}
         drawn.clear()
         read_tokens(model, ids.expand(4, -1), other)
     for index, receiver in receivers.items():
@@ -59,6 +74,7 @@ class _Receivers:
 
     def __init__(self, attention: nn.Module) -> None:
         self.attention, self.received, self.output = attention, dict[str, Tensor](), torch.empty(0)
+        self.put_out: dict[str, Tensor] = {}
 
     def __enter__(self) -> None:
         self._stack = ExitStack()
@@ -68,6 +84,7 @@ class _Receivers:
         for name, module in self.attention.named_modules():
             if name and not isinstance(module, nn.Dropout | nn.Identity):
                 self._stack.callback(module.register_forward_pre_hook(partial(self._receive, name)).remove)
+                self._stack.callback(module.register_forward_hook(partial(self._keep, name)).remove)
 
     def __exit__(self, *about: object) -> None:
         self._stack.close()
@@ -76,8 +93,12 @@ class _Receivers:
         if args and isinstance(args[0], Tensor) and args[0].dtype.is_floating_point:
             self.received[name] = args[0]
 
-    def find(self, drawn: Tensor, index: int) -> tuple[str, bool]:
-        """Return the name of the module that received `drawn`, heads side by side, and whether times a gate.
+    def _keep(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, Tensor):
+            self.put_out[name] = output
+
+    def find(self, drawn: Tensor, index: int) -> Receiver:
+        """Return the module that received `drawn`, heads side by side.
 
         A module inside another that received them is a part of that one. Raises RefusedError.
         """
@@ -92,15 +113,16 @@ class _Receivers:
             raise RefusedError(
                 "projection", f"gives its heads' outputs to {len(names)} maps, {' and '.join(names)}", index
             )
-        return names[0], not plain
+        outputs = self.put_out.get(names[0], flat.new_empty(*flat.shape[:2], 0))
+        return Receiver(names[0], not plain, alike[names[0]][1], outputs.reshape(*flat.shape[:2], -1)[1])
 
     def _keep_output(self, module: nn.Module, args: Any, output: Any) -> None:
         self.output = output[0] if isinstance(output, tuple) else output
 
-    def silence(self, name: str, has_gate: bool) -> None:
-        """Let the module of this name put out zeros in the block, and receive ones beside its input after a gate."""
-        module = self.attention.get_submodule(name)
-        if has_gate:
+    def silence(self, receiver: Receiver) -> None:
+        """Let this module put out zeros in the block, and receive ones beside its input after a gate."""
+        module = self.attention.get_submodule(receiver.path)
+        if receiver.has_gate:
             self._stack.callback(module.register_forward_pre_hook(lambda _, args: gates.split(args[0])[:1]).remove)
         self._stack.callback(module.register_forward_hook(lambda *about: torch.zeros_like(about[-1])).remove)
 
@@ -111,11 +133,15 @@ class _Receivers:
             raise RefusedError("projection", "lets its heads' outputs past the map that receives them", index)
 
 
-def check_matrix(attention: nn.Module, facts: LayerFacts, index: int, dtype: torch.dtype) -> None:
-    """Raise RefusedError unless the module that receives a layer's heads' outputs is a matrix."""
+def check_matrix(attention: nn.Module, facts: LayerFacts, index: int, dtype: torch.dtype, receiver: Receiver) -> None:
+    """Raise RefusedError unless the module that receives a layer's heads' outputs is a matrix, of all tokens the same.
+
+    `receiver` holds what it did to some tokens' random numbers.
+    """
     module = attention.get_submodule(facts.projection)
     try:
         projection.check(module, facts.heads * facts.d_value, dtype)
+        projection.check_outputs(module, receiver.inputs, receiver.outputs)
     except projection.NoMatrixError as error:
         raise RefusedError(
             "projection",

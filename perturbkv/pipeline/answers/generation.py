@@ -107,7 +107,7 @@ class _RowBuilder:
 
     def evict_all(self, prefilled: Prefill) -> None:
         """Evict every layer after the prefill, freeing the full cache layer by layer."""
-        for index in range(len(self._adapter.layers)):
+        for index in self._adapter.holders:
             self._evict(FullLayer.from_prefill(self._adapter, prefilled, index))
             free_entries(self._adapter, prefilled.cache, prefilled.read, index)
 
@@ -281,6 +281,8 @@ def _answer_batch(
 ) -> Answers:
     """Return the answers from the caches of `run`; `full_answer`, if known, is that of an earlier batch."""
     limit, (context, question) = options.compress_every, prompt.parts(run.scenario)
+    if limit is not None:
+        adapter.check_own_caches("compress_every (--compress-every)")
     evicted = prefill_and_evict(adapter, prompt, run, resources, with_full=True, evict_above=limit or 0)
     unmeasured = adapter.shape.unmeasured_numbers(len(context))
     entry_shares = _shares_of_full(

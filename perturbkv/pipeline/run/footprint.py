@@ -137,7 +137,7 @@ def estimate_memory(planned: Plan) -> Memory:
     requests = {request for config in ranked for request in config.requests}
     norm_bytes = 4 * (1 + any(config.euclidean for config in planned.configs))  # of an entry and head, in float32
     rankings = _RANK_BYTES * _ranking_entries(ranked, shape, tokens)
-    codes = sum(_count_sets(config, shape) for config in run.configs) * shape.layers * mask_bytes(tokens)
+    codes = sum(_count_sets(config, shape) for config in run.configs) * shape.measured * mask_bytes(tokens)
     working = working_bytes(planned.placement.device, planned.resources.chunk_bytes)
     projection = _projection_bytes(shape)
     copied = working if is_single_pass(planned.resolved) else 0
@@ -281,7 +281,7 @@ def _sample_bytes(planned: Plan, context: int, tokens: int) -> tuple[int, int]:
 
 def _axis_lengths(run: RunConfig, shape: Shape, tokens: int) -> dict[str, int]:
     """Return axis name -> length for the variables of a sample."""
-    heads = {"layer": shape.layers, "head": shape.heads, "d_value": shape.d_value, "d_model": shape.d_model}
+    heads = {"layer": shape.measured, "head": shape.heads, "d_value": shape.d_value, "d_model": shape.d_model}
     counts = {"config": len(run.configs), "step": run.steps, "answer_token": run.generate, "lost_entry": LOST_ENTRIES}
     return {**heads, **counts, "key": tokens + run.steps}
 
@@ -303,7 +303,7 @@ def _kept_set_bytes(run: RunConfig, shape: Shape, tokens: int) -> int:
     """Return the bytes of a sample's encoded kept sets: per set a mask, or a byte per kept entry if smaller."""
     total = 0
     for config in run.configs:
-        total += shape.layers * _count_sets(config, shape) * min(mask_bytes(tokens), config.kept_entries(tokens))
+        total += shape.measured * _count_sets(config, shape) * min(mask_bytes(tokens), config.kept_entries(tokens))
     return total
 
 

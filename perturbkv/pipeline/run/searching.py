@@ -164,6 +164,7 @@ def search_samples(
     finished(total - len(todo), total)
     if todo:
         adapter = planned.model()
+        adapter.check_own_caches("a search of the best kept sets")
         for prompt in todo:
             lines.add({SAMPLE: prompt.sample_id, "heads": list(_search_prompt(planned, adapter, prompt, settings))})
             finished(len(lines.rows), total)

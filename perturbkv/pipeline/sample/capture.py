@@ -6,7 +6,7 @@ bit. `FiniteCheck` finds activations and scores that are not finite, with a sing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +33,7 @@ class Observer:
         attention: query (batch, head, query, d_key), key (batch, kv_head, key, d_key) and value (batch, kv_head, key,
             d_value), after RoPE.
         head_output: input of the output projection (batch, query, head · d_value), before it mixes the heads.
-        hidden: residual stream after the decoder layer (batch, query, d_model).
+        hidden: residual stream after the decoder layer (batch, query, d_model), or several streams side by side.
         final: hidden state after the final norm (batch, query, d_model).
         attention_input: input of the attention module, after its norm (batch, query, d_model).
         gate: γ of a layer with a gate (batch, query, head · d_value), after `attention` and before `head_output`.
@@ -77,26 +77,40 @@ def intercept_attention(
 @contextmanager
 def decode_from(adapter: Adapter, cache: CompactCache) -> Iterator[None]:
     """Let the model decode from `cache` inside the block, with `run_with_cache`; rows are configurations."""
-    cache_layers = {id(attention): cache.layers[index] for index, attention in adapter.every_attention.items()}
+    cache_layers = {
+        id(attention): cache.layers[adapter.facts.holder(index)] for index, attention in adapter.every_attention.items()
+    }
+    readers = {
+        id(attention)
+        for index, attention in adapter.every_attention.items()
+        if adapter.facts.layers[index].owner is not None
+    }
     cache.attach(True)
     try:
-        with intercept_attention(adapter, partial(_attend_to_cache, cache_layers), all_layers=True):
+        with intercept_attention(adapter, partial(_attend_to_cache, cache_layers, readers), all_layers=True):
             yield
     finally:
         cache.attach(False)
 
 
 def _attend_to_cache(
-    cache_layers: Mapping[int, Any], stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any
+    cache_layers: Mapping[int, Any],
+    readers: Collection[int],
+    stock: AttentionFunction,
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Append the new tokens to the module's layer of a compact cache, and return the attention output over it.
 
-    An attention replacement; `cache_layers` are keyed by the identity of the attention modules. Models pass their soft
+    An attention replacement; `cache_layers` are keyed by the identity of the attention modules, of which the `readers`
+    find the new tokens there, as another layer's cache holds them already. Models pass their soft
     cap as `softcap`, and the logits of their sinks as `s_aux`; the scale of a model that passes none is that of its
     attention function.
     """
     layer, (query, key, value) = cache_layers[id(module)], args[:3]
-    layer.append(key, value)
+    if id(module) not in readers:
+        layer.append(key, value)
     scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
     softmax = Softmax(scale, kwargs.get("softcap"), kwargs.get("s_aux"))
     return layer.attend(query, softmax), None
@@ -184,8 +198,13 @@ def _positions_hook(callback: Callable[[Tensor], None]) -> Callable[..., None]:
 
 
 def _hidden_hook(index: int, callback: Callable[[int, Tensor], None]) -> Callable[..., None]:
-    """Return a hook that calls `callback` with the output of decoder layer `index`."""
-    return lambda module, args, output: callback(index, output[0] if isinstance(output, tuple) else output)
+    """Return a hook that calls `callback` with the output of decoder layer `index`, parallel streams side by side."""
+
+    def observe(module: nn.Module, args: Any, output: Any) -> None:
+        states = output[0] if isinstance(output, tuple) else output
+        callback(index, states if states.dim() == 3 else states.movedim(0, -2).flatten(-2))
+
+    return observe
 
 
 FINAL_NORM, LOGITS = "the outputs of the final norm", "the logits"

@@ -34,7 +34,7 @@ class StepRecord:
     Attributes:
         query: decoding query after RoPE (row, head, d_key).
         head_output: input of the output projection (row, head, d_value).
-        hidden: residual stream after the layer (row, d_model).
+        hidden: residual stream after the layer (row, d_model), or several streams side by side.
         final: after the final norm (row, d_model).
         logits: (row, vocab).
         entries: number of entries that the query attends to in the full cache, its own included.
@@ -44,7 +44,7 @@ class StepRecord:
 
     query: list[Float[Tensor, "row head d_key"]] = field(default_factory=list)
     head_output: list[Float[Tensor, "row head d_value"]] = field(default_factory=list)
-    hidden: list[Float[Tensor, "row d_model"]] = field(default_factory=list)
+    hidden: list[Float[Tensor, "row streams"]] = field(default_factory=list)
     final: Float[Tensor, "row d_model"] = field(default_factory=lambda: torch.empty(0, 0))
     logits: Float[Tensor, "row vocab"] = field(default_factory=lambda: torch.empty(0, 0))
     entries: int = 0

@@ -30,7 +30,7 @@ class FullLayer:
         adapter: the model.
         statistics: the prefill's statistics of all layers.
         index: index among the measured layers.
-        keys, values: the prompt's entries, then the decoded ones.
+        keys, values: entries of the cache that it reads: the prompt's, then the decoded ones.
         results: what `compute_once` has computed, by key.
     """
 
@@ -52,6 +52,11 @@ class FullLayer:
     def latent(self) -> int:
         """Number of components of the latent that the cache stores of a token; 0 where it stores the entries."""
         return self.adapter.layer_facts(self.index).latent
+
+    @property
+    def owner(self) -> int:
+        """Index of the measured layer that fills the cache: its own, or another's, by which its kept sets go."""
+        return self.adapter.owners[self.index]
 
     @property
     def tokens(self) -> int:

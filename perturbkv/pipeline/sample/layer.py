@@ -99,12 +99,15 @@ def config_order(groups: Sequence[AnyGroup]) -> list[int]:
     return [index for group in groups for index in group.config_indices]
 
 
-def measure_layer(sample: SampleRun, index: int) -> LayerResult:
-    """Select the kept sets of all configurations in one layer, and return the isolated quantities at all steps."""
+def measure_layer(sample: SampleRun, index: int, owner: LayerResult | None) -> LayerResult:
+    """Select the kept sets of all configurations in one layer, and return the isolated quantities at all steps.
+
+    A layer that reads another's cache has the kept sets of the cache's `owner`.
+    """
     layer, configs, n, heads = sample.layer(index), sample.run.configs, sample.tokens, sample.adapter.heads
     weights = [layer.weights(step) for step in sample.full.steps]
     attention = [entries for entries, _ in weights]
-    groups = _select_groups(sample, layer, attention[0])
+    groups = _select_groups(sample, layer, attention[0]) if owner is None else owner.groups
     summands = _summands(sample, layer)
     references = [
         measure.layer_reference(entries, of_step, layer.slices_at(step), sink)
@@ -143,9 +146,9 @@ def _summands(sample: SampleRun, layer: FullLayer) -> list[Summands]:
             theory.stack_summands(values, layer_value_norms(values, w_o, resources))
             for values, w_o in zip(seen, projections, strict=True)
         ]
-    prompt_norms = next(iter(layer.statistics.norms.values()))[layer.index]
-    decoded_norms = layer_value_norms(layer.values[:, n:], layer.projection, resources)
-    everything = theory.stack_summands(layer.values, torch.cat([prompt_norms, decoded_norms], dim=-1))
+    known = [next(iter(layer.statistics.norms.values()))[layer.index]] if layer.owner == layer.index else []
+    others = layer_value_norms(layer.values[:, n * len(known) :], layer.projection, resources)
+    everything = theory.stack_summands(layer.values, torch.cat([*known, others], dim=-1))
     return [everything.first_entries(step.entries) for step in steps]
 
 
@@ -190,7 +193,7 @@ def _repeat_per_query_head(sets: KeptSets, heads: int) -> LayerMasks:
 
 def _alpha_per_head(layer: FullLayer, configs: Sequence[ResolvedConfig], group: AnyGroup, rows: slice) -> Tensor:
     """Return the stage-1 share α (config, head) of the group's configurations in the slice `rows`."""
-    shares = [configs[index].alphas(layer.index, group.kept_heads) for index in group.config_indices[rows]]
+    shares = [configs[index].alphas(layer.owner, group.kept_heads) for index in group.config_indices[rows]]
     per_kept_set = to_device(shares, layer.keys.device, theory.WORK)
     return per_kept_set.repeat_interleave(layer.adapter.heads // group.kept_heads, dim=1)
 

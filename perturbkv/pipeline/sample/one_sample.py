@@ -170,7 +170,9 @@ def trace_sample(
 def _measure_layers(sample: SampleRun) -> tuple[list[LayerResult], list[Lengths]]:
     """Return the measurements of every layer, and per layer the numbers of kept entries of all configurations."""
     with phase("layers"):
-        layers = [measure_layer(sample, index) for index in range(len(sample.adapter.layers))]
+        layers: list[LayerResult] = []
+        for index, owner in enumerate(sample.adapter.owners):
+            layers.append(measure_layer(sample, index, layers[owner] if owner < index else None))
         return layers, kept_lengths([layer.groups for layer in layers], len(sample.run.configs), sample.adapter.device)
 
 
@@ -201,14 +203,15 @@ class _EvictedLayer:
         cache: the layer of the compact cache.
         order: the configurations, as in `entries.KeptBatch`.
         codes: what `encode_kept_sets` returns for their kept sets.
-        isolated: index of a configuration with entries of its own -> their isolated perturbation in this layer.
+        isolated: measured layer that reads this cache -> index of a configuration with entries of its own -> their
+            isolated perturbation in that layer.
         sizes: index of a configuration -> size of its cache.
     """
 
     cache: CompactLayer
     order: tuple[int, ...]
     codes: tuple[UInt8[Tensor, "kept_set byte"], Int[Tensor, " kept_set"]]
-    isolated: dict[int, Tensor]
+    isolated: dict[int, dict[int, Tensor]]
     sizes: dict[int, CacheSize]
 
 
@@ -232,7 +235,7 @@ class _BatchDecoder:
         with phase("evict"):
             prompt = PromptReading(self.adapter, sample.context, sample.prompt.sample_id, sample.resources, self.finite)
             makers = {index: sample.makers[index].begin(prompt) for index in indices}
-            evicted_layers = [self._evict(layer, makers) for layer in range(len(self.layers))]
+            evicted_layers = [self._evict(layer, makers) for layer in self.adapter.holders]
             caches = [layer.cache for layer in evicted_layers]
             cache = CompactCache(join_layers(self.adapter, caches, sample.prefill.states))
         with phase("decode"):
@@ -252,19 +255,23 @@ class _BatchDecoder:
             stored = sum(size.entries for size in sizes.values())
             cache_bytes, padding_bytes = stored * latent * self.adapter.dtype.itemsize, 0
         answers = self._answers(cache, question_logits, indices) if self.run.generate else {}  # drops rows
-        first = evicted_layers[0]
+        first, owners = evicted_layers[0], self.adapter.owners
         return BatchResult(
             configs=indices,
             steps=steps,
             order=first.order,
-            kept=[layer.codes for layer in evicted_layers],
+            kept=[evicted_layers[owner].codes for owner in owners],
             cache_bytes=cache_bytes,
             padding_bytes=padding_bytes,
             sizes=sizes,
             generated=answers,
             isolated={
-                index: stack_on_device(self.adapter.device, (layer.isolated[index] for layer in evicted_layers), dim=-2)
-                for index in first.isolated
+                index: stack_on_device(
+                    self.adapter.device,
+                    (evicted_layers[owner].isolated[layer][index] for layer, owner in enumerate(owners)),
+                    dim=-2,
+                )
+                for index in first.isolated[0]
             },
             prefills={index: maker.prefill for index, maker in makers.items() if maker.prefill is not None},
         )
@@ -293,7 +300,11 @@ class _BatchDecoder:
         for entries in made.values():
             if entries.has_rounded_numbers:
                 measure.check_quantised_entries(self.finite, self.adapter.layer_indices[index], entries.row)
-        isolated = measure.isolated_perturbations(layer, self.sample.full.steps, made)
+        isolated = {
+            reader: measure.isolated_perturbations(self.sample.layer(reader), self.sample.full.steps, made)
+            for reader, owner in enumerate(self.adapter.owners)
+            if owner == index
+        }
         everything = borrow(layer.prompt_keys, layer.prompt_values)
         rows = [everything, *(entries.row for entries in made.values())]
         rows += [everything] * (self.rows - len(rows))

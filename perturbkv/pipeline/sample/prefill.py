@@ -17,6 +17,7 @@ from transformers import Cache
 from perturbkv import theory
 from perturbkv.cache import stand_in
 from perturbkv.cache.compact import PromptStates, full_cache, prompt_states
+from perturbkv.configs.cache_contents import EVICTED
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
 from perturbkv.devices import copy_to_device, to_device
@@ -86,7 +87,7 @@ class Statistics:
     Attributes:
         sample: the sample's id.
         tokens: n.
-        kv_heads, layers: numbers of the model's key/value heads and measured layers.
+        kv_heads, layers: numbers of the model's key/value heads, and of its measured layers that fill a cache.
         scored: score and window -> per layer the unpooled scores (rows, n − w).
         norms: `gate_window` -> per layer ν (head, n); 0 alone where the model has no gates.
         euclidean: likewise ‖V_i W_O^h‖₂ (head, n); empty where no configuration uses it.
@@ -250,21 +251,24 @@ def prefill(
     and values are freed when the layer is done. Scores that need a replay are computed last.
 
     NaN and Inf are recorded in `Prefill.finite`, and raise nothing here. Raises ModelError for a configuration that
-    needs plain logits, where the model caps them, rotates keys or queries, where the model rotates none that way, or
-    rounds or reads what the cache holds, where that is latents.
+    needs plain logits, where the model caps them, rotates keys or queries, where the model rotates none that way,
+    rounds or reads what the cache holds, where that is latents, or reads parts of it, where layers read another's.
     """
     caps = [adapter.softmax(layer).cap for layer in range(len(adapter.layers))]
     compatibility.check_soft_cap(run.configs, next(filter(None, caps), None), adapter.name)
     _check_rotations(adapter, run.configs)
     _check_latents(adapter, run.configs)
+    for config in run.configs:
+        if config.cache_contents is not EVICTED:
+            adapter.check_own_caches(f"policy '{config.policy}'")
     (token_ids, _), configs, sample = prompt.parts(run.scenario), run.configs, prompt.sample_id
     scored: dict[ScoreRequest, list[Tensor]] = {request: [] for config in configs for request in config.requests}
-    shape = (len(token_ids), adapter.kv_heads, len(adapter.layers))
+    shape = (len(token_ids), adapter.kv_heads, len(adapter.holders))
     compatibility.check_gates(configs, adapter.has_gates, adapter.name)
     gate_windows = {window for config in configs for window in (config.window, config.gate_window) if window >= 0}
     windows = sorted(gate_windows) if adapter.has_gates else []
     norms: dict[int, list[Tensor]] = {window: [] for window in windows or [0]}
-    statistics = Statistics(sample, *shape, scored, norms, run.head_scores, external)
+    statistics = Statistics(sample, *shape, scored, norms, run.head_scores[: len(adapter.holders)], external)
     statistics.mean_queries.update((window, []) for window in stand_in.correction_windows(configs))
     statistics.queries.update((positions, []) for positions in remembered_positions(configs, len(token_ids), sample))
     euclidean = any(config.euclidean for config in configs)
@@ -355,7 +359,9 @@ class _PromptReader:
         self.input = hidden[0]
 
     def _record_attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Record a layer, or keep it until its gate is known: an `Observer.attention`."""
+        """Record a layer that fills a cache, or keep it until its gate is known: an `Observer.attention`."""
+        if layer not in self.adapter.holders:
+            return
         if self.adapter.layer_facts(layer).latent:
             self.read[layer] = key[0], value[0]
         if self.adapter.has_gate(layer):
@@ -365,9 +371,10 @@ class _PromptReader:
 
     def _record_gate(self, layer: int, gate: Tensor) -> None:
         """Record a layer with a gate: an `Observer.gate`."""
-        query, key, value = self.attended
-        self.attended = ()
-        self._record_layer(layer, query, key, value, gate[0])
+        if self.attended:
+            query, key, value = self.attended
+            self.attended = ()
+            self._record_layer(layer, query, key, value, gate[0])
 
     def _record_layer(self, layer: int, query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None = None) -> None:
         """Record a layer's norms, queries and scores, then call the visitor; `gate` is γ of all queries."""

@@ -71,7 +71,7 @@ def _replay_parts(
     adapter: Adapter, context: Sequence[int], cache: Cache, replay: Replay, scores: Sequence[Score], sample: str
 ) -> dict[Score, list[Tensor]]:
     """Return score -> its values (rows, n) per layer, joined from all passes of one replay."""
-    parts: dict[Score, list[list[Tensor]]] = {score: [[] for _ in adapter.layers] for score in scores}
+    parts: dict[Score, list[list[Tensor]]] = {score: [[] for _ in adapter.holders] for score in scores}
     for part, tokens in replay_passes(adapter.tokenizer, context, replay):  # part: a slice of the context
         check_positions_left(adapter, len(context), len(tokens), sample)
         _Pass(adapter, cache, replay, part, parts, sample).run(tokens)
@@ -139,7 +139,9 @@ class _Pass:
         self.input = hidden[0]
 
     def _score_layer(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Compute all of the pass's scores in one layer: an `Observer.attention`."""
+        """Compute all of the pass's scores in one layer that fills a cache: an `Observer.attention`."""
+        if layer not in self.adapter.holders:
+            return
         count = query.shape[2]
         view = ReplayView(
             queries=query[0],

@@ -99,7 +99,7 @@ class SampleRun:
         if not self.adapter.has_gates or all(config.gate_window != FIRST_STEP for config in self.run.configs):
             return
         statistics, chunk_bytes = self.prefill.statistics, self.resources.chunk_bytes
-        for layer in map(self.layer, range(len(self.adapter.layers))):
+        for layer in map(self.layer, self.adapter.holders):
             values, w_o = layer.prompt_values, layer.projection_at(self.full.steps[0])
             statistics.norms.setdefault(FIRST_STEP, []).append(layer_value_norms(values, w_o, self.resources))
             if statistics.euclidean:

@@ -87,6 +87,7 @@ class MixtureSample:
     @torch.inference_mode()
     def __init__(self, adapter: Adapter, prompt: Prompt, run: ResolvedRun, resources: Resources, rows: int) -> None:
         check_positions(run.configs, adapter.config, adapter.name)
+        adapter.check_own_caches("a mixture of kept sets")
         context, question = prompt.parts(run.scenario)
         prefilled = prefill(adapter, prompt, run, resources, sources(adapter, context, run.configs, {}))
         repeated = replace(prefilled, cache=copy.deepcopy(prefilled.cache), read=dict(prefilled.read))

@@ -189,12 +189,15 @@ def sources(
     """Return configuration -> source of its kept sets, for the configurations with external kept sets.
 
     `masks` are the kept sets of policies `given:NAME`. Raises what `check_sources` raises, and ConfigError for missing
-    masks, masks of another shape than the model's and the prompt's, and a press that fails; a press's source raises
-    UnreadableCacheError where the press does more than evict.
+    masks, masks of another shape than the model's and the prompt's, and a press that fails; ModelError for a model
+    with layers that read another's cache; a press's source raises UnreadableCacheError where the press does more than
+    evict.
     """
     check_sources(configs, adapter.config, adapter.name)
     names = {config: config.policy.name for config in configs}
     makers = {config: _SOURCES.get(name[: name.find(":") + 1]) for config, name in names.items()}  # up to the colon
+    if any(makers.values()):
+        adapter.check_own_caches("a policy whose kept sets come from elsewhere")
     return {config: make(adapter, token_ids, config, masks) for config, make in makers.items() if make}
 
 
