@@ -219,7 +219,7 @@ class Mixed(Model):
     [
         ((2, 0, Model), "expects no 2 decode steps; the prompt's queries have no steps: use --steps 1"),
         ((1, 30, Model), "expects no answers of 30 tokens; it is measured and does not answer"),
-        ((1, 0, Mixed), "expects no model 'm', some of whose layers slide or are recurrent; choose another model"),
+        ((1, 0, Mixed), "expects no model 'm', some of whose layers slide or are recurrent; windows and states"),
     ],
 )
 def test_a_run_that_asks_for_more_is_refused(asked: tuple[int, int, type], said: str) -> None:

@@ -26,7 +26,9 @@ from perturbkv.cache import ragged
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
 from perturbkv.models import adapter as adapters
+from perturbkv.models import proof
 from perturbkv.models.adapter import Adapter
+from perturbkv.models.attention_facts import Facts
 from perturbkv.models.loading import ByteTokenizer
 from perturbkv.pipeline.sample import capture, one_sample
 from perturbkv.schema import VARIABLES

@@ -36,8 +36,8 @@ class Masks:
         """
         if mask is None:
             return None
-        storage = mask.untyped_storage().data_ptr()
-        own = [rule for made, rule in self.rules if made.untyped_storage().data_ptr() == storage]
+        storage = mask.untyped_storage()
+        own = [rule for made, rule in self.rules if made.untyped_storage() is storage]
         if len(own) == 1:
             return own[0]
         moved = (
