@@ -32,9 +32,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DisturbedRun]:
     yield DisturbedRun(tmp_path_factory.mktemp("chaos") / "run")
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "models" else pytest.param(name, marks=pytest.mark.slow) for name in PARTS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PARTS)
 def test_a_bad_input_ends_in_one_line_or_in_the_right_answer(name: str, shared: Path) -> None:
     cases = [case for case in part(name).cases(shared, SEED) if case.argv[0] == SAMPLED[name]]
     chosen = enumerate(sample(cases, COUNT, SEED))

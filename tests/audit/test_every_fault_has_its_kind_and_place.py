@@ -54,7 +54,11 @@ SEEN_IN_16_BITS = ("off_by_one", "rotated_again", "mask_of_evicted_length", "swa
 
 
 @pytest.mark.parametrize(
-    ("fault", "name"), [*product(FAULTS, MODELS), *product(SEEN_IN_16_BITS, ("bfloat16", "float16"))]
+    ("fault", "name"),
+    [
+        *product(FAULTS, MODELS),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in product(SEEN_IN_16_BITS, ("bfloat16", "float16"))),
+    ],
 )
 def test_kind_and_place_are_right(fault: str, name: str) -> None:
     kind, where, layer, head, entry, words = FAULTS[fault]

@@ -120,7 +120,9 @@ class Evictions:
         return cache
 
 
-@pytest.mark.parametrize("name", ["right", "in_parts", "counts_padding"])
+@pytest.mark.parametrize(
+    "name", ["right", *(pytest.param(one, marks=pytest.mark.slow) for one in ("in_parts", "counts_padding"))]
+)
 @pytest.mark.parametrize("family", [*WINDOWS, *STATES])
 def test_a_right_eviction_is_exact(family: str, name: str) -> None:
     result = audited(family, getattr(Evictions(family), name), situations=["single", "block", "batch"])

@@ -99,7 +99,14 @@ def theirs() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize(("kind", "task"), [(kind, task) for kind, tasks in TASKS.items() for task in tasks])
+@pytest.mark.parametrize(
+    ("kind", "task"),
+    [
+        pytest.param(kind, task, marks=[pytest.mark.slow] if kind == "rouge" else [])
+        for kind, tasks in TASKS.items()
+        for task in tasks
+    ],
+)
 def test_longbenchs_metrics_equal_lm_evals_own(kind: str, task: str, theirs: ModuleType) -> None:
     metric = metrics.find_metric(task)
     assert metric is not None

@@ -212,7 +212,8 @@ CASES = (
 
 @pytest.mark.parametrize(
     ("family", "policy", "fields"),
-    [*((family, *case) for family in ("llama", "wide", *MIXED, GATED) for case in CASES),
+    [*(pytest.param(family, *case, marks=[pytest.mark.slow] if family in MIXED and case != CASES[0] else [])
+       for family in ("llama", "wide", *MIXED, GATED) for case in CASES),
      (GATED, "snapkv", {"selection": "two-stage(gate=none)"})],
 )  # fmt: skip
 def test_compressions_equal_the_naive_runs(family: str, policy: str, fields: dict[str, object]) -> None:

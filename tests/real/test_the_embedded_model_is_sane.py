@@ -64,6 +64,7 @@ def test_english_prose_has_a_low_loss(adapter: Adapter) -> None:
         assert float(adapter.model(input_ids=ids, labels=ids).loss) < 4
 
 
+@pytest.mark.slow
 def test_it_finds_a_needle_among_a_thousand_tokens(
     adapter: Adapter, needle: tuple[Prompt, str], generated: list[int]
 ) -> None:

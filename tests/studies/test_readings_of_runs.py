@@ -141,6 +141,7 @@ def test_readings_shows_every_part_and_reads_the_prompts_again(folder: Path, lon
     assert [row[0] for row in found["coefficient of variation over samples"][1:]] == ["ν", "window attention"]
 
 
+@pytest.mark.slow
 def test_model_sanity_tells_weights_loss_answer_and_prompt(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
