@@ -737,3 +737,22 @@ def test_an_older_transformers_is_named_where_a_recurrent_model_needs_another(mo
     assert "(models with recurrent layers need transformers 9.1 or newer" in refusal(
         hybrid_model("minimax", num_local_experts=4)
     )
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
+def test_heads_outputs_that_reach_the_residual_stream_beside_the_attention_module_are_refused(family: str) -> None:
+    """As of a decoder layer that keeps what its attention's map received, and adds a function of it to its output."""
+    model = tiny_model(family)
+    layer, received = model.model.layers[1], list[Tensor]()
+    size = model.config.hidden_size
+    beside = torch.randn(size, size, generator=torch.Generator().manual_seed(0)) / size**0.5
+
+    def add(module: nn.Module, args: Any, output: Any) -> Any:
+        hidden = output[0] if isinstance(output, tuple) else output
+        added = hidden + received.pop() @ beside
+        return (added, *output[1:]) if isinstance(output, tuple) else added
+
+    layer.self_attn.o_proj.register_forward_pre_hook(lambda module, args: received.append(args[0]))
+    layer.register_forward_hook(add)
+    assert "layer 1 of model" in (found := refusal(model))
+    assert "lets its heads' outputs past the map that receives them" in found
