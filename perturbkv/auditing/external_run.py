@@ -154,6 +154,8 @@ class ExternalRun:
             except FailedError as error:
                 self._record_failure(str(error), lengths)
                 return
+            hides = (*self.situation.hides_padding, record.hides_padding)
+            self.situation = self.tracker.situation = replace(self.situation, hides_padding=hides)
             self._add_pass(record, cache)
 
     def results(self, sample: str) -> list[AuditedRun]:
