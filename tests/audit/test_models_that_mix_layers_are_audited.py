@@ -259,3 +259,23 @@ def test_padding_that_a_decoding_of_its_own_hides_from_windows_is_hidden_in_the_
         result = pk.audit(adapter, [pk.Prompt("p", token_ids(60), 0)], masked, steps=2, losses=False, plain_use=False,
                           progress=False, situations=["batch"])  # fmt: skip
         assert result.verdict == verdict, result.conclusion()
+
+
+@pytest.mark.parametrize("family", [family for family in STATES if family in ("lfm2", "qwen3_next")])
+def test_a_state_that_is_changed_while_decoding_is_not_told_as_a_rotation(family: str) -> None:
+    """The state before the first evicted layer makes its new keys others, at their right positions."""
+
+    def evict(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        return Evictions(family).right(model, input_ids, attention_mask)
+
+    def decode(model: Any, cache: Any, token: Tensor, step: int) -> Tensor:
+        if step == 1:
+            cache.layers[0].conv_states = {place: 1.5 * state for place, state in cache.layers[0].conv_states.items()}
+        found: Tensor = model(
+            input_ids=token.view(-1, 1), past_key_values=cache, position_ids=torch.tensor([[60 + step]])
+        ).logits
+        return found
+
+    evict.decode = decode  # type: ignore[attr-defined]
+    first = audited(family, evict).faults[0]
+    assert (first.kind, first.layer, first.step) == ("decoding", 1, 1)
