@@ -176,7 +176,6 @@ class ForwardPass:
 @contextmanager
 def record_pass(adapter: Adapter, record: ForwardPass, attend: Attend | None = None) -> Iterator[None]:
     """Record the forward pass inside the block in `record`; `attend` replaces the model's attention."""
-
     measured = set(map(id, adapter.attentions))
 
     def watch(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -197,7 +196,10 @@ def record_pass(adapter: Adapter, record: ForwardPass, attend: Attend | None = N
     def positions(given: Tensor) -> None:
         record.positions = given
 
-    with intercept_attention(adapter, watch, all_layers=True), capture(adapter, Observer(hidden=hidden, positions=positions)):
+    with (
+        intercept_attention(adapter, watch, all_layers=True),
+        capture(adapter, Observer(hidden=hidden, positions=positions)),
+    ):
         yield
 
 

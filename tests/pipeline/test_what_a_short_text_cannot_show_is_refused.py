@@ -26,7 +26,7 @@ CONFIGS = tuple(configuration(budget, policy="snapkv", window=4) for budget in (
 
 
 def fading(limit: int, monkeypatch: pytest.MonkeyPatch) -> Adapter:
-    """Keys of the second layer fade where there are more than `limit`, which attention reads of the plain cache alone."""
+    """Keys of the second layer fade where attention reads more than `limit`, as it does of the plain cache alone."""
     adapter = tiny_adapter("llama")
     attention = adapter.attentions[1]
     module: Any = sys.modules[type(attention).__module__]
