@@ -65,7 +65,7 @@ def test_the_evicted_cache_of_the_decoding_row_equals_a_full_one_where_all_is_ke
 
 
 @pytest.mark.skipif(
-    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23), reason="older transformers cache all heads' keys"
+    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23), reason="older ones cache all heads' keys"
 )
 def test_a_cache_of_latents_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_rows, "load_model", lambda model, dtype, device: tiny_adapter("deepseek_v3", 4, 4))
