@@ -154,6 +154,8 @@ class ExternalRun:
             except FailedError as error:
                 self._record_failure(str(error), lengths)
                 return
+            hides = (*self.situation.hides_padding, record.hides_padding)
+            self.situation = self.tracker.situation = replace(self.situation, hides_padding=hides)
             self._add_pass(record, cache)
 
     def results(self, sample: str) -> list[AuditedRun]:
@@ -218,7 +220,8 @@ class ExternalRun:
 
         It is 0 where the keys are the reference's up to rounding, and NaN where no single number of positions explains
         the keys of all heads and tokens. Where the first attention is not measured, or keys are rotated otherwise, it
-        is that of the positions that the decoder is given.
+        is that of the positions that the decoder is given. Keys that no rotation explains tell nothing where a layer
+        before them has a state, as their token's may have been another one.
         """
         if self.adapter.rotary is None or self.adapter.layer_indices[0] > min(self.adapter.every_attention):
             if record.positions is None or reference.positions is None:
@@ -234,7 +237,10 @@ class ExternalRun:
             return 0.0
         most = min(2 * self.situation.entries, _MOST_SHIFT)
         shifts = excess_rotations(keys.flatten(0, 1), expected.flatten(0, 1), frequencies_of(self.adapter), most)
-        return float("nan") if shifts is None or not bool((shifts == shifts[0]).all()) else -float(shifts[0])
+        if shifts is not None and bool((shifts == shifts[0]).all()):
+            return -float(shifts[0])
+        before = self.adapter.facts.layers[: self.adapter.layer_indices[0]]
+        return 0.0 if any(layer.state for layer in before) else float("nan")
 
     def _attended_layers(self, cache: Cache) -> Layers:
         """Return the entries that new tokens attend to; empty where a cache does not show them.

@@ -39,6 +39,8 @@ class Situation:
         counts_padding: whether the first entry has position 0 even where it is padding.
         cached: per forward pass, as far as known, the number of entries after which new tokens stand, where positions
             are those in the cache; None: the prompt's own positions.
+        hides_padding: per forward pass, as far as known, whether the eviction hides padding from layers that are not
+            measured, by an attention mask of its own decoding.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Situation:
     chunks: tuple[Int[Tensor, " new"], ...]
     counts_padding: bool = False
     cached: tuple[int, ...] | None = None
+    hides_padding: tuple[bool, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -85,6 +88,13 @@ class Situation:
     def new_tokens(self, chunk: int) -> Int[Tensor, "row new"]:
         """Return the tokens of the chunk of index `chunk`, the same in every row."""
         return self.chunks[chunk].expand(self.rows, -1)
+
+    def attention_masks(self, chunk: int) -> dict[str, Int[Tensor, "row entry"]]:
+        """Return the argument by which a model's forward hides padding from a chunk's tokens; empty where none does."""
+        if not any(self.hides_padding[chunk : chunk + 1]):
+            return {}
+        decoded = sum(len(tokens) for tokens in self.chunks[: chunk + 1])
+        return {"attention_mask": torch.nn.functional.pad(self.attention_mask, (0, decoded), value=1)}
 
 
 def make_situation(name: str, ids: Int[Tensor, " token"], tokens: Int[Tensor, " new"], steps: int) -> Situation:
@@ -126,6 +136,8 @@ class ForwardPass:
         hidden_keys: row, head and index of the entries that kvpress masks inside the attention
             (`masked_key_indices`).
         positions: those that the decoder was given for the new tokens (row, new); None without any.
+        hides_padding: whether a layer that is not measured gets a mask that hides more from a prompt than from the
+            first one of the batch, which has no padding.
     """
 
     query: dict[int, Tensor] = field(default_factory=dict)
@@ -138,6 +150,7 @@ class ForwardPass:
     entries: dict[int, int] = field(default_factory=dict)
     hidden_keys: dict[int, tuple[Tensor, ...] | None] = field(default_factory=dict)
     positions: Tensor | None = None
+    hides_padding: bool = False
 
     def is_complete(self, layers: int) -> bool:
         """Return whether the attention of all layers was recorded."""
@@ -163,8 +176,12 @@ class ForwardPass:
 @contextmanager
 def record_pass(adapter: Adapter, record: ForwardPass, attend: Attend | None = None) -> Iterator[None]:
     """Record the forward pass inside the block in `record`; `attend` replaces the model's attention."""
+    measured = set(map(id, adapter.attentions))
 
     def watch(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if id(module) not in measured:
+            record.hides_padding |= _differs_by_row(args[3])
+            return stock(module, *args, **kwargs)
         layer = adapter.layer_of(module)
         record.query[layer], record.key[layer], record.value[layer], record.mask[layer] = args[:4]
         record.entries[layer] = args[1].shape[2]
@@ -179,8 +196,19 @@ def record_pass(adapter: Adapter, record: ForwardPass, attend: Attend | None = N
     def positions(given: Tensor) -> None:
         record.positions = given
 
-    with intercept_attention(adapter, watch), capture(adapter, Observer(hidden=hidden, positions=positions)):
+    with (
+        intercept_attention(adapter, watch, all_layers=True),
+        capture(adapter, Observer(hidden=hidden, positions=positions)),
+    ):
         yield
+
+
+def _differs_by_row(mask: Tensor | None) -> bool:
+    """Return whether a mask hides from a row of the batch what the first row sees."""
+    if mask is None or len(mask) == 1:
+        return False
+    allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    return bool((allowed[:1] & ~allowed).any())
 
 
 def boolean_mask(mask: Tensor | None, entries: int, new: int) -> Bool[Tensor, "row head new all"] | None:

@@ -154,8 +154,9 @@ def decode_chunk(adapter: Adapter, cache: Cache, situation: Situation, chunk: in
     record = ForwardPass()
     with record_pass(adapter, record, attend):
         record.logits = run_with_cache(
-            adapter.model, situation.new_tokens(chunk), cache, position_ids=situation.positions(chunk)
-        ).logits
+            adapter.model, situation.new_tokens(chunk), cache, position_ids=situation.positions(chunk),
+            **situation.attention_masks(chunk),
+        ).logits  # fmt: skip
     return record
 
 

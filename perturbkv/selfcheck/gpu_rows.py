@@ -199,6 +199,8 @@ def time_decoding(
 ) -> Result:
     """Return the seconds per step of decoding a batch from full and from evicted caches; the entries are random."""
     adapter = load_model(model, dtype, device)
+    adapter.check_own_caches("the benchmark of decoding")
+    adapter.check_no_latents("the benchmark of decoding")
     first = torch.zeros(batch, 1, dtype=torch.int64, device=adapter.device)
     full: list[float] = []
     evicted: list[float] = []

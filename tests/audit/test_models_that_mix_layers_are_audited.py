@@ -228,3 +228,56 @@ def test_a_file_counts_evicted_layers_and_its_logits_are_compared(tmp_path: Path
     assert result.verdict == "exact", result.conclusion()
     np.savez(tmp_path / "other.npz", token_ids=ids[0], tokens=[7], logits=logits.roll(1), **kept)
     assert audited("gpt_oss", tmp_path / "other.npz").faults[0].kind == "decoding"
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "llama4_text"])
+def test_padding_that_a_decoding_of_its_own_hides_from_windows_is_hidden_in_the_reference(family: str) -> None:
+    """The window is longer than the prompt, so that it holds the padding: a mask hides that, as in `generate`."""
+    wide = {} if family == "llama4_text" else {"sliding_window": 300}
+    adapter = tiny_adapter(family, **wide) if wide else model(family)
+
+    def masked(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        cache = Evictions(family).read(model, input_ids, attention_mask)
+        cache.mask = attention_mask
+        return cache
+
+    def decode(model: Any, cache: Any, token: Tensor, step: int) -> Tensor:
+        places = cache.mask.sum(dim=-1, keepdim=True)
+        cache.mask = torch.nn.functional.pad(cache.mask, (0, 1), value=1)
+        found: Tensor = model(
+            input_ids=token.view(-1, 1), attention_mask=cache.mask, position_ids=places, past_key_values=cache
+        ).logits
+        return found
+
+    def late(model: Any, cache: Any, token: Tensor, step: int) -> Tensor:
+        """The padding, and of the second prompt three tokens more."""
+        if step == 0:
+            cache.mask = cache.mask.clone()
+            cache.mask[1, :10] = 0
+        return decode(model, cache, token, step)
+
+    for own_decode, verdict in ((decode, "did nothing"), (late, "differs")):
+        masked.decode = own_decode  # type: ignore[attr-defined]
+        result = pk.audit(adapter, [pk.Prompt("p", token_ids(60), 0)], masked, steps=2, losses=False, plain_use=False,
+                          progress=False, situations=["batch"])  # fmt: skip
+        assert result.verdict == verdict, result.conclusion()
+
+
+@pytest.mark.parametrize("family", [family for family in STATES if family in ("lfm2", "qwen3_next")])
+def test_a_state_that_is_changed_while_decoding_is_not_told_as_a_rotation(family: str) -> None:
+    """The state before the first evicted layer makes its new keys others, at their right positions."""
+
+    def evict(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        return Evictions(family).right(model, input_ids, attention_mask)
+
+    def decode(model: Any, cache: Any, token: Tensor, step: int) -> Tensor:
+        if step == 1:
+            cache.layers[0].conv_states = {place: 1.5 * state for place, state in cache.layers[0].conv_states.items()}
+        found: Tensor = model(
+            input_ids=token.view(-1, 1), past_key_values=cache, position_ids=torch.tensor([[60 + step]])
+        ).logits
+        return found
+
+    evict.decode = decode  # type: ignore[attr-defined]
+    first = audited(family, evict).faults[0]
+    assert (first.kind, first.layer, first.step) == ("decoding", 1, 1)

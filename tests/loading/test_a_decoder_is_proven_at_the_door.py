@@ -737,3 +737,43 @@ def test_an_older_transformers_is_named_where_a_recurrent_model_needs_another(mo
     assert "(models with recurrent layers need transformers 9.1 or newer" in refusal(
         hybrid_model("minimax", num_local_experts=4)
     )
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
+def test_heads_outputs_that_reach_the_residual_stream_beside_the_attention_module_are_refused(family: str) -> None:
+    """As of a decoder layer that keeps what its attention's map received, and adds a function of it to its output."""
+    model = tiny_model(family)
+    layer, received = model.model.layers[1], list[Tensor]()
+    size = model.config.hidden_size
+    beside = torch.randn(size, size, generator=torch.Generator().manual_seed(0)) / size**0.5
+
+    def add(module: nn.Module, args: Any, output: Any) -> Any:
+        hidden = output[0] if isinstance(output, tuple) else output
+        added = hidden + received.pop() @ beside
+        return (added, *output[1:]) if isinstance(output, tuple) else added
+
+    layer.self_attn.o_proj.register_forward_pre_hook(lambda module, args: received.append(args[0]))
+    layer.register_forward_hook(add)
+    assert "layer 1 of model" in (found := refusal(model))
+    assert "lets its heads' outputs past the map that receives them" in found
+
+
+@pytest.mark.parametrize("kv_heads", [2, 1])
+def test_heads_that_are_repeated_after_the_cache_are_no_latents(kv_heads: int) -> None:
+    """Of each of the cache's heads other entries can be evicted; counted as latents, shares and bytes are too large."""
+
+    def repeated(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Any, ...]:
+        module.num_key_value_groups = 1
+        return query, *(part.repeat_interleave(4 // kv_heads, dim=1) for part in (key, value)), mask
+
+    def padded(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Any, ...]:
+        return *(nn.functional.pad(part, (0, 4)) for part in (query, key)), value, mask
+
+    for before_attention in (repeated, padded)[:kv_heads]:
+        model = tiny_model("llama", kv_heads=kv_heads)
+        kind = type("Changed", (Changed,), {"before": before_attention})
+        for index, layer in enumerate(model.model.layers):
+            other = kind(model.config, index).eval()
+            other.load_state_dict(layer.self_attn.state_dict())
+            layer.self_attn = other
+        assert "attends to other keys than its cache holds" in refusal(model)

@@ -18,7 +18,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources, Shape
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
-from perturbkv.errors import ModelError
+from perturbkv.errors import ConfigError, ModelError
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.loading import ByteTokenizer
 from perturbkv.models.proof import twin
@@ -230,3 +230,10 @@ def test_what_takes_a_cache_in_every_layer_says_which_has_none() -> None:
         loss.measure_kept_sets(adapter, [PROMPT], [{loss.external_configuration("own", 20): mask}])
     with pytest.raises(ModelError, match=f"a mixture of kept sets expects .* {words}"):
         MixtureSample(adapter, PROMPT, resolved_run(CONFIGS[:2]), Resources(), 2)
+
+
+def test_head_scores_of_readers_alone_are_refused_as_they_choose_nothing() -> None:
+    scores = ((0.0,) * 4, (0.0,) * 4, (1.0, 2.0, 3.0, 4.0), (9.0,) * 4)
+    run = RunConfig("m", "d", (config("headkv", granularity="kv"),), **{**SETTINGS, "head_scores": scores})
+    with pytest.raises(ConfigError, match="head score above 0 in a layer of model 'gemma4_text' that fills a cache"):
+        trace_sample(sharing_adapter("gemma4_text"), PROMPT, run)

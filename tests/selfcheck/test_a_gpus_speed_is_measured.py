@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from perturbkv.cache.compact import CompactCache, join_layers, prompt_states
+from perturbkv.errors import ModelError
 from perturbkv.models import recurrent_states
 from perturbkv.pipeline.sample.capture import decode_from
 from perturbkv.selfcheck import gpu_rows
@@ -60,6 +62,15 @@ def test_the_evicted_cache_of_the_decoding_row_equals_a_full_one_where_all_is_ke
             made.append(adapter.model(input_ids=ids, past_key_values=compact).logits)
         made.append(adapter.model(input_ids=ids, past_key_values=cache).logits)
     torch.testing.assert_close(*(logits[:rows] for logits in made), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(
+    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23), reason="older ones cache all heads' keys"
+)
+def test_a_cache_of_latents_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_rows, "load_model", lambda model, dtype, device: tiny_adapter("deepseek_v3", 4, 4))
+    with pytest.raises(ModelError, match="the benchmark of decoding expects a cache of the keys and values"):
+        gpu_rows.time_decoding("tiny", tokens=60, budget=20, batch=3, steps=2, repeats=2, **CPU)
 
 
 def test_the_loop_that_value_norms_are_held_against_computes_them_too() -> None:

@@ -70,7 +70,10 @@ def _prove(model: Any) -> Facts:
     path, attentions = layer_stack(model, calls, cache)
     modules = {index: call.module for index, (_, call) in attentions.items()}
     read = {index: read_layer(index, call, masks, cache, name) for index, (name, call) in attentions.items()}
-    receivers = find_projections(model, ids, modules)
+    stack = model.get_submodule(path)
+    receivers = find_projections(
+        model, ids, modules, {index: stack[index] for index, facts in read.items() if not facts.state}
+    )
     layers = tuple(
         replace(read[index], projection=receivers[index].path, has_gate=receivers[index].has_gate)
         if index in read

@@ -173,7 +173,8 @@ def check_entries(index: int, call: Call, cache: Cache, owner: int | None) -> in
     """Return how many numbers a layer's cache holds of a token, as a latent; 0 where attention read what it holds.
 
     The cache is the layer's own, or its owner's. A latent has other heads or widths than the keys and values that
-    attention reads. Raises RefusedError where the cache holds other entries of the same shape, or of other tokens.
+    attention reads, and is one for all heads: a cache of several could evict of each by itself. Raises RefusedError
+    where the cache holds other entries of the same shape, of other tokens, or of fewer heads that are repeated.
     """
     holder = index if owner is None else owner
     cached = cache.layers[holder] if holder < len(cache.layers) else None
@@ -186,7 +187,12 @@ def check_entries(index: int, call: Call, cache: Cache, owner: int | None) -> in
     length = keys.shape[2]  # a sliding layer holds the last entries
     read = [entries[:, :, -length:] for entries in (call.key, call.value)]
     alike = [held.shape[1::2] == other.shape[1::2] for held, other in zip((keys, values), read, strict=True)]
-    if type(cached) is DynamicLayer and not all(alike) and call.key.shape[2] == length == values.shape[2]:
+    is_shared = keys.shape[1] == values.shape[1] == 1 and not all(
+        held.shape[3] == other.shape[3] and torch.equal(held.expand_as(other), other)
+        for held, other in zip((keys, values), read, strict=True)
+    )
+    whole = type(cached) is DynamicLayer and call.key.shape[2] == length == values.shape[2]
+    if whole and is_shared and not all(alike):
         return sum(held.shape[1] * held.shape[3] for held in (keys, values))
     for what, held, other in zip(("keys", "values"), (keys, values), read, strict=True):
         if held.shape != other.shape or not torch.equal(held, other):

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from perturbkv.models import gates, projection
 from perturbkv.models.attention_facts import LayerFacts, RefusedError
 from perturbkv.models.interface import AttentionFunction, implementation, intercept
-from perturbkv.models.proof.calls import ERRORS, probe_text, read_tokens
+from perturbkv.models.proof.calls import ERRORS, LOGIT_ERRORS, probe_text, read_tokens
 
 
 class Receiver(NamedTuple):
@@ -32,12 +32,15 @@ class Receiver(NamedTuple):
     outputs: Tensor
 
 
-def find_projections(model: Any, ids: Tensor, attentions: Mapping[int, nn.Module]) -> dict[int, Receiver]:
+def find_projections(
+    model: Any, ids: Tensor, attentions: Mapping[int, nn.Module], decoder: Mapping[int, nn.Module]
+) -> dict[int, Receiver]:
     """Return per layer the map that receives the heads' outputs.
 
     Row 0 of the batch runs as it is; in the others other numbers stand in the place of the heads' outputs, after
-    another text each, while the attention's input is row 0's. Raises RefusedError where no map or several receive them
-    unchanged, or times a gate.
+    another text each, while the attention's input is row 0's. Of the layers of the `decoder`, which remember nothing
+    but entries, the outputs are looked at too. Raises RefusedError where no map or several receive the heads' outputs
+    unchanged, or times a gate, or where they go anywhere else.
     """
     receivers = {index: _Receivers(module) for index, module in attentions.items()}
     drawn, with_gate = dict[int, Tensor](), set[int]()
@@ -63,10 +66,28 @@ def find_projections(model: Any, ids: Tensor, attentions: Mapping[int, nn.Module
             receiver.silence(found[index])
         with_gate |= {id(attentions[index]) for index, one in found.items() if one.has_gate}
         drawn.clear()
+        outputs = dict[int, Tensor]()
+        for index, layer in decoder.items():
+            stack.callback(layer.register_forward_pre_hook(_repeat_row_0, with_kwargs=True).remove)
+            stack.callback(layer.register_forward_hook(partial(_keep_layer_output, outputs, index)).remove)
         read_tokens(model, ids.expand(4, -1), other)
     for index, receiver in receivers.items():
         receiver.check_silent(index)
+        if index in outputs:
+            _check_alike(outputs[index].transpose(0, -3), index, LOGIT_ERRORS)
     return found
+
+
+def _keep_layer_output(outputs: dict[int, Tensor], index: int, module: nn.Module, args: Any, output: Any) -> None:
+    """Store what a decoder layer puts out: a forward hook."""
+    outputs[index] = output[0] if isinstance(output, tuple) else output
+
+
+def _check_alike(rows: Tensor, index: int, errors: Mapping[torch.dtype, float]) -> None:
+    """Raise RefusedError unless all rows, of other heads' outputs each, are equal behind the silenced map."""
+    bound = errors[rows.dtype] * float(rows.double().abs().amax())
+    if not float((rows.double() - rows[:1].double()).abs().amax()) <= bound:
+        raise RefusedError("projection", "lets its heads' outputs past the map that receives them", index)
 
 
 class _Receivers:
@@ -128,9 +149,7 @@ class _Receivers:
 
     def check_silent(self, index: int) -> None:
         """Raise RefusedError unless all rows, of other heads' outputs each, are equal behind the silenced map."""
-        rows = self.output.double()
-        if not float((rows - rows[:1]).abs().amax()) <= ERRORS[self.output.dtype] * float(rows.abs().amax()):
-            raise RefusedError("projection", "lets its heads' outputs past the map that receives them", index)
+        _check_alike(self.output, index, ERRORS)
 
 
 def check_matrix(attention: nn.Module, facts: LayerFacts, index: int, dtype: torch.dtype, receiver: Receiver) -> None:
@@ -168,12 +187,12 @@ def _is_gated(received: Tensor, drawn: Tensor) -> bool:
 
 
 def _repeat_row_0(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Give every row of a batch row 0's hidden states: a pre-hook of an attention module."""
+    """Give every row of a batch row 0's hidden states: a pre-hook of an attention module, or of a decoder layer."""
     if args:
         return (_row_0(args[0]), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": _row_0(kwargs["hidden_states"])}
 
 
 def _row_0(hidden: Tensor) -> Tensor:
-    """Return a batch all of whose rows are row 0."""
-    return hidden[:1].expand_as(hidden).contiguous()
+    """Return a batch (row, token, d_model), or one in several streams (stream, …), all of whose rows are row 0."""
+    return hidden[..., :1, :, :].expand_as(hidden).contiguous()

@@ -22,6 +22,7 @@ from perturbkv.models.adapter import Adapter
 from perturbkv.models.forward import run_with_cache
 from perturbkv.pipeline.answers.recompression import Compressor, EvictedPrompt
 from perturbkv.pipeline.sample.capture import LOGITS, FiniteCheck, Observer, capture, decode_from, decode_shared
+from perturbkv.pipeline.sample.measure import check_everything_kept
 
 _TOKENS_PER_PASS = 16
 """Largest number of tokens per pass: their logits, of all caches, are in memory at once."""
@@ -77,6 +78,7 @@ def teacher_force(
             compressor.compress(len(divergences) + 1)
         count = _TOKENS_PER_PASS if compressor is None else min(_TOKENS_PER_PASS, compressor.tokens_until_limit())
         full, evicted = read(ids[len(divergences) : len(divergences) + count])
+        check_everything_kept(finite, adapter, full, evicted[0])
         divergences += [theory.logit_divergence(full[index], evicted[:, index]) for index in range(len(full))]
     return _make_divergence(divergences, rows)
 

@@ -25,6 +25,7 @@ from perturbkv.cache.makers import Entries, OwnEntries
 from perturbkv.configs.entry_counts import round_down_entries
 from perturbkv.devices import stack_on_device
 from perturbkv.models.adapter import Adapter
+from perturbkv.models.proof.calls import LOGIT_ERRORS
 from perturbkv.pipeline.sample.capture import FiniteCheck
 from perturbkv.pipeline.sample.decoding import StepRecord
 from perturbkv.pipeline.sample.full_layer import FullLayer
@@ -254,6 +255,19 @@ def to_numpy(tensor: Tensor, dtype: str) -> NDArray[Any]:
 
 CHANGED_VARIABLES = (*theory.Distances.names("perturbation_isolated"), "perturbation_change")
 """Variables measured of own entries: the distance from the full output, and, in L1, from the kept set's alone."""
+
+
+def check_everything_kept(
+    finite: FiniteCheck, adapter: Adapter, full: Float[Tensor, "*token vocab"], kept: Float[Tensor, "*token vocab"]
+) -> None:
+    """Record whether a compact cache that keeps everything decodes as the model does from its own, by their logits.
+
+    What a short text could not show at the door, such as a rule for long prompts, shows here.
+    """
+    told = f"model '{adapter.name}' decodes otherwise from all entries of its cache than from the cache itself"
+    expected, found = full.double(), kept.double()
+    length = (expected - expected.mean(dim=-1, keepdim=True)).norm().clamp(min=1e-30)
+    finite.check_agreement(told, (found - expected).norm() / length, LOGIT_ERRORS[adapter.dtype])
 
 
 def check_quantised_entries(finite: FiniteCheck, layer: int, entries: KeptEntries) -> None:

@@ -33,7 +33,6 @@ from perturbkv.datasets.encode import Prompt
 from perturbkv.devices import full_precision, stack_on_device
 from perturbkv.errors import ActivationError
 from perturbkv.models.adapter import Adapter
-from perturbkv.models.proof.calls import LOGIT_ERRORS
 from perturbkv.pipeline.answers.generation import generate
 from perturbkv.pipeline.answers.recompression import CacheSize, EvictedPrompt
 from perturbkv.pipeline.progress import phase
@@ -242,7 +241,8 @@ class _BatchDecoder:
             question_logits, records = decode_evicted(
                 self.adapter, cache, sample.question, sample.full.tokens, self.rows, self.finite
             )
-        self._check_everything_kept(records)
+        for full, evicted in zip(sample.full.steps, records, strict=True):
+            measure.check_everything_kept(self.finite, self.adapter, full.logits[0], evicted.logits[0])
         with phase("measure"):
             steps = [self._measure(step, len(indices)) for step in zip(sample.full.steps, records, strict=True)]
         sizes = {
@@ -275,17 +275,6 @@ class _BatchDecoder:
             },
             prefills={index: maker.prefill for index, maker in makers.items() if maker.prefill is not None},
         )
-
-    def _check_everything_kept(self, records: Sequence[StepRecord]) -> None:
-        """Record whether the row that keeps everything decodes as the model does from its own cache, by its logits.
-
-        What a short text could not show, such as a rule for long prompts, shows here.
-        """
-        told = f"model '{self.adapter.name}' decodes otherwise from all entries of its cache than from the cache itself"
-        for full, evicted in zip(self.sample.full.steps, records, strict=True):
-            expected, found = full.logits[0].double(), evicted.logits[0].double()
-            off = (found - expected).norm() / (expected - expected.mean()).norm().clamp(min=1e-30)
-            self.finite.check_agreement(told, off, LOGIT_ERRORS[self.adapter.dtype])
 
     def _evict(self, index: int, makers: Mapping[int, Maker]) -> _EvictedLayer:
         """Return the evicted cache's layer `index` for the configurations with the given makers.

@@ -21,7 +21,7 @@ from perturbkv.configs.cache_contents import EVICTED
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
 from perturbkv.devices import copy_to_device, to_device
-from perturbkv.errors import ModelError
+from perturbkv.errors import ConfigError, ModelError
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.forward import run_with_cache
 from perturbkv.pipeline.progress import phase
@@ -252,7 +252,8 @@ def prefill(
 
     NaN and Inf are recorded in `Prefill.finite`, and raise nothing here. Raises ModelError for a configuration that
     needs plain logits, where the model caps them, rotates keys or queries, where the model rotates none that way,
-    rounds or reads what the cache holds, where that is latents, or reads parts of it, where layers read another's.
+    rounds or reads what the cache holds, where that is latents, or reads parts of it, where layers read another's;
+    ConfigError for head scores that are all 0 where a cache is filled.
     """
     caps = [adapter.softmax(layer).cap for layer in range(len(adapter.layers))]
     compatibility.check_soft_cap(run.configs, next(filter(None, caps), None), adapter.name)
@@ -268,7 +269,7 @@ def prefill(
     gate_windows = {window for config in configs for window in (config.window, config.gate_window) if window >= 0}
     windows = sorted(gate_windows) if adapter.has_gates else []
     norms: dict[int, list[Tensor]] = {window: [] for window in windows or [0]}
-    statistics = Statistics(sample, *shape, scored, norms, run.head_scores[: len(adapter.holders)], external)
+    statistics = Statistics(sample, *shape, scored, norms, _own_head_scores(adapter, run), external)
     statistics.mean_queries.update((window, []) for window in stand_in.correction_windows(configs))
     statistics.queries.update((positions, []) for positions in remembered_positions(configs, len(token_ids), sample))
     euclidean = any(config.euclidean for config in configs)
@@ -280,6 +281,20 @@ def prefill(
     append_replay_scores(adapter, token_ids, reader.cache, statistics.scored, sample, reader.finite)
     states = prompt_states(adapter, reader.cache)
     return Prefill(reader.cache, logits[0, -1], statistics, reader.finite, states, reader.read)
+
+
+def _own_head_scores(adapter: Adapter, run: ResolvedRun) -> Sequence[Sequence[float]]:
+    """Return the user's head scores of the layers that fill a cache. Raises ConfigError where none of them is above 0.
+
+    Those of layers that read another's cache count for nothing, as its layer chooses the kept sets.
+    """
+    scores = run.head_scores[: len(adapter.holders)]
+    if scores and not any(map(any, scores)):
+        raise ConfigError(
+            f"expected a head score above 0 in a layer of model '{adapter.name}' that fills a cache, got none; those "
+            "of layers that read another's cache choose nothing"
+        )
+    return scores
 
 
 def _check_rotations(adapter: Adapter, configs: Sequence[ResolvedConfig]) -> None:

@@ -137,6 +137,8 @@ class MixtureSample:
         question_logits, evicted = decode_evicted(
             self.adapter, cache, self.sample.question, full.tokens, full.rows, self.finite
         )
+        for expected, found in zip(full.steps, evicted, strict=True):
+            measure.check_everything_kept(self.finite, self.adapter, expected.logits[0], found.logits[0])
         steps = [measure.propagated_quantities(self.adapter, *step) for step in zip(full.steps, evicted, strict=True)]
         scores = (
             self._grade_answers(cache, question_logits, len(mixtures))

@@ -1,0 +1,65 @@
+"""A model whose attention changes with a prompt's length passes the door, and is refused where its numbers show it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import perturbkv as pk
+from perturbkv.configs.patching import Mixture
+from perturbkv.configs.resources import Resources
+from perturbkv.configs.run import RunConfig
+from perturbkv.errors import ModelError
+from perturbkv.models.adapter import Adapter
+from perturbkv.pipeline.answers import generation
+from perturbkv.pipeline.variants.mixtures import MixtureSample
+from perturbkv.selection.grid import configuration
+from perturbkv.selection.resolved_config import ResolvedRun
+from tests.support.models import tiny_adapter, token_ids
+from tests.support.resolved import answer
+
+PROMPT = pk.Prompt("s", token_ids(60), 0)
+CONFIGS = tuple(configuration(budget, policy="snapkv", window=4) for budget in (20, 30))
+
+
+def fading(limit: int, monkeypatch: pytest.MonkeyPatch) -> Adapter:
+    """Keys of the second layer fade where attention reads more than `limit`, as it does of the plain cache alone."""
+    adapter = tiny_adapter("llama")
+    attention = adapter.attentions[1]
+    module: Any = sys.modules[type(attention).__module__]
+    stock = module.ALL_ATTENTION_FUNCTIONS.get_interface
+
+    def interface(*asked: Any) -> Any:
+        attend = stock(*asked)
+
+        def fade(called: Any, query: Any, key: Any, value: Any, *more: Any, **options: Any) -> Any:
+            long = called is attention and key.shape[2] > limit
+            return attend(called, query, key * torch.linspace(0.1, 1, key.shape[2])[:, None] if long else key, value,
+                          *more, **options)  # fmt: skip
+
+        return fade
+
+    monkeypatch.setattr(module.ALL_ATTENTION_FUNCTIONS, "get_interface", interface)
+    return adapter
+
+
+@pytest.mark.parametrize("what", ["measure", "patching", "divergence"])
+def test_it_is_refused_wherever_the_plain_cache_is_compared(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "end_tokens", lambda adapter: set())
+    run = ResolvedRun.from_run(RunConfig("m", "d", CONFIGS, steps=2))
+
+    def compare(adapter: Adapter) -> None:
+        if what == "measure":
+            pk.measure(adapter, [PROMPT], CONFIGS, settings=pk.Settings(steps=2), progress=False)
+        elif what == "patching":
+            sample = MixtureSample(adapter, PROMPT, run, Resources(), 2)
+            sample.measure([Mixture.of_layers(2, sample.kept_heads, [0])])
+        else:
+            answer(adapter, PROMPT, CONFIGS, 4, divergence=True)
+
+    compare(fading(100, monkeypatch))
+    with pytest.raises(ModelError, match="decodes otherwise from all entries of its cache than from the cache itself"):
+        compare(fading(50, monkeypatch))
