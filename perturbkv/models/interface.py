@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -59,11 +59,9 @@ def intercept(
         yield
 
 
-@contextmanager
-def intercept_masks(implementation: str, make: Callable[..., Any]) -> Iterator[None]:
+def intercept_masks(implementation: str, make: Callable[..., Any]) -> AbstractContextManager[None]:
     """Let `make`, with the arguments of transformers' mask interface, make the masks of an implementation's models."""
-    with _registered(ALL_MASK_ATTENTION_FUNCTIONS, implementation, make):
-        yield
+    return _registered(ALL_MASK_ATTENTION_FUNCTIONS, implementation, make)
 
 
 @contextmanager

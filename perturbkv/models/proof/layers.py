@@ -111,10 +111,9 @@ def read_layer(index: int, call: Call, masks: Masks, cache: Cache, attention: st
     if size != window:
         raise RefusedError("cache", f"sees {window or 'all'} entries, and its cache is one of {size or 'all'}", index)
     heads, kv_heads = call.query.shape[1], call.key.shape[1]
-    cap = call.options.get("softcap")
     return LayerFacts(
         attention, "", kind, window, heads, kv_heads, call.key.shape[-1], call.value.shape[-1],
-        call.options["scaling"], None if cap is None else float(cap), sink_parameter(index, call),
+        call.options["scaling"], call.options.get("softcap"), sink_parameter(index, call),
         state=recurrent_states.size(cache.layers[index]), latent=latent, owner=owner,
     )  # fmt: skip
 
