@@ -25,7 +25,7 @@ from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.selection.grid import grid
 from perturbkv.selection.policies import registry
 from perturbkv.selection.resolved_config import ResolvedRun
-from perturbkv.selfcheck.checks import Check, run_check
+from perturbkv.selfcheck.checks import Check, relative_distance, run_check
 
 _VARIABLES = (
     "perturbation_isolated",
@@ -110,7 +110,7 @@ def _check_sums(
         for place in (torch.device("cpu"), device)
     )
     distances = [
-        _relative_distance(_sum_last_axis(found[one]), _sum_last_axis(expected[one]))
+        relative_distance(_sum_last_axis(found[one]), _sum_last_axis(expected[one]))
         for one in _VARIABLES
         if one in expected
     ]
@@ -120,15 +120,6 @@ def _check_sums(
 def _sum_last_axis(array: np.ndarray) -> np.ndarray:
     """Return sums over the last axis, that of heads or layers, in float64; NaN counts as 0."""
     return np.asarray(np.nansum(array.astype(np.float64), axis=-1))
-
-
-def _relative_distance(found: np.ndarray, expected: np.ndarray) -> float:
-    """Return the largest absolute difference over the largest absolute expected value.
-
-    Infinity if a found value is not finite.
-    """
-    distance = float(np.abs(found - expected).max() / max(np.abs(expected).max(), np.finfo(float).tiny))
-    return distance if np.isfinite(found).all() else float("inf")
 
 
 def _check_answers(name: str, device: torch.device, compress_every: int | None) -> list[Check]:

@@ -181,7 +181,9 @@ def plan(
     check_fill([config.precision for config in configs], shape.d_key, shape.d_value, files.name)
     if generate and settings.scored:
         resources = _bound_memory(resources, shape, run, prompts, placement, loaded)
-    batches = _largest_batches(shape, ResolvedRun.from_run(run, fit), prompts, resources)
+    resolved_run = ResolvedRun.from_run(run, fit)
+    planned = [plan_prompt_batches(prompt, resolved_run, shape, resources) for prompt in prompts]
+    batches = max(planned, key=lambda each: (len(each.indices), each.largest_bytes))
     return Plan(files, placement, prompts, run, fit, resources, batches, settings.text, settings.kept, loaded)
 
 
@@ -273,9 +275,3 @@ def _bound_memory(
     decoded = max(len(prompt.token_ids) for prompt in prompts) - tokens + max(run.steps, run.generate)
     largest = max(shape.row_bytes(config, tokens, decoded, run.steps) for config in run.configs)
     return replace(resources, max_bytes=bound) if bound > max(resident // 2, largest) else resources
-
-
-def _largest_batches(shape: Shape, run: ResolvedRun, prompts: Sequence[Prompt], resources: Resources) -> Batches:
-    """Return the batches of the prompt that needs most memory. Raises ConfigError if one exceeds the memory bound."""
-    planned = [plan_prompt_batches(prompt, run, shape, resources) for prompt in prompts]
-    return max(planned, key=lambda batches: (len(batches.indices), batches.largest_bytes))
