@@ -73,8 +73,7 @@ def prove(model: Any) -> Facts:
             for index, cached in enumerate(cache.layers)
         )
         measured = measured_layers(layers)
-        _check_alike([layers[index] for index in measured])
-        _check_readers(layers, measured)
+        _check_measured(layers, measured)
         check_reading(model, ids, layers, {index: call for index, (_, call) in attentions.items()})
         check_streams(model, ids, path)
         for index in measured:
@@ -82,15 +81,15 @@ def prove(model: Any) -> Facts:
         return Facts(path, layers, find_rotary(model, ids, [modules[index] for index in measured]))
 
 
-def _check_alike(layers: Sequence[LayerFacts]) -> None:
-    """Raise RefusedError unless the measured layers have the same heads, which a trace has one axis for."""
-    sizes = {(layer.heads, layer.kv_heads, layer.d_key, layer.d_value, layer.latent) for layer in layers}
-    if len(sizes) > 1:
-        raise RefusedError("heads", f"has measured layers of {len(sizes)} shapes, in heads or widths, and not of one")
+def _check_measured(layers: Sequence[LayerFacts], measured: Sequence[int]) -> None:
+    """Raise RefusedError unless measured layers have the same heads, as a trace has one axis for them.
 
-
-def _check_readers(layers: Sequence[LayerFacts], measured: Sequence[int]) -> None:
-    """Raise RefusedError unless each layer sees what its cache's owner sees, and measured readers come last."""
+    Each layer must also see what its cache's owner sees, and of the measured ones those that read another's come last.
+    """
+    own = [layers[index] for index in measured]
+    shapes = {(layer.heads, layer.kv_heads, layer.d_key, layer.d_value, layer.latent) for layer in own}
+    if len(shapes) > 1:
+        raise RefusedError("heads", f"has measured layers of {len(shapes)} shapes, in heads or widths, and not of one")
     for index, layer in enumerate(layers):
         if layer.owner is not None:
             owner = layers[layer.owner]

@@ -152,7 +152,9 @@ def plan(
         [config.policy for config in configs], settings.steps, generate, files.config, files.name
     )
     _check_prompts(prompts, settings.scenario, files.config, max(settings.steps, generate), files.name)
-    grading = _grading_metrics(prompts, settings.scored) if generate else {}
+    if generate and settings.scored:
+        check_answers(prompts)
+    grading = {METRICS: sorted({metric.name for metric in metrics_of(prompts).values()})} if generate else {}
     fit = fitting_configs(resolved, prompts, settings.scenario, settings.leave_out_unfit)
     run = RunConfig(
         model=files.name,
@@ -198,17 +200,6 @@ def _answer_length(prompts: Prompts) -> int:
             "file of its own", prompts.dataset, length, ", ".join(shorter),
         )  # fmt: skip
     return length
-
-
-def _grading_metrics(prompts: Prompts, scored: bool) -> dict[str, list[str]]:
-    """Return {METRICS: names of the prompts' grading metrics}, as options of the data set.
-
-    Raises DatasetError for a metric that cannot grade, and, where answers are `scored`, for a prompt without accepted
-    answers.
-    """
-    if scored:
-        check_answers(prompts)
-    return {METRICS: sorted({metric.name for metric in metrics_of(prompts).values()})}
 
 
 def fitting_configs(
