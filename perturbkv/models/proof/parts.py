@@ -14,7 +14,7 @@ from perturbkv.models import recurrent_states
 from perturbkv.models.attention_facts import LayerFacts, RefusedError
 from perturbkv.models.interface import AttentionFunction, implementation, intercept, text_config
 from perturbkv.models.proof.calls import ERRORS, LOGIT_ERRORS, Call, probe_text, read_tokens, record
-from perturbkv.models.proof.layers import HARMLESS, READ, check_entries, sink_parameter
+from perturbkv.models.proof.layers import IGNORED_KEYWORDS, USED_KEYWORDS, check_entries, sink_parameter
 
 
 def check_reading(model: Any, ids: Tensor, layers: Sequence[LayerFacts], calls: Mapping[int, Call]) -> None:
@@ -121,7 +121,7 @@ def _check_decoding(index: int, call: Call, facts: LayerFacts) -> None:
     """Raise RefusedError unless attention while decoding is what it was for the whole text."""
     if (call.options["scaling"], call.options.get("softcap")) != (facts.scale, facts.cap):
         raise RefusedError("decoding", "has another scale or cap while it decodes", index)
-    if call.options.keys() - HARMLESS - READ or sink_parameter(index, call) != facts.sinks:
+    if call.options.keys() - IGNORED_KEYWORDS - USED_KEYWORDS or sink_parameter(index, call) != facts.sinks:
         raise RefusedError("decoding", "gives its attention other keywords while it decodes", index)
     if not call.error <= ERRORS[call.query.dtype]:
         off = f"off by {call.error:.1g}"

@@ -96,8 +96,8 @@ class Statistics:
         model_results: cached results of `compute_over_layers`, and of rankings that layers share.
         mean_queries: window -> per layer the mean of its queries after rotation (head, d_key), for corrections.
         queries: positions -> per layer their queries after rotation (head, query, d_key), for sparse prefills.
-        gates: layer -> γ of its last queries (query, head · d_value), as many as the largest window; without layers
-            that have none.
+        gates: layer -> γ of its last queries (query, head · d_value), as many as the largest window; only of
+            layers with gates.
     """
 
     sample: str
