@@ -98,8 +98,7 @@ def read_prompts(
             padding = {} if mask is None else {
                 "attention_mask": mask[:, : first + part], "position_ids": positions[:, columns]
             }  # fmt: skip
-            ids = situation.ids[:, columns]
-            run_with_cache(adapter.model, ids, cache, logits_to_keep=1, **padding)
+            run_with_cache(adapter.model, situation.ids[:, columns], cache, logits_to_keep=1, **padding)
             first += part
     return read_contents(adapter, cache)
 

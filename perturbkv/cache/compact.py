@@ -179,8 +179,7 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Restrict the layer to the given rows, in the given order."""
-        blocks = [block.keep_rows(rows) for block in self.blocks]
-        self.blocks = [block for block in blocks if block is not None]
+        self.blocks = [kept for block in self.blocks if (kept := block.keep_rows(rows)) is not None]
         self.kept_entries = sum(segment.length for block in self.blocks for segment in block.segments)
         self.borrowed_rows = {
             index: self.borrowed_rows[row] for index, row in enumerate(rows) if row in self.borrowed_rows

@@ -82,8 +82,7 @@ def explain_write_errors() -> Iterator[None]:
 def is_whole(entry: Path) -> bool:
     """Return whether a cache entry's files match the sizes and CRC-32 in its listing."""
     try:
-        listing = json.loads((entry / _LISTING).read_text(encoding="utf-8"))
-        return bool(listing == _listing(entry))
+        return bool(json.loads((entry / _LISTING).read_text(encoding="utf-8")) == _listing(entry))
     except (OSError, ValueError):
         return False
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from perturbkv.analyses.ablation import ingredients
 from perturbkv.analyses.ablation.ingredients import Row
 from perturbkv.analyses.heads import head_comparison, heads
-from perturbkv.analyses.heads.head_comparison import HeadComparison, better_share, sum_ratio
+from perturbkv.analyses.heads.head_comparison import better_share, sum_ratio
 from perturbkv.analyses.layers import drift
 from perturbkv.analyses.measurements import Floats, Measurements
 from perturbkv.analyses.names import distinct_names, short_names
@@ -302,10 +302,8 @@ def _conclusion(trace: Trace, first: int, second: int) -> str:
 
 def _row_part(row: Row) -> dict[str, Any]:
     """Return an ablation row's JSON object for the page, with the isolated and the propagated ratio of sums."""
-    return {"name": escape_line(row.title), **{kind: _kind_ratio(row, kind) for kind in ("isolated", "propagated")}}
-
-
-def _kind_ratio(comparison: HeadComparison, kind: str) -> list[float]:
-    """Return a comparison's ratio of sums of one kind ("isolated" or "propagated"), with its interval."""
-    result = getattr(comparison, kind)
-    return with_interval(result.sum_ratio, result.sum_ratio_interval)
+    return {
+        "name": escape_line(row.title),
+        "isolated": with_interval(row.isolated.sum_ratio, row.isolated.sum_ratio_interval),
+        "propagated": with_interval(row.propagated.sum_ratio, row.propagated.sum_ratio_interval),
+    }

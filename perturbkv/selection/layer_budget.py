@@ -96,8 +96,7 @@ class LayerBudget:
 
     def counts_among_layer_top(self) -> Int[Tensor, " kept_head"]:
         """Return each kept set's number of entries among the layer's k highest scores, k the budget of the layer."""
-        order = self.heads_by_score()[: self.kept_heads * self.free]
-        return count_rows(order, self.kept_heads).to(torch.int64)
+        return count_rows(self.heads_by_score()[: self.kept_heads * self.free], self.kept_heads).to(torch.int64)
 
     def counts_among_model_top(self) -> Int[Tensor, " kept_head"]:
         """Return each kept set's number of entries among the model's k highest scores, k the budget of the model."""

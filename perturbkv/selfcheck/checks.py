@@ -129,13 +129,16 @@ def check_placement(model: str, device: torch.device, tokens: int) -> list[Check
     ]
 
 
+def random_prompt(tokens: int) -> Prompt:
+    """Return a prompt of random tokens."""
+    return Prompt("selfcheck", tuple(np.random.default_rng(0).integers(0, 256, tokens).tolist()), 0)
+
+
 def _trace_random_prompt(adapter: Adapter, tokens: int) -> SampleTrace:
     """Return the measurements of a prompt of random tokens."""
-    ids = np.random.default_rng(0).integers(0, 256, tokens).tolist()
-    prompt = Prompt("selfcheck", tuple(ids), 0)
     configs = tuple(EvictionConfig(tokens // 4, selection=name) for name in ("attention", "two-stage"))
     run = RunConfig(model=adapter.name, dataset="random tokens", configs=configs)
-    return trace_sample(adapter, prompt, ResolvedRun.from_run(run))
+    return trace_sample(adapter, random_prompt(tokens), ResolvedRun.from_run(run))
 
 
 def relative_distance(measured: np.ndarray, expected: np.ndarray) -> float:

@@ -107,5 +107,4 @@ def recompute(
     if sinks is not None:
         sink = sinks.double().reshape(1, -1, 1, 1).expand(*logits.shape[:3], 1)
         logits = torch.cat([logits, sink], dim=-1)
-    weights = logits.softmax(dim=-1)[..., : key.shape[2]]
-    return (weights @ values).transpose(1, 2)
+    return (logits.softmax(dim=-1)[..., : key.shape[2]] @ values).transpose(1, 2)

@@ -78,8 +78,7 @@ class _Receivers:
 
     def __enter__(self) -> None:
         self._stack = ExitStack()
-        hook = self.attention.register_forward_pre_hook(_repeat_row_0, with_kwargs=True)
-        self._stack.callback(hook.remove)
+        self._stack.callback(self.attention.register_forward_pre_hook(_repeat_row_0, with_kwargs=True).remove)
         self._stack.callback(self.attention.register_forward_hook(self._keep_output).remove)
         for name, module in self.attention.named_modules():
             if name and not isinstance(module, nn.Dropout | nn.Identity):

@@ -33,6 +33,7 @@ from perturbkv.models.adapter import Adapter
 from perturbkv.models.forward import run_with_cache
 from perturbkv.pipeline.answers.generation import end_tokens
 from perturbkv.pipeline.sample.capture import FiniteCheck, Observer, capture
+from perturbkv.pipeline.sample.replay import tokenize
 from perturbkv.scoring.window_attention import causal_logits
 from perturbkv.theory import WORK, Softmax
 
@@ -84,7 +85,7 @@ def score_prompt(adapter: Adapter, evidence: Evidence) -> tuple[Float[Tensor, "l
     Raises DatasetError as `locate_sentence`, and ActivationError for NaN or Inf.
     """
     span = locate_sentence(evidence, adapter.tokenizer)
-    most_tokens = len(_tokenize(f" {evidence.prompt.answers[0]}", adapter.tokenizer))
+    most_tokens = len(tokenize(adapter.tokenizer, f" {evidence.prompt.answers[0]}"))
     masses: list[list[Tensor]] = [[] for _ in adapter.layers]
 
     def observe(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -152,7 +153,7 @@ def locate_sentence(evidence: Evidence, tokenizer: Callable[..., dict[str, Seque
     """
     prompt = evidence.prompt
     for text in (f" {evidence.sentence}", evidence.sentence):
-        ids = _tokenize(text, tokenizer)
+        ids = tokenize(tokenizer, text)
         for start in range(len(prompt.token_ids) - len(ids) + 1):
             if prompt.answers and list(prompt.token_ids[start : start + len(ids)]) == ids:
                 return range(start, start + len(ids))
@@ -160,8 +161,3 @@ def locate_sentence(evidence: Evidence, tokenizer: Callable[..., dict[str, Seque
         f"expected sample '{prompt.sample_id}' to have an answer ({', '.join(prompt.answers) or 'it has none'}) and to "
         f"hold '{evidence.sentence}', got a prompt without; head scores need prompts that hold their answer's sentence"
     )
-
-
-def _tokenize(text: str, tokenizer: Callable[..., dict[str, Sequence[int]]]) -> list[int]:
-    """Return the token ids of a text without special tokens."""
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -109,8 +109,7 @@ def _attend_to_cache(
     if id(module) not in readers:
         layer.append(key, value)
     scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
-    softmax = Softmax(scale, kwargs.get("softcap"), kwargs.get("s_aux"))
-    return layer.attend(query, softmax), None
+    return layer.attend(query, Softmax(scale, kwargs.get("softcap"), kwargs.get("s_aux"))), None
 
 
 def decode_shared(adapter: Adapter) -> AbstractContextManager[None]:
