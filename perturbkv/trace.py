@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -266,8 +266,7 @@ class Trace:
 
     def save(self, path: str | Path) -> Path:
         """Write the trace file atomically; an existing file is replaced."""
-        written: Path = _storage_module("trace.trace_writing").save(self, Path(path))
-        return written
+        return cast("Path", _storage_module("trace.trace_writing").save(self, Path(path)))
 
     def to_xarray(self) -> Any:
         """Return an `xarray.Dataset` with the names, axes and units of a trace file."""

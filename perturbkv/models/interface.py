@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -87,8 +87,7 @@ def _eager_attention(module: nn.Module) -> AttentionFunction:
     function = vars(sys.modules[type(module).__module__]).get("eager_attention_forward")
     if function is None:
         raise ModelError(f"{type(module).__name__} has no eager attention; load the model with 'sdpa'")
-    found: AttentionFunction = function
-    return found
+    return cast("AttentionFunction", function)
 
 
 @contextmanager

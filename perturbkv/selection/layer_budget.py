@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -91,8 +91,7 @@ class LayerBudget:
         """
         if self.model_wide is None:
             raise ConfigError("budgets that look at all layers need a whole prompt; choose another policy")
-        result: _Result = self.model_wide(key, make)
-        return result
+        return cast("_Result", self.model_wide(key, make))
 
     def counts_among_layer_top(self) -> Int[Tensor, " kept_head"]:
         """Return each kept set's number of entries among the layer's k highest scores, k the budget of the layer."""

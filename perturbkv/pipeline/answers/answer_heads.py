@@ -15,8 +15,6 @@ a model are not those of the released files, and what headkv does with them spea
 
 from __future__ import annotations
 
-import string
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +25,7 @@ from torch import Tensor
 from perturbkv import memory
 from perturbkv.cache.compact import full_cache
 from perturbkv.datasets.encode import Prompt
+from perturbkv.datasets.metrics import f1
 from perturbkv.devices import full_precision, stack_on_device
 from perturbkv.errors import DatasetError
 from perturbkv.models.adapter import Adapter
@@ -132,18 +131,7 @@ def span_attention(
 
 def is_right(text: str, answers: Sequence[str]) -> bool:
     """Return whether the F1 score between the text and any accepted answer, as bags of words, exceeds 0.5."""
-    return any(_word_f1(_count_words(text), _count_words(answer)) > 0.5 for answer in answers)
-
-
-def _word_f1(words: Counter[str], answer: Counter[str]) -> float:
-    """Return the F1 score of two bags of words."""
-    return 2 * (words & answer).total() / max(1, words.total() + answer.total())
-
-
-def _count_words(text: str) -> Counter[str]:
-    """Return word -> count in a text, in lower case, without punctuation and articles."""
-    bare = text.lower().translate(str.maketrans("", "", string.punctuation)).split()
-    return Counter(word for word in bare if word not in ("a", "an", "the"))
+    return f1(text, answers) > 0.5
 
 
 def locate_sentence(evidence: Evidence, tokenizer: Callable[..., dict[str, Sequence[int]]]) -> range:

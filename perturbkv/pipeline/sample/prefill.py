@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
@@ -165,8 +165,7 @@ class Statistics:
                 )
             )
             self.model_results[key] = {config: rankings(config, scores_of(config)) for config in sharing}
-        found: Mapping[ResolvedConfig, Rankings] = self.model_results[key]
-        return found
+        return cast("Mapping[ResolvedConfig, Rankings]", self.model_results[key])
 
     def compute_over_layers(
         self, config: ResolvedConfig, counts: PrefixCounts, key: Hashable, make: Callable[[Iterable[Tensor]], Any]
