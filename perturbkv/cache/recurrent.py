@@ -65,7 +65,7 @@ class Recurrence:
         self.marks[after] = RecurrentState(self, prompt.names), list(range(len(rows)))
 
     def go_back(self, after: int) -> None:
-        """Go back to the state after the first `after` decoded tokens, which must be marked unless it is 0."""
+        """Set the state to that of the prompt for `after` = 0, or to the one marked after as many tokens."""
         state, rows = self.marks[after]
         state.put_into(self, rows)
 
@@ -95,5 +95,10 @@ class RecurrentLayer(Recurrence, _Layer):
         state, rows = self.marks[0]
         return RecurrentLayer(state, len(rows))
 
-    forget = Recurrence.go_back
-    keep_rows = Recurrence.keep_state_rows
+    def forget(self, after: int) -> None:
+        """Go back to the state after the first `after` decoded tokens, which must be marked unless it is 0."""
+        self.go_back(after)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Restrict the layer to the given rows, in the given order."""
+        self.keep_state_rows(rows)
