@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,9 +52,7 @@ DATA = "Model and data"
 """The group of these options in the help."""
 
 
-def _data_option(*flags: str, **attributes: Any) -> Any:
-    """Return an option of the help's group "Model and data"."""
-    return Option(*flags, rich_help_panel=DATA, **attributes)
+_data_option = partial(Option, rich_help_panel=DATA)
 
 
 @dataclass(frozen=True)

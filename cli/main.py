@@ -100,8 +100,7 @@ def run_to_exit_code(run: Callable[[], int]) -> int:
 def _drop_output() -> None:
     """Redirect stdout to the null device, so that Python's flush at exit does not fail."""
     with suppress(OSError):
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 app: typer.Typer = typer.Typer(

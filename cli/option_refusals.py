@@ -44,11 +44,6 @@ class Need:
         return {getattr(config, name) for config in useful} != {getattr(config, name) for config in configs}
 
 
-def _is_staged(run: DataOptions, config: EvictionConfig) -> bool:
-    """Return whether a configuration selects in two stages."""
-    return config.selection.name in STAGED
-
-
 def _uses_seed(run: DataOptions, config: EvictionConfig) -> bool:
     """Return whether prompts, weights or kept entries are drawn at random."""
     random_entries = "random" in (config.selection.name, config.policy.name)
@@ -99,7 +94,9 @@ NEEDS: Mapping[str, Need] = {
 }
 """Option -> condition. Options of a policy, a selection or a granularity declare their conditions themselves."""
 
-_STRICTER_NEEDS: Mapping[str, Mapping[str, Need]] = {"generate": {"alpha": Need(_is_staged, "a two-stage selection")}}
+_STRICTER_NEEDS: Mapping[str, Mapping[str, Need]] = {
+    "generate": {"alpha": Need(lambda run, config: config.selection.name in STAGED, "a two-stage selection")}
+}
 """Command -> options whose conditions are stricter there: generation has no bounds."""
 
 _ON_A_TRACE = frozenset({

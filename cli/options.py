@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -121,14 +122,8 @@ CompareOption = Annotated[
 ]
 
 
-def _eviction_option(*flags: str, **attributes: Any) -> Any:
-    """Return an option of the help's group "Eviction"."""
-    return Option(*flags, rich_help_panel=_EVICT, **attributes)
-
-
-def _run_option(*flags: str, **attributes: Any) -> Any:
-    """Return an option of the help's group "Running and output"."""
-    return Option(*flags, rich_help_panel=_RUN, **attributes)
+_eviction_option = partial(Option, rich_help_panel=_EVICT)
+_run_option = partial(Option, rich_help_panel=_RUN)
 
 
 def _rare_option(panel: str, *flags: str, **attributes: Any) -> Any:

@@ -70,23 +70,22 @@ def require_complete(results: Sequence[Path | ShardDone], as_json: bool) -> list
     if not shards:
         return [result for result in results if isinstance(result, Path)]
     if as_json:
-        console.print_json({"shards": [_measured_shard_document(shard) for shard in shards]})
+        documents = [
+            {
+                "trace": str(measured.trace),
+                **shard_document(measured.shard, measured.samples, measured.configs),
+                "failed": dict(measured.failures),
+                "done": [complete.number for complete in measured.done],
+            }
+            for measured in shards
+        ]
+        console.print_json({"shards": documents})
     else:
         for shard in shards:
             console.say(str(shard))
     for reason in (reason for shard in shards for reason in shard.failures.values()):
         console.note(f"failed: {reason}")
     raise typer.Exit(1 if any(shard.failures for shard in shards) else 0)
-
-
-def _measured_shard_document(measured: ShardDone) -> dict[str, Any]:
-    """Return a measured shard as a JSON document, with the numbers of all shards that are complete."""
-    return {
-        "trace": str(measured.trace),
-        **shard_document(measured.shard, measured.samples, measured.configs),
-        "failed": dict(measured.failures),
-        "done": [shard.number for shard in measured.done],
-    }
 
 
 def shard_document(shard: Shard, samples: Sequence[str], configs: int) -> dict[str, Any]:

@@ -35,7 +35,7 @@ _MADE_BY_US = {"png": b"Software\0perturbkv", "svg": b"<dc:title>perturbkv", "pd
 def figure_files(folder: Path, stems: Iterable[str], formats: Iterable[str]) -> list[OutputFile]:
     """Return the output files of figures, stem × format; they replace only figures of this library."""
     return [
-        OutputFile(folder / f"{stem}.{suffix}", "a figure of ours", _content_test(_MADE_BY_US[suffix]))
+        OutputFile(folder / f"{stem}.{suffix}", "a figure of ours", content_test(_MADE_BY_US[suffix]))
         for suffix in formats
         for stem in stems
     ]
@@ -82,7 +82,7 @@ def _json_or_none(kind: FileKind, path: Path) -> Any:
         return None
 
 
-def _content_test(mark: bytes) -> Callable[[Path], bool]:
+def content_test(mark: bytes) -> Callable[[Path], bool]:
     """Return a function that tests whether a file contains these bytes."""
     return lambda path: mark in path.read_bytes()
 

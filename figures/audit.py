@@ -50,8 +50,7 @@ def _draw_kept_share(figure: Figure, axes: Axes, result: Audit) -> None:
     )  # fmt: skip
     axes.set(title="kept share of each place", xlabel="position in the prompt, %", ylabel="layer")
     _number_layers(axes.yaxis, result)
-    bar = figure.colorbar(image, ax=axes, fraction=0.05, pad=0.02)
-    bar.outline.set_visible(False)
+    figure.colorbar(image, ax=axes, fraction=0.05, pad=0.02).outline.set_visible(False)
 
 
 def _draw_distance(axes: Axes, result: Audit) -> None:

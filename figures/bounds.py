@@ -137,15 +137,10 @@ def _map_names(configs: Sequence[Tightness]) -> list[str]:
     return ["\n".join(fold(part, _LETTERS) for part in parts) for parts in names]
 
 
-def _budget_label(configs: Sequence[EvictionConfig]) -> str:
-    """Return the axis label of budgets with their unit: a share of the prompt, or entries."""
-    units = dict.fromkeys(config.budget.unit for config in configs)
-    return f"budget b ({' or '.join(units)})" if units else "budget b"
-
-
 def _set_budget_label(axes: Axes, configs: Sequence[EvictionConfig]) -> None:
-    """Set the x label of budgets, in a smaller font if it is too wide for the panel."""
-    axes.set_xlabel(_budget_label(configs))
+    """Set the x label of budgets with their units, in a smaller font if it is too wide for the panel."""
+    units = dict.fromkeys(config.budget.unit for config in configs)
+    axes.set_xlabel(f"budget b ({' or '.join(units)})" if units else "budget b")
     if len(axes.get_xlabel()) > _ACROSS:
         axes.xaxis.label.set_fontsize(style.points(6.2))
 
@@ -232,8 +227,9 @@ def _draw_agreement(axes: Axes, compared: Sequence[RankAgreement], names: Sequen
     elif not axes.containers:
         style.draw_note(axes, f"fewer than {MIN_SAMPLES} samples\nhave heads that count", at="middle")
     for index, agreement in enumerate(compared):
-        axes.text(index, 0.02, _counts_text(agreement), transform=axes.get_xaxis_transform(), ha="center", va="bottom",
-                  fontsize=style.points(5), color="0.35", linespacing=0.95)  # fmt: skip
+        last = agreement.shown[-1]  # the pair of one stage 1, where there is one
+        axes.text(index, 0.02, f"{last.values:,}\nin {last.samples}", transform=axes.get_xaxis_transform(),
+                  ha="center", va="bottom", fontsize=style.points(5), color="0.35", linespacing=0.95)  # fmt: skip
     handles = [_dot_entry(colour, colour, symbols_to_tex(name)) for name, colour in _bound_colours().items()]
     return [*handles, _dot_entry("0.3", "0.3", "against ν ≡ 1"), _dot_entry("0.3", "white", "against attention")]
 
@@ -244,12 +240,6 @@ def _set_agreement_limits(axes: Axes) -> None:
     axes.set_ylim(bottom - 0.34 * (1.02 - bottom), 1.03)
     ticks = [tick for tick in (0, 0.25, 0.5, 0.75, 1) if tick >= bottom]
     axes.set_yticks(ticks, [f"{100 * tick:.0f}" for tick in ticks])
-
-
-def _counts_text(agreement: RankAgreement) -> str:
-    """Return the numbers of heads and samples that count as text, of the pair of one stage 1 where there is one."""
-    one = agreement.shown[-1]
-    return f"{one.values:,}\nin {one.samples}"
 
 
 def _draw_concordance(axes: Axes, index: int, pair: Concordance) -> None:

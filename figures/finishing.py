@@ -62,7 +62,8 @@ def finish(figure: CaptionedFigure, width_mm: float) -> None:
 def _fit(figure: CaptionedFigure, width_mm: float) -> None:
     """Fold words to their room, and give every row of panels its height, and the figure the sum."""
     panels, bars = (
-        [axes for axes in figure.axes if axes.axison and _is_bar(axes) is of_bar] for of_bar in (False, True)
+        [axes for axes in figure.axes if axes.axison and hasattr(axes, "_colorbar") is of_bar]
+        for of_bar in (False, True)
     )
     _magnify(figure)
     _fold_words(figure, panels, bars)
@@ -114,11 +115,6 @@ def _lay_out(figure: CaptionedFigure) -> bool:
         locator = axes.get_axes_locator()
         axes.apply_aspect(locator(axes, None) if locator else None)  # type: ignore[arg-type,truthy-function]
     return not any("collapsed" in str(one.message) for one in caught)
-
-
-def _is_bar(axes: Axes) -> bool:
-    """Return whether axes are a colour bar."""
-    return hasattr(axes, "_colorbar")
 
 
 def _pixels_per_mm(figure: CaptionedFigure) -> float:

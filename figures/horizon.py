@@ -96,8 +96,7 @@ def _finish_panels(axes: Any, result: Horizon, rows: Sequence[Sequence[ConfigHor
             panel.xaxis.set_major_locator(MaxNLocator(6, integer=True))
             panel.set_xlabel("decode step" if row == len(axes) - 1 and (not stacked or kind == "kl") else "")
             typeset([panel.set_ylabel("KL, nat" if kind == "kl" else symbols_to_tex("Σ L / Σ ‖o_h‖₁"))])
-            named = f"b={names[row]}: {title}" if len(rows) > 1 else title
-            panel.set_title(named, loc="left")
+            panel.set_title(f"b={names[row]}: {title}" if len(rows) > 1 else title, loc="left")
     for column in axes.T:
         top = max(panel.get_ylim()[1] for panel in column)
         for panel in column:

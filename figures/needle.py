@@ -100,7 +100,7 @@ def _draw_map(axes: Axes, result: Needle, method: Retrieval, outcome: str) -> No
     sns.heatmap(grid, ax=axes, vmin=0, vmax=1, cmap=style.layer_colours(), cbar=False, linewidths=0.4,
                 annot=np.vectorize(_hundredths)(grid) if grid.size <= 60 else False, fmt="",
                 annot_kws={"fontsize": style.points(4.6)},
-                xticklabels=[_thousands(length) for length in result.lengths],
+                xticklabels=[f"{each / 1000:g}k" if each >= 1000 else str(each) for each in result.lengths],
                 yticklabels=[f"{depth:g}" for depth in result.depths])  # fmt: skip
     axes.collections[0].set_gid("map")
     for number in axes.texts:
@@ -124,11 +124,6 @@ def _title_lines(result: Needle, method: Retrieval) -> list[str]:
 def _hundredths(share: float) -> str:
     """Return a share with two decimals, '0.25'; empty for NaN."""
     return "" if np.isnan(share) else f"{share:.2f}"
-
-
-def _thousands(length: int) -> str:
-    """Return a number of tokens as text: '4k' for 4000, '500' for 500."""
-    return f"{length / 1000:g}k" if length >= 1000 else str(length)
 
 
 _WIDE, _NEEDLE_DEPTHS_NARROW = 6, 3
@@ -218,16 +213,13 @@ def draw_retrieval(result: Needle, width_mm: float = style.WIDE_MM) -> Figure:
             style.draw_note(axes.flat[0], "no budget of three methods or more: no ranks", at="middle")
         handles = marker_entries((marker, label) for marker, label, _ in _RETRIEVAL_MARKS.values())
         figure.legend(handles=handles, loc="outside upper left", ncols=2)
-        style.describe_run(figure, result.identity, _foot_text(result.correlation.samples))
+        prompts = plural(result.correlation.samples, "prompt")
+        foot = (
+            f"n: deciding ones of the {prompts} that the full cache answers · bars: 95 % intervals over them, ranges "
+            f"where they are fewer than {MIN_SAMPLES}"
+        )
+        style.describe_run(figure, result.identity, foot)
     return figure
-
-
-def _foot_text(answered: int) -> str:
-    """Return the foot's text on n and bars, with the number of answered prompts."""
-    return (
-        f"n: deciding ones of the {plural(answered, 'prompt')} that the full cache answers · bars: 95 % intervals "
-        f"over them, ranges where they are fewer than {MIN_SAMPLES}"
-    )
 
 
 def _draw_budget(axes: Axes, budget: RankedBudget) -> None:

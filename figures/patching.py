@@ -109,8 +109,7 @@ def _draw_mixtures(axes: Axes, result: Patching, letters: int) -> None:
             axes.errorbar([value], [index + offset], xerr=style.error_bars(value, interval), color=colour,
                           marker=marker, markersize=3, linewidth=0.9, gid=f"{name} {one.name}")  # fmt: skip
     axes.set_yticks(range(len(result.named)), [fold(one.name, letters) for one in result.named])
-    baseline = result.sides[0]
-    axes.set(ylim=(len(result.named) - 0.5, -0.5), xlabel=f"over {baseline}'s everywhere (log axis)")
+    axes.set(ylim=(len(result.named) - 0.5, -0.5), xlabel=f"over {result.sides[0]}'s everywhere (log axis)")
     style.set_log_axes(axes, x=True)
     axes.grid(visible=True, axis="x")
 

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv import kept_codec
 from perturbkv.configs import layer_types
-from perturbkv.configs.choice import Choice
+from perturbkv.configs.choice import Choice, as_tuple
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import CHOICES, EvictionConfig
 from perturbkv.configs.run import RunConfig
@@ -266,8 +266,7 @@ class Trace:
 
     def save(self, path: str | Path) -> Path:
         """Write the trace file atomically; an existing file is replaced."""
-        written: Path = _storage_module("trace.trace_writing").save(self, Path(path))
-        return written
+        return cast("Path", _storage_module("trace.trace_writing").save(self, Path(path)))
 
     def to_xarray(self) -> Any:
         """Return an `xarray.Dataset` with the names, axes and units of a trace file."""
@@ -366,14 +365,9 @@ def _matches(config: EvictionConfig, choices: Mapping[str, Any]) -> bool:
     texts = {name: str(getattr(config, name)) for name in CHOICES}  # with their options: `adakv(floor=0.1)`
     for name, wanted in choices.items():
         own = (values[name], texts.get(name, values[name])) if name in values else ()
-        if not any(_plain_value(value) in own for value in _as_values(wanted)):
+        if not any(_plain_value(value) in own for value in as_tuple(wanted)):
             return False
     return True
-
-
-def _as_values(choice: Any) -> Iterable[Any]:
-    """Return the accepted values of a choice: the items of a list, or the choice itself."""
-    return choice if isinstance(choice, Iterable) and not isinstance(choice, str) else (choice,)
 
 
 def _plain_value(value: Any) -> Any:

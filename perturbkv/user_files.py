@@ -7,6 +7,7 @@ writer.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -27,6 +28,12 @@ _KINDS = {
     stat.S_IFSOCK: "a socket",
 }
 _DESCRIPTORS = (Path("/dev/fd"), Path("/proc/self/fd"))
+
+
+def sha256(path: Path) -> bytes:
+    """Return the SHA-256 digest of a file's content."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").digest()
 
 
 @dataclass(frozen=True)

@@ -106,16 +106,13 @@ def _is_treatment(config: EvictionConfig, baseline: EvictionConfig) -> bool:
     return config != baseline and own in (reduction(baseline.granularity), UNION)
 
 
-def _sort_key(config: EvictionConfig) -> tuple[int, int, str]:
-    """Return the sort key of a restriction: granularity, then size of block, then its text."""
-    return _ORDER.index(config.granularity.name), config.block, restriction_text(config)
-
-
 def _setting(
     trace: Trace, baseline: EvictionConfig, treatments: Sequence[EvictionConfig], step: int
 ) -> RestrictionSetting:
     """Return a setting: each treatment compared with the baseline."""
-    treatments = sorted(treatments, key=_sort_key)
+    treatments = sorted(
+        treatments, key=lambda config: (_ORDER.index(config.granularity.name), config.block, restriction_text(config))
+    )
     return RestrictionSetting(
         baseline=baseline,
         **next_token_kl(trace, ANALYSIS, baseline, step),

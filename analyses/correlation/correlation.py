@@ -271,8 +271,9 @@ def correlation(
         raise TraceError(
             f"{ANALYSIS} needs at least {LEAST_CONFIGS} methods of one budget to rank, got {got}; measure more"
         )
+    configs = [config for one in settings for config in one.configs]
     return Correlation(
-        identity=_identity(chosen, settings),
+        identity=joint_identity([identity(trace, configs) for trace in chosen]),
         parts=prompts.parts,
         rule=rule,
         settings=settings,
@@ -321,9 +322,3 @@ def _overall_correlations(
     if not dataset:
         (baselines,) = mark_significant([baselines], [own])
     return Overall(dataset, own, contrasts(each), baselines)
-
-
-def _identity(traces: Sequence[Trace], settings: Sequence[Setting]) -> RunIdentity:
-    """Return the first trace's identity, with the data sets, digests and samples of all."""
-    configs = [config for one in settings for config in one.configs]
-    return joint_identity([identity(trace, configs) for trace in traces])

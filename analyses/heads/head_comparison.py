@@ -111,8 +111,7 @@ class HeadKind(Record):
 
     def records(self, layers: Sequence[int], **labels: Any) -> Iterator[dict[str, Any]]:
         """Yield a row per layer and head: labels, both sides' means over samples, their noise floor, the verdict."""
-        heads = range(self.verdict.shape[1])
-        return long_form(labels, {"layer": layers, "head": heads}, self.arrays(*HEADS))
+        return long_form(labels, {"layer": layers, "head": range(self.verdict.shape[1])}, self.arrays(*HEADS))
 
 
 def compare_kind(

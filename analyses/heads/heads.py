@@ -10,7 +10,7 @@ from typing import Any, ClassVar, overload
 
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, long_form, record
-from perturbkv.analyses.conclusions import Case, Claim, compare_sides
+from perturbkv.analyses.conclusions import Claim, compare_sides
 from perturbkv.analyses.heads.head_comparison import (
     ANALYSIS,
     HEADS,
@@ -70,7 +70,8 @@ class HeadComparisons(MemberSequence[HeadComparison], Result):
 
     def claims(self) -> Sequence[Claim]:
         """Return by how much the treatments perturb more or less."""
-        return compare_sides(self.members, self._cases("propagated"))
+        cases = [pair.propagated.case(name) for name, pair in zip(self._names, self.members, strict=True)]
+        return compare_sides(self.members, cases)
 
     def scope(self) -> Sequence[str]:
         """Return what the claims are of, for a single pair with the share of better heads."""
@@ -127,11 +128,6 @@ class HeadComparisons(MemberSequence[HeadComparison], Result):
     def _names(self) -> list[str]:
         """A distinct name per pair."""
         return pair_names(self.members)
-
-    def _cases(self, kind: str) -> list[Case]:
-        """Return each pair's ratio of perturbation as a case; `kind` is isolated or propagated."""
-        kinds: list[HeadKind] = [getattr(pair, kind) for pair in self.members]
-        return [each.case(name) for name, each in zip(self._names, kinds, strict=True)]
 
     def _disagreement_note(self) -> list[str]:
         """Return the note on pairs with different isolated and propagated verdicts; empty without such."""

@@ -21,7 +21,7 @@ from perturbkv.cli.command_line import with_options
 from perturbkv.cli.data_options import DATA, DataOptions
 from perturbkv.cli.options import FigureOptions, JsonOption
 from perturbkv.cli.planned_run import WORTH_A_NOTE_S, encode_prompts, format_duration, run_folder
-from perturbkv.cli.saving import caption_files, draw_figure, figure_files, write_json
+from perturbkv.cli.saving import caption_files, content_test, draw_figure, figure_files, write_json
 from perturbkv.configs.audit_settings import (
     ALLOWED,
     AUTO,
@@ -163,13 +163,8 @@ def _output_files(folder: Path, run: AuditOptions, look: FigureOptions) -> list[
     files = [*figure_files(folder, [_STEM], look.formats), OutputFile(folder / _FILE)]
     files += caption_files(folder, [_STEM]) if look.style != "screen" else []
     if run.junit is not None:
-        files.append(OutputFile(run.junit, "a JUnit report of an audit", _is_junit))
+        files.append(OutputFile(run.junit, "a JUnit report of an audit", content_test(b'name="perturbkv audit"')))
     return files
-
-
-def _is_junit(path: Path) -> bool:
-    """Return whether a file is a JUnit report of an audit."""
-    return b'name="perturbkv audit"' in path.read_bytes()[:1000]
 
 
 _STAND_IN = EvictionConfig(128, selection="random")

@@ -47,14 +47,15 @@ COMPLETED: Mapping[str, dict[str, Any]] = {
 """Family -> values beside its default configuration."""
 _HEAD = """# Models, family by family
 
-What the proof ({how}) says of all {count} families of causal language models in transformers {version}: of each a tiny
-model with the options of its default configuration, or of its published models where the default has no attention or
-does not run, with all parameters drawn at random. `perturbkv list models FOLDER` says the same of a model's folder. A
-model of yours is proven again, with its own weights, whenever it is loaded.
+What the proof ({how}) says of all {count} families of causal language models in transformers {version}. Of each
+family a tiny model is tried, with all its parameters drawn at random. It has the options of the family's default
+configuration, or of its published models where the default has no attention or does not run.
+`perturbkv list models FOLDER` says the same of a model's folder. A model of yours is proven again, with its own
+weights, whenever it is loaded.
 
-Measured are the layers of kind *full*; *sliding*, *chunked* and *recurrent* ones keep what they hold, and are measured
-only where a model has no others (sliding ones, up to the window). In a layer with *latents* the cache holds one of each
-token, and attention reads keys and values that are made of it. Made by `python docs/scripts/models_page.py`.
+Measured are the layers of kind *full*, or, where a model has none, *sliding* and *chunked* ones, up to the window or
+chunk. All others keep what they hold. Of a layer with *latents* the cache holds one for each token, of which the layer
+makes the keys and values that attention reads. Made by `python docs/scripts/models_page.py`.
 """
 
 

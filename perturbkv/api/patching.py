@@ -97,11 +97,11 @@ def patching_game(ready: Plan, question: PatchingConfig) -> Game:
         )
     if (step := question.step) >= ready.run.steps:
         raise ConfigError(f"expected a step from 0 to {ready.run.steps - 1}, got {step}; --steps {step + 1} records it")
-    if not any(_evicts(ready, prompt) for prompt in ready.prompts):
-        longest = max(len(prompt.parts(ready.run.scenario)[0]) for prompt in ready.prompts)
+    lengths = [len(prompt.parts(ready.run.scenario)[0]) for prompt in ready.prompts]
+    if all(config.kept_entries(n) >= n for config in ready.run.configs for n in lengths):
         raise ConfigError(
-            f"expected a budget below the {longest:,} tokens of the longest prompt, got {ready.run.configs[0].budget}: "
-            "nothing is evicted, and nothing differs"
+            f"expected a budget below the {max(lengths):,} tokens of the longest prompt, got "
+            f"{ready.run.configs[0].budget}: nothing is evicted, and nothing differs"
         )
     granularity = ready.run.configs[0].granularity.name
     heads = shape.heads if granularity == "query" else shape.kv_heads
@@ -202,9 +202,3 @@ def _greedy_paths(measuring: MixtureMeasurer, question: PatchingConfig) -> list[
     for chosen in paths:
         measuring.measure_coalitions(chosen.coalitions(), [samples[index] for index in chosen.judging])
     return paths
-
-
-def _evicts(ready: Plan, prompt: Prompt) -> bool:
-    """Return whether a configuration of the plan keeps fewer entries than the prompt has."""
-    n = len(prompt.parts(ready.run.scenario)[0])
-    return any(config.kept_entries(n) < n for config in ready.run.configs)

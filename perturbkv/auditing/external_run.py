@@ -39,7 +39,7 @@ from perturbkv.auditing.reference import (
     read_prompts,
 )
 from perturbkv.auditing.unmeasured import (
-    Rest,
+    UnmeasuredLayers,
     fill_cache,
     find_changes,
     measured_numbers,
@@ -121,7 +121,7 @@ class ExternalRun:
     refused: str = ""
     damage: str = ""
     unmeasured: list[tuple[Alteration, ...]] = field(default_factory=list)
-    own_rest: Rest | None = None
+    own_rest: UnmeasuredLayers | None = None
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -291,7 +291,7 @@ class ExternalRun:
         """
         padding = self.situation.padding[-1]
 
-        def distance(full: Layers, rest: Rest) -> float:
+        def distance(full: Layers, rest: UnmeasuredLayers) -> float:
             return _key_distance(layers, full) + sum(window_distances(cache, rest, padding))
 
         if not padding or not (original := distance(self.prompts.full, self.prompts.rests[0])):

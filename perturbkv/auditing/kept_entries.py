@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -89,7 +90,7 @@ class EntryTracker:
         entries = [record.previous_entries(layer) for layer in layers]
         attended, by_mask = zip(*(_attended_entries(record, layer) for layer in layers), strict=True)
         if self._is_unchanged(entries) and all(bool(seen.all()) for seen in attended):
-            self.masks.append([_append_new(mask, self._new_count) for mask in self.masks[-1]])
+            self.masks.append([F.pad(mask, (0, self._new_count), value=True) for mask in self.masks[-1]])
             self.held += [self._append_new_positions(self.held[-1])] if self.held else []
         else:
             self._match(entries, attended, by_mask)
@@ -210,7 +211,7 @@ class EntryTracker:
     def _record_changes(self, masks: Sequence[Tensor]) -> None:
         """Record the rows in which entries disappeared or reappeared, given the masks per layer of the present pass."""
         for row, changed in enumerate(self.changed):
-            expected = [_append_new(mask[row : row + 1], self._new_count) for mask in self.masks[-1]]
+            expected = [F.pad(mask[row : row + 1], (0, self._new_count), value=True) for mask in self.masks[-1]]
             if any(not torch.equal(old, mask[row : row + 1]) for old, mask in zip(expected, masks, strict=True)):
                 changed.append(len(self.masks))  # the number of this pass
 
@@ -233,11 +234,6 @@ def first_of_groups(layer: tuple[Tensor, Tensor], heads: int) -> tuple[Tensor, T
     """
     group = max(1, layer[0].shape[1] // heads)
     return layer[0][:, ::group], layer[1][:, ::group]
-
-
-def _append_new(mask: Tensor, new: int) -> Tensor:
-    """Return the mask (row, kept_head, entry) extended by `new` entries that are True."""
-    return torch.cat([mask, mask.new_ones(*mask.shape[:2], new)], dim=-1)
 
 
 def _attended_entries(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from perturbkv.auditing.forward_passes import Attend, ForwardPass, Situation, record_pass
-from perturbkv.auditing.unmeasured import Reading, Rest, fill_cache, read_contents
+from perturbkv.auditing.unmeasured import Reading, UnmeasuredLayers, fill_cache, read_contents
 from perturbkv.cache.compact import full_cache
 from perturbkv.cache.external_cache import Layers
 from perturbkv.errors import ModelError
@@ -63,7 +63,7 @@ class PromptEntries:
     full: Layers
     others: tuple[Layers, ...]
     floors: Float[Tensor, "kind layer"]
-    rests: tuple[Rest, ...]
+    rests: tuple[UnmeasuredLayers, ...]
 
     @property
     def readings(self) -> list[Reading]:
@@ -98,8 +98,7 @@ def read_prompts(
             padding = {} if mask is None else {
                 "attention_mask": mask[:, : first + part], "position_ids": positions[:, columns]
             }  # fmt: skip
-            ids = situation.ids[:, columns]
-            run_with_cache(adapter.model, ids, cache, logits_to_keep=1, **padding)
+            run_with_cache(adapter.model, situation.ids[:, columns], cache, logits_to_keep=1, **padding)
             first += part
     return read_contents(adapter, cache)
 

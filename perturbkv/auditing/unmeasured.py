@@ -20,10 +20,10 @@ from perturbkv.cache.external_cache import Layers
 from perturbkv.models import recurrent_states
 from perturbkv.models.adapter import Adapter
 
-Rest = Mapping[int, Any]
-"""Number of a layer → its cache layer, without entries where the layer is measured."""
-Reading = tuple[Layers, Rest]
-"""What a cache holds: the measured layers' entries, and the rest."""
+UnmeasuredLayers = Mapping[int, Any]
+"""Number of a layer → what its cache layer holds that no eviction touches."""
+Reading = tuple[Layers, UnmeasuredLayers]
+"""What a cache holds: the entries that may be evicted, and the rest."""
 
 
 def measured_numbers(adapter: Adapter) -> tuple[int, ...]:
@@ -56,12 +56,14 @@ def fill_cache(adapter: Adapter, reading: Reading) -> Cache:
     return cache
 
 
-def find_changes(cache: Cache, rests: Sequence[Rest], row: int, padding: int, least: float) -> Iterator[Alteration]:
+def find_changes(
+    cache: Cache, rests: Sequence[UnmeasuredLayers], row: int, padding: int, least: float
+) -> Iterator[Alteration]:
     """Yield the changes to the rest in one row of an external cache, one per layer at most, before anything is decoded.
 
     Args:
         cache: the external cache; what it does not show is passed over.
-        rests: the plain model's, read in several ways, whose largest distance is a layer's noise floor.
+        rests: the plain model's, read in several ways; the largest distance between these is a layer's noise floor.
         row: the row.
         padding: entries of padding before its prompt.
         least: the least noise floor; those of a layer are never below those of an earlier layer.
@@ -73,14 +75,14 @@ def find_changes(cache: Cache, rests: Sequence[Rest], row: int, padding: int, le
             floor = max([floor, *_distances(_parts(other[number], known, row, padding), expected).values()])
         own = cache.layers[number] if number < len(cache.layers) else None
         found = _parts(own, known, row, padding)
-        far = [(name, far) for name, far in _distances(found, expected).items() if far > FLOORS * floor]
-        for name, distance in far[:1]:
+        changed = [part for part in _distances(found, expected).items() if part[1] > FLOORS * floor]
+        for name, distance in changed[:1]:
             held, full = (tuple(parts[name].shape) for parts in (found, expected))
             differs = f"differ by {distance:.2g} of their norm from" if held == full else f"are {held}, not {full} as"
             yield Alteration(number, -1, UNMEASURED, f"{name} {differs} the plain model's", -1)
 
 
-def window_distances(cache: Cache, rest: Rest, padding: int) -> list[float]:
+def window_distances(cache: Cache, rest: UnmeasuredLayers, padding: int) -> list[float]:
     """Return the distance of each window in a cache's last row, of so much padding, from the plain model's `rest`."""
     distances = []
     for number, known in rest.items():

@@ -133,8 +133,7 @@ class PackedBlock:
     @property
     def nbytes(self) -> int:
         """Bytes of the segments' entries."""
-        entries = sum(segment.length for segment in self.segments)
-        return entries * self.entry_bytes
+        return sum(segment.length for segment in self.segments) * self.entry_bytes
 
     @property
     def entry_bytes(self) -> int:

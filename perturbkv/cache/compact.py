@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from jaxtyping import Bool, Float
@@ -179,8 +179,7 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Restrict the layer to the given rows, in the given order."""
-        blocks = [block.keep_rows(rows) for block in self.blocks]
-        self.blocks = [block for block in blocks if block is not None]
+        self.blocks = [kept for block in self.blocks if (kept := block.keep_rows(rows)) is not None]
         self.kept_entries = sum(segment.length for block in self.blocks for segment in block.segments)
         self.borrowed_rows = {
             index: self.borrowed_rows[row] for index, row in enumerate(rows) if row in self.borrowed_rows
@@ -356,8 +355,9 @@ class SharedCache(Cache):  # type: ignore[misc]
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Append row 0's keys and values, and return all keys and values of the layer (1, kv_head, key, …)."""
-        stored: tuple[Tensor, Tensor] = super().update(key_states[:1], value_states[:1], layer_idx, *args, **kwargs)
-        return stored
+        return cast(
+            "tuple[Tensor, Tensor]", super().update(key_states[:1], value_states[:1], layer_idx, *args, **kwargs)
+        )
 
 
 class _CopyingSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]

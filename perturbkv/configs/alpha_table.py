@@ -62,8 +62,7 @@ class AlphaTable:
     @property
     def digest(self) -> str:
         """First digits of the SHA-256 of the table's content, independent of its name."""
-        content = json.dumps([self.by, self.shares, self.layers])
-        return hashlib.sha256(content.encode()).hexdigest()[:_DIGITS]
+        return hashlib.sha256(json.dumps([self.by, self.shares, self.layers]).encode()).hexdigest()[:_DIGITS]
 
     @property
     def mean(self) -> float:
@@ -106,8 +105,7 @@ class AlphaTable:
         """Return the table as a JSON object, the form stored in files and runs."""
         first = [row[0] for row in self.shares]
         shapes: Mapping[str, Any] = {GLOBAL: first[0], LAYER: first, HEAD: [list(row) for row in self.shares]}
-        layers = {"layers": list(self.layers)} if self.layers else {}
-        return {"by": self.by, "alpha": shapes[self.by], **layers}
+        return {"by": self.by, "alpha": shapes[self.by], **({"layers": list(self.layers)} if self.layers else {})}
 
     @classmethod
     def from_document(cls, document: Any, name: str) -> Self:

@@ -79,6 +79,11 @@ class Choice:
         return f"{self.name}({', '.join(parts)})" if parts else self.name
 
 
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    """Return a series as a tuple, and a scalar or a text as a tuple of length one."""
+    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+
+
 def as_choice(choice: Choice | str) -> Choice:
     """Return a choice unchanged, or parse one from text. Raises ConfigError as `parse`."""
     return choice if isinstance(choice, Choice) else parse(choice)

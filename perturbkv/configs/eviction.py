@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from perturbkv.configs import selections
 from perturbkv.configs.alpha_table import AlphaTable
@@ -175,8 +175,7 @@ class EvictionConfig:
     @property
     def alpha(self) -> float | AlphaTable:
         """Share of stage 1; 1 for external kept sets, which have no stages."""
-        alpha: float | AlphaTable = self.selection.options.get("alpha", 1.0)
-        return alpha
+        return cast("float | AlphaTable", self.selection.options.get("alpha", 1.0))
 
     @property
     def alpha_text(self) -> str:

@@ -108,5 +108,4 @@ def soft_cap(config: Any) -> float | None:
 
     It serves a refusal before the weights are read; which cap a layer has is found by running it.
     """
-    caps = (getattr(config, name, None) for name in _SOFT_CAPS)
-    return next(filter(None, caps), None)
+    return next(filter(None, (getattr(config, name, None) for name in _SOFT_CAPS)), None)

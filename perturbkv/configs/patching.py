@@ -196,7 +196,8 @@ class Game:
         set, for fewer than two players, and for too many players to measure all of their subsets.
         """
         for layer_numbers in (config.layers, *config.baseline_in, *config.treatment_in):
-            _check_layers(layer_numbers, layers)
+            if unknown := [layer for layer in layer_numbers if layer not in layers]:
+                raise ConfigError(f"expected layers of {format_layers(layers)}, which are measured, got {unknown[0]}")
         if config.by == "heads" and selections.shares_heads(Choice(granularity)):
             raise ConfigError(
                 f"by heads (--by heads) expects a kept set per head, and granularity '{granularity}' keeps one for all "
@@ -259,12 +260,6 @@ def greedy_count(config: PatchingConfig, players: int, samples: int) -> int:
         )
     most = GREEDY if config.greedy is None else config.greedy
     return min(most, players) if samples > 1 else 0
-
-
-def _check_layers(requested: Sequence[int], layers: Sequence[int]) -> None:
-    """Raise ConfigError for requested layers that are not measured."""
-    if unknown := [layer for layer in requested if layer not in layers]:
-        raise ConfigError(f"expected layers of {format_layers(layers)}, which are measured, got {unknown[0]}")
 
 
 def _named_mixtures(config: PatchingConfig, layers: Sequence[int], kept_heads: int) -> tuple[tuple[str, Mixture], ...]:

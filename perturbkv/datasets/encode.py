@@ -208,8 +208,13 @@ def encode(sample: Sample, tokenizer: Tokenizer, *, chat_template: bool, max_tok
     question = len(ids) - _count_context_tokens(rendered, tokenizer, ids, more)
     kept, last = cut_middle(ids, max_tokens), len(ids)
     if len(kept) < len(ids):
-        _check_question_fits(sample.id, question, len(kept), len(ids))
         last = len(kept) - first_half(len(kept))
+        if question > last:
+            raise DatasetError(
+                f"expected --max-tokens to leave the question of sample '{sample.id}' whole, got {len(kept)}, whose "
+                f"last half is {last} tokens; {question} tokens come after the context: use --max-tokens "
+                f"{min(2 * question, len(ids))} or more"
+            )
     tail = _template_tail(rendered, tokenizer, ids, more)
     tail_start, tail_stop = (
         len(kept) - min(len(ids) - index, last) for index in (tail.start, tail.stop)
@@ -301,17 +306,6 @@ def _context_end(sample: Sample, text: str, start: int) -> int:
     begin = text.find(stripped, start)
     leading = len(sample.prompt) - len(sample.prompt.lstrip())
     return begin if begin < 0 else begin + min(max(len(sample.context) - leading, 0), len(stripped))
-
-
-def _check_question_fits(sample: str, question: int, kept: int, whole: int) -> None:
-    """Raise DatasetError if cutting a prompt from `whole` to `kept` tokens removes a part of its question."""
-    last = kept - first_half(kept)
-    if question > last:
-        raise DatasetError(
-            f"expected --max-tokens to leave the question of sample '{sample}' whole, got {kept}, whose last half is "
-            f"{last} tokens; {question} tokens come after the context: use --max-tokens {min(2 * question, whole)} or "
-            "more"
-        )
 
 
 def first_half(length: int) -> int:

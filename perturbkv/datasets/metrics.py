@@ -55,23 +55,12 @@ def _word_pairs(text: str, answers: Sequence[str]) -> Iterator[tuple[list[str], 
         yield normalise(text), normalise(answer)
 
 
-def _without_articles(text: str) -> list[str]:
-    """Return a text's lower-case words without punctuation and articles."""
-    return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
-
-
-def _without_punctuation(text: str) -> list[str]:
-    """Return a text's lower-case words without punctuation."""
-    return text.lower().translate(_PUNCTUATION).split()
-
-
-def _lower_words(text: str) -> list[str]:
-    """Return a text's lower-case words."""
-    return text.lower().split()
-
-
-_NORMALISATIONS = (_without_articles, _without_punctuation, _lower_words)
-"""Normalisations of a text to words, the strongest first."""
+_NORMALISATIONS: tuple[Callable[[str], list[str]], ...] = (
+    lambda text: _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split(),
+    lambda text: text.lower().translate(_PUNCTUATION).split(),
+    lambda text: text.lower().split(),
+)
+"""Normalisations of a text to lower-case words: without punctuation and articles, without punctuation, with both."""
 
 
 _NUMBER = re.compile(r"\d[\d,]*")

@@ -137,20 +137,15 @@ def worker_devices(chosen: Workers, planned: Plan) -> list[WorkerDevice]:
             f"expected at most one worker for each of this machine's {count} {units}, got --workers {workers}"
         )
     if device.type != "cuda":
-        _check_cores(chosen, workers, count)
+        if chosen.cpus_per_worker and workers * chosen.cpus_per_worker > count:
+            raise ConfigError(
+                f"expected workers that share this machine's {count} cores, got {workers} with --cpus-per-worker "
+                f"{chosen.cpus_per_worker}; take fewer of one"
+            )
         what = f"{workers} workers, each with model '{planned.files.name}' and its caches, need"
         memory.check(workers * needed_bytes(planned), device, what, "fewer --workers take less")
     names = [f"cuda:{index}" for index in range(workers)] if device.type == "cuda" else [str(device)] * workers
     return [WorkerDevice(name, threads_per_worker(chosen, workers)) for name in names]
-
-
-def _check_cores(chosen: Workers, workers: int, available: int) -> None:
-    """Raise ConfigError if the workers' --cpus-per-worker exceed the available cores."""
-    if chosen.cpus_per_worker and workers * chosen.cpus_per_worker > available:
-        raise ConfigError(
-            f"expected workers that share this machine's {available} cores, got {workers} with --cpus-per-worker "
-            f"{chosen.cpus_per_worker}; take fewer of one"
-        )
 
 
 def check_device(planned: Plan) -> None:

@@ -225,13 +225,20 @@ class Scheduler:
             work.done(order, answer.value)
 
     def _handle_exit(self, work: Work, waiting: ItemQueue, worker: int, reason: str) -> None:
-        """Queue again or give up the item of a worker that ended. Raises WorkerError if too many workers end."""
+        """Queue again or give up the item of a worker that ended.
+
+        Raises WorkerError if too many workers end, or none is left that can be started again.
+        """
         state = self._states[worker]
         order, state.order, state.running = state.order, None, False
         self._ends += 1
         if not isinstance(order, int):
             state.failed_starts += 1
-            self._check_some_left(reason)
+            if all(not state.running and state.failed_starts >= _MOST_STARTS for state in self._states):
+                raise WorkerError(
+                    f"every worker ended before it could measure, the last by {reason}; fewer --workers need less "
+                    "memory"
+                )
         elif given_up := waiting.record_exit(order, reason):
             work.failed(order, given_up)
         else:
@@ -239,13 +246,6 @@ class Scheduler:
         if self._ends >= self._most_ends:
             last = f"the last by {reason}; look for what ends them"
             raise WorkerError(f"{self._ends} workers ended without a sample done between, {last}")
-
-    def _check_some_left(self, reason: str) -> None:
-        """Raise WorkerError if no worker runs or can be restarted; `reason` tells how the last worker ended."""
-        if all(not state.running and state.failed_starts >= _MOST_STARTS for state in self._states):
-            raise WorkerError(
-                f"every worker ended before it could measure, the last by {reason}; fewer --workers need less memory"
-            )
 
     def _end_hanging(self, work: Work, waiting: ItemQueue) -> None:
         """End the workers whose item exceeds the timeout."""

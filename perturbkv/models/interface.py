@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator, MutableMapping
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -59,11 +59,9 @@ def intercept(
         yield
 
 
-@contextmanager
-def intercept_masks(implementation: str, make: Callable[..., Any]) -> Iterator[None]:
+def intercept_masks(implementation: str, make: Callable[..., Any]) -> AbstractContextManager[None]:
     """Let `make`, with the arguments of transformers' mask interface, make the masks of an implementation's models."""
-    with _registered(ALL_MASK_ATTENTION_FUNCTIONS, implementation, make):
-        yield
+    return _registered(ALL_MASK_ATTENTION_FUNCTIONS, implementation, make)
 
 
 @contextmanager
@@ -89,8 +87,7 @@ def _eager_attention(module: nn.Module) -> AttentionFunction:
     function = vars(sys.modules[type(module).__module__]).get("eager_attention_forward")
     if function is None:
         raise ModelError(f"{type(module).__name__} has no eager attention; load the model with 'sdpa'")
-    found: AttentionFunction = function
-    return found
+    return cast("AttentionFunction", function)
 
 
 @contextmanager

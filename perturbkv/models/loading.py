@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ from perturbkv.models.sources import (
     resolve,
 )
 from perturbkv.models.stored_weights import WeightStorage
+from perturbkv.user_files import sha256
 
 _WEIGHTS = "model.safetensors"
 _SETTING_PATTERNS = [f"*{suffix}" for suffix in sorted(READ_SUFFIXES - {".safetensors", ".bin", ".gguf"})]
@@ -119,12 +120,6 @@ _SETTINGS = (
 def _joint_digest(digests: Iterable[bytes]) -> str:
     """Return one digest of several files' digests, in order, which serves as a model's revision."""
     return f"sha256:{hashlib.sha256(b''.join(digests)).hexdigest()[:16]}"
-
-
-def _file_digest(file: Path) -> bytes:
-    """Return the SHA-256 digest of a file."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").digest()
 
 
 class ByteTokenizer:
@@ -274,7 +269,7 @@ def open_model(name: str, seed: int = 0, revision: str = "") -> ModelFiles:
 def _open_gguf(source: Source) -> ModelFiles:
     """Return the files of a GGUF model, from its cached conversion if conversion works."""
     tensors = gguf.read_header(source.path)
-    digest = _file_digest(source.path)
+    digest = sha256(source.path)
     location, tokenizer = source, None
     if source.path.stat().st_size <= gguf.LARGEST:
         try:
@@ -461,4 +456,4 @@ def _revision(source: Source) -> str:
     with explain_errors(source, "a file"):
         settings = [path for name in _SETTINGS if (path := source.path / name).is_file()]
         files = [*stored_weights.files(source.path), *settings]
-        return _joint_digest(file.name.encode() + _file_digest(file) for file in files)
+        return _joint_digest(file.name.encode() + sha256(file) for file in files)

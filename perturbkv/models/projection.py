@@ -103,8 +103,7 @@ def _deviations(projection: Any, width: int, dtype: torch.dtype) -> tuple[float,
     Both are relative to the product with the matrix in float32.
     """
     matrix = read(projection, width, dtype).float()
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randn(_ROWS, width, generator=generator).to(matrix.device, dtype)
+    drawn = torch.randn(_ROWS, width, generator=torch.Generator().manual_seed(0)).to(matrix.device, dtype)
     expected = drawn.float() @ matrix.T
     deviation = (_apply_without_bias(projection, drawn).float() - expected).norm() / expected.norm()
     faint = drawn.sign() * _FAINT_SIZE

@@ -15,6 +15,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from perturbkv.configs import layer_types
 from perturbkv.errors import ModelError
@@ -57,7 +58,8 @@ def check_config(config: Any, name: str) -> None:
     _check_layer_types(config, name)
     _check_sizes(config, name)
     quantised = getattr(config, "quantization_config", None)
-    if quantised is not None and not _is_known_method(quantised):
+    known = {"bitsandbytes", *AUTO_QUANTIZATION_CONFIG_MAPPING}  # transformers passes over others without a word
+    if quantised is not None and quantisers.quant_method(quantised) not in known:
         _refuse(name, "quantization_config", "an object whose quant_method transformers knows", quantised)
     _check_numbers(config, name)
 
@@ -116,13 +118,6 @@ def _check_numbers(config: Any, name: str) -> None:
     for key, value in positive:
         if value is not None and not (_is_number(value) and value > 0):
             _refuse(name, key, "a finite number above 0", value)
-
-
-def _is_known_method(quantisation: Any) -> bool:
-    """Return whether transformers supports a `quantization_config`'s method; it ignores unknown methods silently."""
-    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
-
-    return quantisers.quant_method(quantisation) in {"bitsandbytes", *AUTO_QUANTIZATION_CONFIG_MAPPING}
 
 
 def _rotations(parameters: Any) -> Iterator[tuple[str, Any]]:

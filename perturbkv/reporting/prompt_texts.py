@@ -242,7 +242,10 @@ def tokens_part(
     _put_bundles(trace, blocks, samples, pairs, first)
     layers, heads = trace.arrays["kept_count"].shape[2:]
     prompts = {str(number): one.to_dict(blocks, number, heads) for number, one in enumerate(samples)}
-    return {"prompts": prompts, "held_heads": _bundle_counts(samples, layers * heads)}
+    total, stored = layers * heads * sum(one.kept for one in samples), sum(len(one.bundles) for one in samples)
+    why = f"{total - stored:,} of {total:,} heads' tokens left out to keep the page small; --full keeps all"
+    counts = {"of": total, "held": stored, "why": why if stored < total else ""}
+    return {"prompts": prompts, "held_heads": counts}
 
 
 def _put_first_bundles(trace: Trace, blocks: Blocks, samples: Sequence[SampleBlocks], first: HeadIndex) -> None:
@@ -297,10 +300,3 @@ def _append_bundle(blocks: Blocks, sample: SampleBlocks, head: HeadIndex, bundle
 def _bundle_bytes(bundle: bytes) -> int:
     """Return the bytes that a bundle occupies in a page, as a part of its sample's block."""
     return block_bytes(bundle) - block_bytes(b"") + _JSON_BYTES
-
-
-def _bundle_counts(samples: Sequence[SampleBlocks], heads: int) -> dict[str, Any]:
-    """Return the numbers of bundles in the page and in the trace, and the reason for any difference."""
-    total, stored = heads * sum(one.kept for one in samples), sum(len(one.bundles) for one in samples)
-    why = f"{total - stored:,} of {total:,} heads' tokens left out to keep the page small; --full keeps all"
-    return {"of": total, "held": stored, "why": why if stored < total else ""}

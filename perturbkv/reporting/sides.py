@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.analyses.ablation import ingredients
-from perturbkv.analyses.ablation.ingredients import Row, Setting
+from perturbkv.analyses.ablation.ingredients import Row
 from perturbkv.analyses.heads import head_comparison, heads
-from perturbkv.analyses.heads.head_comparison import HeadComparison, better_share, sum_ratio
+from perturbkv.analyses.heads.head_comparison import better_share, sum_ratio
 from perturbkv.analyses.layers import drift
 from perturbkv.analyses.measurements import Floats, Measurements
 from perturbkv.analyses.names import distinct_names, short_names
@@ -270,7 +270,15 @@ def ablation_settings(trace: Trace, sides: Sides) -> list[dict[str, Any]]:
     """
     settings = ingredients.settings(trace)
     names = short_names([one.baseline for one in settings], "alpha", "product")
-    return [_setting_part(one, name or one.setting, sides) for one, name in zip(settings, names, strict=True)]
+    return [
+        {
+            "budget": sides.budgets.index(one.baseline.budget),
+            "title": escape_line(name or one.setting),
+            "rows": [_row_part(row) for row in one.rows],
+            "brings": [_row_part(row) for row in one.brings],
+        }
+        for one, name in zip(settings, names, strict=True)
+    ]
 
 
 def _pairs_with_baseline(sides: Sides, baseline: int) -> Sequence[IndexPair]:
@@ -292,22 +300,10 @@ def _conclusion(trace: Trace, first: int, second: int) -> str:
     return escape_line(heads.HeadComparisons((pair,), pair.identity).conclusion())
 
 
-def _setting_part(one: Setting, title: str, sides: Sides) -> dict[str, Any]:
-    """Return an ablation setting's JSON object for the page."""
-    return {
-        "budget": sides.budgets.index(one.baseline.budget),
-        "title": escape_line(title),
-        "rows": [_row_part(row) for row in one.rows],
-        "brings": [_row_part(row) for row in one.brings],
-    }
-
-
 def _row_part(row: Row) -> dict[str, Any]:
     """Return an ablation row's JSON object for the page, with the isolated and the propagated ratio of sums."""
-    return {"name": escape_line(row.title), **{kind: _kind_ratio(row, kind) for kind in ("isolated", "propagated")}}
-
-
-def _kind_ratio(comparison: HeadComparison, kind: str) -> list[float]:
-    """Return a comparison's ratio of sums of one kind ("isolated" or "propagated"), with its interval."""
-    result = getattr(comparison, kind)
-    return with_interval(result.sum_ratio, result.sum_ratio_interval)
+    return {
+        "name": escape_line(row.title),
+        "isolated": with_interval(row.isolated.sum_ratio, row.isolated.sum_ratio_interval),
+        "propagated": with_interval(row.propagated.sum_ratio, row.propagated.sum_ratio_interval),
+    }

@@ -37,8 +37,7 @@ def build(choice: Choice | str) -> Score:
 @functools.cache
 def _build(kind: Any, choice: Choice) -> Score:
     """Return an object of the score class `kind` with a choice's options."""
-    score: Score = instantiate(kind, complete(choice).options, f"score '{choice.name}'")
-    return score
+    return cast("Score", instantiate(kind, complete(choice).options, f"score '{choice.name}'"))
 
 
 def complete(choice: Choice) -> Choice:

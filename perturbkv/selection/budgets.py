@@ -89,7 +89,9 @@ def compute_budgets(configs: Sequence[ResolvedConfig], scores: Scores, prompt_to
         stage1 = torch.stack([scores.stage1_counts(config, each) for config, each in pairs])
     else:
         least = to_device([[config.least_stage1_blocks(prompt_tokens)] for config in configs], device)
-        stage1 = _stage1_blocks(_alphas(configs, scores), configs, kept - always, always + blocks.tail_blocks)
+        alphas = [config.alphas(scores.statistics.layer, scores.kept_heads(config)) for config in configs]
+        shares = to_device(alphas, device, WORK)
+        stage1 = _stage1_blocks(shares, configs, kept - always, always + blocks.tail_blocks)
         stage1 = torch.maximum(stage1, least)
     return Budgets(kept, torch.minimum(always + stage1, kept), first, recent, blocks, window)
 
@@ -114,12 +116,6 @@ def _allocate_blocks(config: ResolvedConfig, scores: Scores, prompt_tokens: int)
         window=blocks.tail_blocks,
     )
     return checked.allocate(config.system, config, available) + counts.always
-
-
-def _alphas(configs: Sequence[ResolvedConfig], scores: Scores) -> Float[Tensor, "config kept_head"]:
-    """Return α, the share of stage 1, per configuration and kept set."""
-    layer, device = scores.statistics.layer, scores.statistics.norms.device
-    return to_device([config.alphas(layer, scores.kept_heads(config)) for config in configs], device, WORK)
 
 
 def _stage1_blocks(

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from perturbkv.configs.choice import Choice, as_choice, parse, split_policy_and_selection
+from perturbkv.configs.choice import Choice, as_choice, as_tuple, parse, split_policy_and_selection
 from perturbkv.configs.eviction import CHOICES, EvictionConfig
 from perturbkv.configs.option import Option, check_configurations
 from perturbkv.configs.precision import CORRECTION_OPTIONS, FULL, NONE, PRECISION_OPTIONS
@@ -213,7 +213,7 @@ def combinations(choices: Mapping[str, Any]) -> list[dict[str, Any]]:
 
     Raises UnknownNameError for a name that is no choice, ConfigError for an empty list and for too many combinations.
     """
-    series = {name: _as_tuple(value) for name, value in choices.items()}
+    series = {name: as_tuple(value) for name, value in choices.items()}
     _check_names(series.get("policy", ()), series.get("selection", ()))
     for name, values in series.items():
         if name not in ORDER and name not in known_options():
@@ -221,7 +221,8 @@ def combinations(choices: Mapping[str, Any]) -> list[dict[str, Any]]:
         if not values:
             raise ConfigError(f"expected a value for {name} or a list of them, got an empty list")
     check_configurations(math.prod(map(len, series.values())))
-    names = sorted(series, key=_sort_key)
+    before = ORDER.index("policy") - 1  # where the names stand that `ORDER` lacks
+    names = sorted(series, key=lambda name: (ORDER.index(name), "") if name in ORDER else (before, name))
     return [dict(zip(names, values, strict=True)) for values in itertools.product(*(series[name] for name in names))]
 
 
@@ -328,16 +329,6 @@ def why_without_effect(name: str, configs: Iterable[EvictionConfig]) -> str:
 def unique(configs: Iterable[EvictionConfig]) -> tuple[EvictionConfig, ...]:
     """Return the configurations without duplicates, in order of first appearance."""
     return tuple(dict.fromkeys(configs))
-
-
-def _sort_key(name: str) -> tuple[int, str]:
-    """Return the sort key of a choice's name: its index in `ORDER`; names outside `ORDER` come before the policy."""
-    return (ORDER.index(name), "") if name in ORDER else (ORDER.index("policy") - 1, name)
-
-
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    """Return a series as a tuple, and a scalar or a text as a tuple of length one."""
-    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
 
 
 def names_policy(selection: str) -> bool:

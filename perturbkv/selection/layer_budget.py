@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -91,13 +91,11 @@ class LayerBudget:
         """
         if self.model_wide is None:
             raise ConfigError("budgets that look at all layers need a whole prompt; choose another policy")
-        result: _Result = self.model_wide(key, make)
-        return result
+        return cast("_Result", self.model_wide(key, make))
 
     def counts_among_layer_top(self) -> Int[Tensor, " kept_head"]:
         """Return each kept set's number of entries among the layer's k highest scores, k the budget of the layer."""
-        order = self.heads_by_score()[: self.kept_heads * self.free]
-        return count_rows(order, self.kept_heads).to(torch.int64)
+        return count_rows(self.heads_by_score()[: self.kept_heads * self.free], self.kept_heads).to(torch.int64)
 
     def counts_among_model_top(self) -> Int[Tensor, " kept_head"]:
         """Return each kept set's number of entries among the model's k highest scores, k the budget of the model."""

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from perturbkv.configs import selections
 from perturbkv.configs.cache_contents import CacheContents
@@ -148,8 +148,7 @@ class ResolvedConfig(EvictionConfig):
             object.__setattr__(self, name, value)
 
     def __hash__(self) -> int:
-        computed: int = self._hash  # type: ignore[attr-defined]
-        return computed
+        return cast("int", self._hash)  # type: ignore[attr-defined]
 
     def once(self, key: Hashable, make: Callable[[], _Result]) -> _Result:
         """Return the result of `make`, computed once per key."""

@@ -122,8 +122,9 @@ def _line_scores(
     None in place of the latter where there are no stages.
     """
     if config.selection.name == "random":
-        entries, offsets = _random_scores(config, queries, kept_heads, queries.attention.shape[-1])
-        return (entries, None), (offsets, None)
+        n, seed = queries.attention.shape[-1], config.selection["seed"]
+        numbers = draw_uniform(2 * kept_heads, n, seed, queries.sample, queries.layer).to(queries.attention.device)
+        return (numbers[:kept_heads], None), (numbers[kept_heads:], None)
     first, second = _line_weights(config, queries)
     if second is None:
         return (_column_sums(first), None), (diagonal_sums(first), None)
@@ -169,13 +170,6 @@ def _reduce_queries(
 ) -> Float[Tensor, "kept query key"]:
     """Return weights per kept set, reduced by `reduction` over the query heads that share a kept set."""
     return reduce_group(weights.flatten(1), kept_heads, reduction).view(kept_heads, *weights.shape[1:])
-
-
-def _random_scores(config: ResolvedConfig, queries: LastQueries, kept_heads: int, n: int) -> tuple[Tensor, Tensor]:
-    """Return seeded random scores of the entries and of the offsets, both (kept_head, n)."""
-    numbers = draw_uniform(2 * kept_heads, n, config.selection["seed"], queries.sample, queries.layer)
-    numbers = numbers.to(queries.attention.device)
-    return numbers[:kept_heads], numbers[kept_heads:]
 
 
 def _choose_lines_of_kind(

@@ -122,23 +122,30 @@ def check_placement(model: str, device: torch.device, tokens: int) -> list[Check
     single = Adapter(plain.model.to(device), plain.tokenizer, plain.name, plain.revision, True)
     arrays, expected = (_trace_random_prompt(adapter, tokens).arrays for adapter in (distributed, single))
     devices = len({parameter.device for parameter in distributed.model.parameters()})
-    distances = {name: _relative_distance(arrays[name], expected[name]) for name in _VARIABLES}
+    distances = {name: relative_distance(arrays[name], expected[name]) for name in _VARIABLES}
     return [
         Check(f"--device-map auto over {devices}: {name}", distance, 1e-4, _PLACEMENT_RULE)
         for name, distance in distances.items()
     ]
 
 
+def random_prompt(tokens: int) -> Prompt:
+    """Return a prompt of random tokens."""
+    return Prompt("selfcheck", tuple(np.random.default_rng(0).integers(0, 256, tokens).tolist()), 0)
+
+
 def _trace_random_prompt(adapter: Adapter, tokens: int) -> SampleTrace:
     """Return the measurements of a prompt of random tokens."""
-    ids = np.random.default_rng(0).integers(0, 256, tokens).tolist()
-    prompt = Prompt("selfcheck", tuple(ids), 0)
     configs = tuple(EvictionConfig(tokens // 4, selection=name) for name in ("attention", "two-stage"))
     run = RunConfig(model=adapter.name, dataset="random tokens", configs=configs)
-    return trace_sample(adapter, prompt, ResolvedRun.from_run(run))
+    return trace_sample(adapter, random_prompt(tokens), ResolvedRun.from_run(run))
 
 
-def _relative_distance(measured: np.ndarray, expected: np.ndarray) -> float:
-    """Return the largest absolute difference over the largest absolute expected value; NaN if a value is NaN."""
+def relative_distance(measured: np.ndarray, expected: np.ndarray) -> float:
+    """Return the largest absolute difference over the largest absolute expected value.
+
+    Infinity if a measured value is not finite.
+    """
     first, second = measured.astype(np.float64), expected.astype(np.float64)
-    return float(np.abs(first - second).max() / np.abs(second).max())
+    distance = float(np.abs(first - second).max() / max(np.abs(second).max(), np.finfo(np.float64).tiny))
+    return distance if np.isfinite(first).all() else float("inf")

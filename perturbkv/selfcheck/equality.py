@@ -52,8 +52,7 @@ def small_model(dtype: torch.dtype, device: torch.device) -> Adapter:
 
 def random_tokens(count: int, seed: int, device: torch.device) -> torch.Tensor:
     """Return `count` random token ids, the same on every device."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, VOCAB, (count,), generator=generator).to(device)
+    return torch.randint(0, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).to(device)
 
 
 def full_cache(adapter: Adapter, count: int) -> DynamicCache:

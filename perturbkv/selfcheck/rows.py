@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -174,8 +174,7 @@ def run_json(command: Sequence[str], name: str, environment: Mapping[str, str] |
     if finished.returncode != 0:
         lines = finished.stderr.strip().splitlines() or ["no message"]
         raise PerturbkvError(f"{name} failed: {lines[-1]}")
-    result: Result = json.loads(finished.stdout.splitlines()[-1])
-    return result
+    return cast("Result", json.loads(finished.stdout.splitlines()[-1]))
 
 
 def time_call(work: Callable[[], object], device: torch.device) -> float:

@@ -17,7 +17,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
-from perturbkv.datasets.encode import Prompt
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.loading import ByteTokenizer
 from perturbkv.pipeline.answers.generation import AnswerOptions, answer
@@ -25,7 +24,7 @@ from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.selection.grid import grid
 from perturbkv.selection.policies import registry
 from perturbkv.selection.resolved_config import ResolvedRun
-from perturbkv.selfcheck.checks import Check, run_check
+from perturbkv.selfcheck.checks import Check, random_prompt, relative_distance, run_check
 
 _VARIABLES = (
     "perturbation_isolated",
@@ -88,12 +87,6 @@ def _model(family: str, device: torch.device) -> Adapter:
     return Adapter(model.eval().to(device), ByteTokenizer(), family, "seed 0", True)
 
 
-def _prompt() -> Prompt:
-    """Return a prompt of random tokens."""
-    ids = np.random.default_rng(0).integers(0, 256, _TOKENS).tolist()
-    return Prompt("selfcheck", tuple(ids), 0)
-
-
 def _run(configs: Sequence[EvictionConfig], **settings: Any) -> ResolvedRun:
     """Return a run of these configurations."""
     needed = any(registry.policy_class(config.policy.name).needs_scores for config in configs)
@@ -106,11 +99,11 @@ def _check_sums(
 ) -> list[Check]:
     """Return the check of the sums over heads of a sample that a model of this family measures."""
     expected, found = (
-        trace_sample(_model(family, place), _prompt(), _run(configs, steps=2)).arrays
+        trace_sample(_model(family, place), random_prompt(_TOKENS), _run(configs, steps=2)).arrays
         for place in (torch.device("cpu"), device)
     )
     distances = [
-        _relative_distance(_sum_last_axis(found[one]), _sum_last_axis(expected[one]))
+        relative_distance(_sum_last_axis(found[one]), _sum_last_axis(expected[one]))
         for one in _VARIABLES
         if one in expected
     ]
@@ -122,15 +115,6 @@ def _sum_last_axis(array: np.ndarray) -> np.ndarray:
     return np.asarray(np.nansum(array.astype(np.float64), axis=-1))
 
 
-def _relative_distance(found: np.ndarray, expected: np.ndarray) -> float:
-    """Return the largest absolute difference over the largest absolute expected value.
-
-    Infinity if a found value is not finite.
-    """
-    distance = float(np.abs(found - expected).max() / max(np.abs(expected).max(), np.finfo(float).tiny))
-    return distance if np.isfinite(found).all() else float("inf")
-
-
 def _check_answers(name: str, device: torch.device, compress_every: int | None) -> list[Check]:
     """Return the check of greedy answers from the full cache and from evicted ones.
 
@@ -139,7 +123,7 @@ def _check_answers(name: str, device: torch.device, compress_every: int | None) 
     configs = [*_configs(), *_configs(policy="adakv"), *_configs(policy="streaming-llm", selection="position")]
     options = AnswerOptions(compress_every=compress_every)
     expected, found = (
-        answer(_model("llama", place), _prompt(), _run(configs, generate=_ANSWER), options)
+        answer(_model("llama", place), random_prompt(_TOKENS), _run(configs, generate=_ANSWER), options)
         for place in (torch.device("cpu"), device)
     )
     pairs = [(found.full, expected.full), *zip(found.evicted, expected.evicted, strict=True)]

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -178,8 +178,7 @@ class PatchingStore:
         Batches without it are left out; at least one must have it.
         """
         measured = [getattr(batch, name) for batch in self.batches[sample] if getattr(batch, name) is not None]
-        largest: Heads = np.max(measured, axis=0).tolist()
-        return largest
+        return cast("Heads", np.max(measured, axis=0).tolist())
 
     def _header(self) -> dict[str, Any]:
         """Return the fields of the file's first line that identify the run."""

@@ -22,7 +22,7 @@ from perturbkv.models import recurrent_states
 from perturbkv.models.aliases import ALIASES
 from perturbkv.models.attention_facts import LayerFacts, RefusedError
 from perturbkv.models.loading import ByteTokenizer, open_model
-from perturbkv.models.proof import _check_readers, layers, prove, prove_evicted
+from perturbkv.models.proof import _check_measured, layers, prove, prove_evicted
 from perturbkv.models.proof.calls import TOKENS
 from perturbkv.models.proof.masks import mask_kind
 from perturbkv.models.sanity import check_config
@@ -560,8 +560,8 @@ def test_a_reader_that_sees_otherwise_than_its_owner_is_refused() -> None:
     sliding = LayerFacts("attention", "o_proj", "sliding", 8, 4, 2, 8, 8, 1.0)
     for changed in ({"kind": "full", "window": None}, {"window": 9}):
         with pytest.raises(RefusedError, match="reads the entries of layer 0, and does not see those that it sees"):
-            _check_readers([sliding, replace(sliding, owner=0, **changed)], ())
-    _check_readers([sliding, replace(sliding, owner=0)], (0, 1))
+            _check_measured([sliding, replace(sliding, owner=0, **changed)], ())
+    _check_measured([sliding, replace(sliding, owner=0)], (0, 1))
 
 
 def prompt_queries_dropped(*dropping: int) -> Any:

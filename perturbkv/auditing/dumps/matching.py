@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -398,8 +399,7 @@ def _relative_distances(
     They may be another head's, layer's or kind's, so that no whole head gives the unit.
     """
     unit = expected.square().sum(dim=-1).mean().sqrt().clamp(min=torch.finfo(torch.float32).tiny)
-    distance: Tensor = torch.linalg.vector_norm(own - expected, dim=-1) / unit
-    return distance
+    return cast("Tensor", torch.linalg.vector_norm(own - expected, dim=-1) / unit)
 
 
 def join_faults(found: Sequence[DumpFault], present: Mapping[str, float]) -> list[DumpFault]:

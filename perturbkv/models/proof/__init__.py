@@ -33,72 +33,66 @@ _FAILURES = (ModelError, RuntimeError, ValueError, TypeError, KeyError, IndexErr
 """Exceptions of models that cannot read a text with a cache of transformers."""
 
 
-def prove(model: Any) -> Facts:
-    """Return the facts of a loaded causal language model in eval mode. Raises RefusedError."""
-    with _explain_failures(), plain_kernel(implementation(model)):
-        return _prove(model)
-
-
-def prove_evicted(model: Any, facts: Facts) -> None:
-    """Check that a small model decodes from an evicted cache as a forward pass in which the evicted are masked.
-
-    Each query head of a measured layer keeps other entries; what no head of a group keeps is NaN in the cache. Raises
-    RefusedError.
-    """
-    with _explain_failures():
-        check_evicted(model, facts)
-
-
 @contextmanager
 def _explain_failures() -> Iterator[None]:
     """Turn what a model raises while it reads a short text into a RefusedError."""
     try:
         yield
     except _FAILURES as error:
-        words = " ".join(str(error).split())[:200]
-        told = f"{type(error).__name__}: {words}"
+        told = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise RefusedError("run", f"cannot read a short text ({told}){recurrent_states.version_note()}") from error
 
 
+@_explain_failures()
+def prove_evicted(model: Any, facts: Facts) -> None:
+    """Check that a small model decodes from an evicted cache as a forward pass in which the evicted are masked.
+
+    Each query head of a measured layer keeps other entries; what no head of a group keeps is NaN in the cache. Raises
+    RefusedError.
+    """
+    check_evicted(model, facts)
+
+
+@_explain_failures()
 @torch.no_grad()
-def _prove(model: Any) -> Facts:
-    """Return the facts of a model. Raises RefusedError, and what the model raises while it reads."""
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise RefusedError("interface", "is an encoder with a decoder, whose cross-attention is not measured")
-    ids = probe_text(model)
-    calls, masks, cache = observe(model, ids)
-    path, attentions = layer_stack(model, calls, cache)
-    modules = {index: call.module for index, (_, call) in attentions.items()}
-    read = {index: read_layer(index, call, masks, cache, name) for index, (name, call) in attentions.items()}
-    stack = model.get_submodule(path)
-    receivers = find_projections(
-        model, ids, modules, {index: stack[index] for index, facts in read.items() if not facts.state}
-    )
-    layers = tuple(
-        replace(read[index], projection=receivers[index].path, has_gate=receivers[index].has_gate)
-        if index in read
-        else LayerFacts.without_attention(recurrent_states.size(cached))
-        for index, cached in enumerate(cache.layers)
-    )
-    measured = measured_layers(layers)
-    _check_alike([layers[index] for index in measured])
-    _check_readers(layers, measured)
-    check_reading(model, ids, layers, {index: call for index, (_, call) in attentions.items()})
-    check_streams(model, ids, path)
-    for index in measured:
-        check_matrix(modules[index], layers[index], index, model.dtype, receivers[index])
-    return Facts(path, layers, find_rotary(model, ids, [modules[index] for index in measured]))
+def prove(model: Any) -> Facts:
+    """Return the facts of a loaded causal language model in eval mode. Raises RefusedError."""
+    with plain_kernel(implementation(model)):
+        if getattr(model.config, "is_encoder_decoder", False):
+            raise RefusedError("interface", "is an encoder with a decoder, whose cross-attention is not measured")
+        ids = probe_text(model)
+        calls, masks, cache = observe(model, ids)
+        path, attentions = layer_stack(model, calls, cache)
+        modules = {index: call.module for index, (_, call) in attentions.items()}
+        read = {index: read_layer(index, call, masks, cache, name) for index, (name, call) in attentions.items()}
+        stack = model.get_submodule(path)
+        receivers = find_projections(
+            model, ids, modules, {index: stack[index] for index, facts in read.items() if not facts.state}
+        )
+        layers = tuple(
+            replace(read[index], projection=receivers[index].path, has_gate=receivers[index].has_gate)
+            if index in read
+            else LayerFacts.without_attention(recurrent_states.size(cached))
+            for index, cached in enumerate(cache.layers)
+        )
+        measured = measured_layers(layers)
+        _check_measured(layers, measured)
+        check_reading(model, ids, layers, {index: call for index, (_, call) in attentions.items()})
+        check_streams(model, ids, path)
+        for index in measured:
+            check_matrix(modules[index], layers[index], index, model.dtype, receivers[index])
+        return Facts(path, layers, find_rotary(model, ids, [modules[index] for index in measured]))
 
 
-def _check_alike(layers: Sequence[LayerFacts]) -> None:
-    """Raise RefusedError unless the measured layers have the same heads, which a trace has one axis for."""
-    sizes = {(layer.heads, layer.kv_heads, layer.d_key, layer.d_value, layer.latent) for layer in layers}
-    if len(sizes) > 1:
-        raise RefusedError("heads", f"has measured layers of {len(sizes)} shapes, in heads or widths, and not of one")
+def _check_measured(layers: Sequence[LayerFacts], measured: Sequence[int]) -> None:
+    """Raise RefusedError unless measured layers have the same heads, as a trace has one axis for them.
 
-
-def _check_readers(layers: Sequence[LayerFacts], measured: Sequence[int]) -> None:
-    """Raise RefusedError unless each layer sees what its cache's owner sees, and measured readers come last."""
+    Each layer must also see what its cache's owner sees, and of the measured ones those that read another's come last.
+    """
+    own = [layers[index] for index in measured]
+    shapes = {(layer.heads, layer.kv_heads, layer.d_key, layer.d_value, layer.latent) for layer in own}
+    if len(shapes) > 1:
+        raise RefusedError("heads", f"has measured layers of {len(shapes)} shapes, in heads or widths, and not of one")
     for index, layer in enumerate(layers):
         if layer.owner is not None:
             owner = layers[layer.owner]

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from perturbkv.models.forward import run_with_cache
 from perturbkv.models.interface import (
@@ -60,8 +61,6 @@ def probe_text(model: Any, seed: int = 0) -> Tensor:
 
 def observe(model: Any, ids: Tensor) -> tuple[list[Call], Masks, Cache]:
     """Read a text; return its attention calls, each recomputed, the masks of the pass, and the cache."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-
     kernel, calls, cache = implementation(model), list[Call](), DynamicCache(config=model.config)
     masks = Masks(ALL_MASK_ATTENTION_FUNCTIONS[kernel])
 
@@ -108,5 +107,4 @@ def recompute(
     if sinks is not None:
         sink = sinks.double().reshape(1, -1, 1, 1).expand(*logits.shape[:3], 1)
         logits = torch.cat([logits, sink], dim=-1)
-    weights = logits.softmax(dim=-1)[..., : key.shape[2]]
-    return (weights @ values).transpose(1, 2)
+    return (logits.softmax(dim=-1)[..., : key.shape[2]] @ values).transpose(1, 2)

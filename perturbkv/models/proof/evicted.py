@@ -80,18 +80,14 @@ class _NaiveAttention:
         index = self.indices[id(module)]
         if index in self.entries:
             key, value = (torch.cat(pair, dim=2) for pair in zip(self.entries[index], (key, value), strict=True))
-            mask = self._newest_sees(index, key.shape[2]).to(key.device)
+            layer, tokens = self.layers[index], torch.arange(TOKENS, device=key.device)
+            mask = pattern(layer.kind, layer.window, tokens[-1:], tokens[-key.shape[2] :]).unsqueeze(0)
         seen = visible(mask, query, key).expand(*query.shape[:2], -1, -1).clone()
         if index in self.kept:
             seen[:, :, -1] &= self.kept[index][:, -key.shape[2] :]
         scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
         found = recompute(query, key, value.nan_to_num(), seen, scale, kwargs.get("softcap"), kwargs.get("s_aux"))
         return found.to(query.dtype).contiguous(), None
-
-    def _newest_sees(self, index: int, entries: int) -> Tensor:
-        """Return which of the last `entries` tokens the newest one sees, by its layer's kind (1, entry)."""
-        layer, newest = self.layers[index], torch.tensor([[TOKENS - 1]])
-        return pattern(layer.kind, layer.window, newest, torch.arange(TOKENS - entries, TOKENS))
 
 
 class _NewAlone(CacheLayerMixin):  # type: ignore[misc]

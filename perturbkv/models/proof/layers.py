@@ -17,14 +17,14 @@ from perturbkv.models.interface import text_config
 from perturbkv.models.proof.calls import ERRORS, Call
 from perturbkv.models.proof.masks import Masks, mask_kind, pattern, visible
 
-HARMLESS = frozenset({
+IGNORED_KEYWORDS = frozenset({
     "cache_position", "dropout", "is_causal", "logits_to_keep", "output_attentions", "output_hidden_states",
     "output_router_logits", "position_ids", "return_dict", "sliding_window", "use_cache",
 })  # fmt: skip
-"""Keywords that change no output beside what the mask and the keywords of `READ` say."""
+"""Keywords of attention that change no output beyond what the mask and `USED_KEYWORDS` say."""
 
-READ = frozenset({"s_aux", "scaling", "softcap"})
-"""Keywords that are read: sinks, scale and soft cap."""
+USED_KEYWORDS = frozenset({"s_aux", "scaling", "softcap"})
+"""Keywords of attention with the sinks, the scale and the soft cap."""
 
 
 def layer_stack(model: Any, calls: Sequence[Call], cache: Cache) -> tuple[str, dict[int, tuple[str, Call]]]:
@@ -90,7 +90,7 @@ def _check_no_attention(layer: nn.Module, index: int, kinds: Collection[type], c
 
 def read_layer(index: int, call: Call, masks: Masks, cache: Cache, attention: str) -> LayerFacts:
     """Return a layer's facts without its projection's. Raises RefusedError."""
-    unknown = sorted(call.options.keys() - HARMLESS - READ)
+    unknown = sorted(call.options.keys() - IGNORED_KEYWORDS - USED_KEYWORDS)
     if unknown:
         raise RefusedError("keywords", f"gives its attention '{unknown[0]}', which is not known here", index)
     owner = _find_owner(index, call, cache)
@@ -111,10 +111,9 @@ def read_layer(index: int, call: Call, masks: Masks, cache: Cache, attention: st
     if size != window:
         raise RefusedError("cache", f"sees {window or 'all'} entries, and its cache is one of {size or 'all'}", index)
     heads, kv_heads = call.query.shape[1], call.key.shape[1]
-    cap = call.options.get("softcap")
     return LayerFacts(
         attention, "", kind, window, heads, kv_heads, call.key.shape[-1], call.value.shape[-1],
-        call.options["scaling"], None if cap is None else float(cap), sink_parameter(index, call),
+        call.options["scaling"], call.options.get("softcap"), sink_parameter(index, call),
         state=recurrent_states.size(cache.layers[index]), latent=latent, owner=owner,
     )  # fmt: skip
 

@@ -84,8 +84,7 @@ def _sampled_positions(window: int | None) -> tuple[Tensor, Tensor]:
     anywhere = (queries.unsqueeze(-1) * torch.rand(len(queries), 8, generator=generator)).long()
     powers = queries.unsqueeze(-1) - 2 ** torch.arange(21)
     keys = torch.cat([queries.unsqueeze(-1) - distances, anywhere, powers], dim=-1)
-    pairs = queries.unsqueeze(-1).expand_as(keys)[keys >= 0], keys[keys >= 0]
-    return pairs
+    return queries.unsqueeze(-1).expand_as(keys)[keys >= 0], keys[keys >= 0]
 
 
 def pattern(kind: str, window: int | None, queries: Tensor, keys: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from perturbkv.models import recurrent_states
 from perturbkv.models.attention_facts import LayerFacts, RefusedError
 from perturbkv.models.interface import AttentionFunction, implementation, intercept, text_config
 from perturbkv.models.proof.calls import ERRORS, LOGIT_ERRORS, Call, probe_text, read_tokens, record
-from perturbkv.models.proof.layers import HARMLESS, READ, check_entries, sink_parameter
+from perturbkv.models.proof.layers import IGNORED_KEYWORDS, USED_KEYWORDS, check_entries, sink_parameter
 
 
 def check_reading(model: Any, ids: Tensor, layers: Sequence[LayerFacts], calls: Mapping[int, Call]) -> None:
@@ -90,8 +90,6 @@ def _read_on(
     """
     logits, calls = [], list[tuple[int, Call]]()
     for part in (ids[:, :-2], ids[:, -2:-1], ids[:, -1:]):
-        if part.shape[1] == 0:
-            continue
         calls, found = observe_part(model, part, cache, modules)
         logits.append(found[0])
         for index, call in calls:
@@ -121,11 +119,9 @@ def observe_part(
 
 def _check_decoding(index: int, call: Call, facts: LayerFacts) -> None:
     """Raise RefusedError unless attention while decoding is what it was for the whole text."""
-    cap, sinks = call.options.get("softcap"), call.options.get("s_aux")
-    if call.options["scaling"] != facts.scale or (None if cap is None else float(cap)) != facts.cap:
+    if (call.options["scaling"], call.options.get("softcap")) != (facts.scale, facts.cap):
         raise RefusedError("decoding", "has another scale or cap while it decodes", index)
-    told = "" if sinks is None else sink_parameter(index, call)
-    if call.options.keys() - HARMLESS - READ or told != facts.sinks:
+    if call.options.keys() - IGNORED_KEYWORDS - USED_KEYWORDS or sink_parameter(index, call) != facts.sinks:
         raise RefusedError("decoding", "gives its attention other keywords while it decodes", index)
     if not call.error <= ERRORS[call.query.dtype]:
         off = f"off by {call.error:.1g}"

@@ -94,29 +94,23 @@ class _Receivers:
     """The maps inside an attention module, with what they receive in the block."""
 
     def __init__(self, attention: nn.Module) -> None:
-        self.attention, self.received, self.output = attention, dict[str, Tensor](), torch.empty(0)
-        self.put_out: dict[str, Tensor] = {}
+        self.attention, self.output = attention, torch.empty(0)
+        self.passed: dict[str, tuple[Tensor, Any]] = {}  # a map's path -> what it received and put out
 
     def __enter__(self) -> None:
         self._stack = ExitStack()
-        hook = self.attention.register_forward_pre_hook(_repeat_row_0, with_kwargs=True)
-        self._stack.callback(hook.remove)
+        self._stack.callback(self.attention.register_forward_pre_hook(_repeat_row_0, with_kwargs=True).remove)
         self._stack.callback(self.attention.register_forward_hook(self._keep_output).remove)
         for name, module in self.attention.named_modules():
             if name and not isinstance(module, nn.Dropout | nn.Identity):
-                self._stack.callback(module.register_forward_pre_hook(partial(self._receive, name)).remove)
                 self._stack.callback(module.register_forward_hook(partial(self._keep, name)).remove)
 
     def __exit__(self, *about: object) -> None:
         self._stack.close()
 
-    def _receive(self, name: str, module: nn.Module, args: Any) -> None:
-        if args and isinstance(args[0], Tensor) and args[0].dtype.is_floating_point:
-            self.received[name] = args[0]
-
     def _keep(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        if isinstance(output, Tensor):
-            self.put_out[name] = output
+        if args and isinstance(args[0], Tensor) and args[0].dtype.is_floating_point:
+            self.passed[name] = args[0], output
 
     def find(self, drawn: Tensor, index: int) -> Receiver:
         """Return the module that received `drawn`, heads side by side.
@@ -124,8 +118,8 @@ class _Receivers:
         A module inside another that received them is a part of that one. Raises RefusedError.
         """
         flat = drawn.flatten(2)
-        alike = {name: got.reshape(flat.shape) for name, got in self.received.items() if got.numel() == flat.numel()
-                 and got.shape[-1] == flat.shape[-1]}  # fmt: skip
+        alike = {name: got.reshape(flat.shape) for name, (got, _) in self.passed.items()
+                 if got.numel() == flat.numel() and got.shape[-1] == flat.shape[-1]}  # fmt: skip
         plain = _outermost(name for name, got in alike.items() if torch.equal(got, flat))
         names = plain or _outermost(name for name, got in alike.items() if _is_gated(got, flat))
         if not names:
@@ -134,7 +128,8 @@ class _Receivers:
             raise RefusedError(
                 "projection", f"gives its heads' outputs to {len(names)} maps, {' and '.join(names)}", index
             )
-        outputs = self.put_out.get(names[0], flat.new_empty(*flat.shape[:2], 0))
+        output = self.passed[names[0]][1]
+        outputs = output if isinstance(output, Tensor) else flat.new_empty(*flat.shape[:2], 0)
         return Receiver(names[0], not plain, alike[names[0]][1], outputs.reshape(*flat.shape[:2], -1)[1])
 
     def _keep_output(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -48,22 +48,18 @@ def check_twin(model: Any) -> None:
 def _refusal(model: Any, key: tuple[type, str, str]) -> RefusedError | None:
     """Return why a model's twin is refused; None where it is proven, which the user's cache remembers."""
     kind, kernel, fields = key
-    try:
-        if not _is_untouched(model):
-            try_twin(model.config, kind, kernel)
-        else:
-            _remember(f"{kind.__module__}.{kind.__qualname__} {kernel} {fields}", model)
-    except RefusedError as refusal:
-        return refusal
-    return None
-
-
-def _is_untouched(model: Any) -> bool:
-    """Return whether all that a model runs is code of transformers and torch as it was installed."""
-    return all(
+    as_installed = all(  # is all that the model runs, of transformers and torch
         type(module).forward.__module__.startswith(("transformers.", "torch.")) and "forward" not in vars(module)
         for module in model.modules()
     )
+    try:
+        if as_installed:
+            _remember(f"{kind.__module__}.{kind.__qualname__} {kernel} {fields}", model)
+        else:
+            try_twin(model.config, kind, kernel)
+    except RefusedError as refusal:
+        return refusal
+    return None
 
 
 def _remember(text: str, model: Any) -> None:

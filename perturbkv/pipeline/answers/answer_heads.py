@@ -15,8 +15,6 @@ a model are not those of the released files, and what headkv does with them spea
 
 from __future__ import annotations
 
-import string
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -27,12 +25,14 @@ from torch import Tensor
 from perturbkv import memory
 from perturbkv.cache.compact import full_cache
 from perturbkv.datasets.encode import Prompt
+from perturbkv.datasets.metrics import f1
 from perturbkv.devices import full_precision, stack_on_device
 from perturbkv.errors import DatasetError
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.forward import run_with_cache
 from perturbkv.pipeline.answers.generation import end_tokens
 from perturbkv.pipeline.sample.capture import FiniteCheck, Observer, capture
+from perturbkv.pipeline.sample.replay import tokenize
 from perturbkv.scoring.window_attention import causal_logits
 from perturbkv.theory import WORK, Softmax
 
@@ -84,7 +84,7 @@ def score_prompt(adapter: Adapter, evidence: Evidence) -> tuple[Float[Tensor, "l
     Raises DatasetError as `locate_sentence`, and ActivationError for NaN or Inf.
     """
     span = locate_sentence(evidence, adapter.tokenizer)
-    most_tokens = len(_tokenize(f" {evidence.prompt.answers[0]}", adapter.tokenizer))
+    most_tokens = len(tokenize(adapter.tokenizer, f" {evidence.prompt.answers[0]}"))
     masses: list[list[Tensor]] = [[] for _ in adapter.layers]
 
     def observe(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -131,18 +131,7 @@ def span_attention(
 
 def is_right(text: str, answers: Sequence[str]) -> bool:
     """Return whether the F1 score between the text and any accepted answer, as bags of words, exceeds 0.5."""
-    return any(_word_f1(_count_words(text), _count_words(answer)) > 0.5 for answer in answers)
-
-
-def _word_f1(words: Counter[str], answer: Counter[str]) -> float:
-    """Return the F1 score of two bags of words."""
-    return 2 * (words & answer).total() / max(1, words.total() + answer.total())
-
-
-def _count_words(text: str) -> Counter[str]:
-    """Return word -> count in a text, in lower case, without punctuation and articles."""
-    bare = text.lower().translate(str.maketrans("", "", string.punctuation)).split()
-    return Counter(word for word in bare if word not in ("a", "an", "the"))
+    return f1(text, answers) > 0.5
 
 
 def locate_sentence(evidence: Evidence, tokenizer: Callable[..., dict[str, Sequence[int]]]) -> range:
@@ -152,7 +141,7 @@ def locate_sentence(evidence: Evidence, tokenizer: Callable[..., dict[str, Seque
     """
     prompt = evidence.prompt
     for text in (f" {evidence.sentence}", evidence.sentence):
-        ids = _tokenize(text, tokenizer)
+        ids = tokenize(tokenizer, text)
         for start in range(len(prompt.token_ids) - len(ids) + 1):
             if prompt.answers and list(prompt.token_ids[start : start + len(ids)]) == ids:
                 return range(start, start + len(ids))
@@ -160,8 +149,3 @@ def locate_sentence(evidence: Evidence, tokenizer: Callable[..., dict[str, Seque
         f"expected sample '{prompt.sample_id}' to have an answer ({', '.join(prompt.answers) or 'it has none'}) and to "
         f"hold '{evidence.sentence}', got a prompt without; head scores need prompts that hold their answer's sentence"
     )
-
-
-def _tokenize(text: str, tokenizer: Callable[..., dict[str, Sequence[int]]]) -> list[int]:
-    """Return the token ids of a text without special tokens."""
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -49,7 +49,19 @@ def answer_row(
                 labels, answers.held, byte_shares, answers.evicted, strict=True
             )
         },
-        "compressions": _compression_objects(answers, labels),
+        "compressions": [
+            {
+                "config": labels[compression.config],
+                "generated": compression.generated,
+                "entries_before": compression.before,
+                "entries_after": compression.after,
+                "relative": float(compression.perturbation.sum() / compression.output_norm.sum()),
+                "perturbation": compression.perturbation.tolist(),
+                "output_norm": compression.output_norm.tolist(),
+                "retained_mass": compression.retained_mass.tolist(),
+            }
+            for compression in answers.compressions
+        ],
         "divergence": _divergence_object(answers, labels),
     }
 
@@ -64,23 +76,6 @@ def _divergence_object(answers: Answers, labels: Sequence[str]) -> dict[str, Any
         "noise_floor": divergence.noise_floor.tolist(),
         "caches": {label: {"kl": kl, "top1": top1} for label, kl, top1 in caches},
     }
-
-
-def _compression_objects(answers: Answers, labels: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the compressions during decoding of one prompt's caches, as JSON objects."""
-    return [
-        {
-            "config": labels[compression.config],
-            "generated": compression.generated,
-            "entries_before": compression.before,
-            "entries_after": compression.after,
-            "relative": float(compression.perturbation.sum() / compression.output_norm.sum()),
-            "perturbation": compression.perturbation.tolist(),
-            "output_norm": compression.output_norm.tolist(),
-            "retained_mass": compression.retained_mass.tolist(),
-        }
-        for compression in answers.compressions
-    ]
 
 
 @dataclass(frozen=True, repr=False)

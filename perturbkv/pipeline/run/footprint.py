@@ -266,7 +266,9 @@ def _sample_bytes(planned: Plan, context: int, tokens: int) -> tuple[int, int]:
     The sample has `tokens` tokens, of which the `context` first ones are compressed.
     """
     run, shape = planned.run, planned.shape
-    sizes = _axis_lengths(run, shape, tokens)
+    heads = {"layer": shape.measured, "head": shape.heads, "d_value": shape.d_value, "d_model": shape.d_model}
+    counts = {"config": len(run.configs), "step": run.steps, "answer_token": run.generate, "lost_entry": LOST_ENTRIES}
+    sizes = {**heads, **counts, "key": tokens + run.steps}  # by axis
     codes = _kept_set_bytes(run, shape, context) if planned.kept else 0
     answers = (1 + len(run.configs)) * (_ANSWER_BYTES + _ANSWER_TOKEN_BYTES * run.generate) if run.generate else 0
     text = _TOKEN_BYTES * tokens + answers if planned.text else 0
@@ -277,13 +279,6 @@ def _sample_bytes(planned: Plan, context: int, tokens: int) -> tuple[int, int]:
         deflated = _DIGEST_SHARE if name == DIGEST else _DEFLATED_SHARE[dtype] if dims else 1
         stored, raw = stored + length * deflated, raw + length
     return int(stored), int(raw)
-
-
-def _axis_lengths(run: RunConfig, shape: Shape, tokens: int) -> dict[str, int]:
-    """Return axis name -> length for the variables of a sample."""
-    heads = {"layer": shape.measured, "head": shape.heads, "d_value": shape.d_value, "d_model": shape.d_model}
-    counts = {"config": len(run.configs), "step": run.steps, "answer_token": run.generate, "lost_entry": LOST_ENTRIES}
-    return {**heads, **counts, "key": tokens + run.steps}
 
 
 def _fixed_size_variables(planned: Plan) -> list[str]:

@@ -152,7 +152,9 @@ def plan(
         [config.policy for config in configs], settings.steps, generate, files.config, files.name
     )
     _check_prompts(prompts, settings.scenario, files.config, max(settings.steps, generate), files.name)
-    grading = _grading_metrics(prompts, settings.scored) if generate else {}
+    if generate and settings.scored:
+        check_answers(prompts)
+    grading = {METRICS: sorted({metric.name for metric in metrics_of(prompts).values()})} if generate else {}
     fit = fitting_configs(resolved, prompts, settings.scenario, settings.leave_out_unfit)
     run = RunConfig(
         model=files.name,
@@ -181,7 +183,9 @@ def plan(
     check_fill([config.precision for config in configs], shape.d_key, shape.d_value, files.name)
     if generate and settings.scored:
         resources = _bound_memory(resources, shape, run, prompts, placement, loaded)
-    batches = _largest_batches(shape, ResolvedRun.from_run(run, fit), prompts, resources)
+    resolved_run = ResolvedRun.from_run(run, fit)
+    planned = [plan_prompt_batches(prompt, resolved_run, shape, resources) for prompt in prompts]
+    batches = max(planned, key=lambda each: (len(each.indices), each.largest_bytes))
     return Plan(files, placement, prompts, run, fit, resources, batches, settings.text, settings.kept, loaded)
 
 
@@ -196,17 +200,6 @@ def _answer_length(prompts: Prompts) -> int:
             "file of its own", prompts.dataset, length, ", ".join(shorter),
         )  # fmt: skip
     return length
-
-
-def _grading_metrics(prompts: Prompts, scored: bool) -> dict[str, list[str]]:
-    """Return {METRICS: names of the prompts' grading metrics}, as options of the data set.
-
-    Raises DatasetError for a metric that cannot grade, and, where answers are `scored`, for a prompt without accepted
-    answers.
-    """
-    if scored:
-        check_answers(prompts)
-    return {METRICS: sorted({metric.name for metric in metrics_of(prompts).values()})}
 
 
 def fitting_configs(
@@ -273,9 +266,3 @@ def _bound_memory(
     decoded = max(len(prompt.token_ids) for prompt in prompts) - tokens + max(run.steps, run.generate)
     largest = max(shape.row_bytes(config, tokens, decoded, run.steps) for config in run.configs)
     return replace(resources, max_bytes=bound) if bound > max(resident // 2, largest) else resources
-
-
-def _largest_batches(shape: Shape, run: ResolvedRun, prompts: Sequence[Prompt], resources: Resources) -> Batches:
-    """Return the batches of the prompt that needs most memory. Raises ConfigError if one exceeds the memory bound."""
-    planned = [plan_prompt_batches(prompt, run, shape, resources) for prompt in prompts]
-    return max(planned, key=lambda batches: (len(batches.indices), batches.largest_bytes))

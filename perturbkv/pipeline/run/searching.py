@@ -210,8 +210,7 @@ def short_probe(context: Sequence[int], tokens: int) -> Sequence[int]:
 
 def _draw_heads(generator: np.random.Generator, adapter: Adapter, count: int) -> list[HeadIndex]:
     """Return `count` randomly drawn heads of the model, sorted; all heads where there are fewer."""
-    total = len(adapter.layers) * adapter.heads
-    drawn = generator.permutation(total)[:count]
+    drawn = generator.permutation(len(adapter.layers) * adapter.heads)[:count]
     return [divmod(int(index), adapter.heads) for index in np.sort(drawn)]
 
 

@@ -7,7 +7,7 @@ bit. `FiniteCheck` finds activations and scores that are not finite, with a sing
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -60,18 +60,16 @@ def capture(adapter: Adapter, observer: Observer) -> Iterator[None]:
         yield
 
 
-@contextmanager
 def intercept_attention(
     adapter: Adapter, replacement: Callable[[AttentionFunction, nn.Module, Any, Any], Any], all_layers: bool = False
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Replace the model's attention by `replacement(stock, module, args, kwargs)` inside the block.
 
     `stock` is the model's own attention function. Only measured layers are replaced unless `all_layers`. Raises
     ModelError as `interface.intercept`.
     """
     modules = adapter.every_attention.values() if all_layers else adapter.attentions
-    with intercept(implementation(adapter.model), modules, replacement):
-        yield
+    return intercept(implementation(adapter.model), modules, replacement)
 
 
 @contextmanager
@@ -103,24 +101,20 @@ def _attend_to_cache(
 ) -> tuple[Tensor, None]:
     """Append the new tokens to the module's layer of a compact cache, and return the attention output over it.
 
-    An attention replacement; `cache_layers` are keyed by the identity of the attention modules, of which the `readers`
-    find the new tokens there, as another layer's cache holds them already. Models pass their soft
-    cap as `softcap`, and the logits of their sinks as `s_aux`; the scale of a model that passes none is that of its
-    attention function.
+    An attention replacement. `cache_layers` are keyed by the identity of the attention modules; for those of `readers`
+    another layer, whose cache they read, has appended the tokens. Models pass their soft cap as `softcap`, and the
+    logits of their sinks as `s_aux`; the scale of a model that passes none is that of its attention function.
     """
     layer, (query, key, value) = cache_layers[id(module)], args[:3]
     if id(module) not in readers:
         layer.append(key, value)
     scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
-    softmax = Softmax(scale, kwargs.get("softcap"), kwargs.get("s_aux"))
-    return layer.attend(query, softmax), None
+    return layer.attend(query, Softmax(scale, kwargs.get("softcap"), kwargs.get("s_aux"))), None
 
 
-@contextmanager
-def decode_shared(adapter: Adapter) -> Iterator[None]:
+def decode_shared(adapter: Adapter) -> AbstractContextManager[None]:
     """Let a batch of identical rows decode from a `SharedCache` inside the block, with row 0's attention for all."""
-    with intercept_attention(adapter, _attend_row_0, all_layers=True):
-        yield
+    return intercept_attention(adapter, _attend_row_0, all_layers=True)
 
 
 def _attend_row_0(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> tuple[Tensor, Tensor | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -121,8 +121,7 @@ class FullLayer:
         """Return make(), computed once per key and shared by all configurations of the layer."""
         if key not in self.results:
             self.results[key] = make()
-        result: _Result = self.results[key]
-        return result
+        return cast("_Result", self.results[key])
 
     def groups(self, configs: Sequence[ResolvedConfig], realised: Realised | None = None) -> list[Group]:
         """Return the groups of the configurations that evict, with their kept sets.

@@ -103,8 +103,7 @@ def isolated_quantities(
     stage-1 shares α.
     """
     decoded = reference.attention.shape[-1] - masks.kept.shape[-1]
-    keep_all = torch.ones_like(masks.kept[:1])
-    rows = _append_decoded(torch.cat([keep_all, masks.kept]), decoded)
+    rows = _append_decoded(torch.cat([torch.ones_like(masks.kept[:1]), masks.kept]), decoded)
     kept = theory.kept_sums(reference.attention, reference.summands, rows, reference.sink)
     no_values = reference.summands.without_values()  # the bounds of stage 1 need no mixture
     stage1 = theory.kept_sums(reference.attention, no_values, _append_decoded(masks.stage1, decoded), reference.sink)

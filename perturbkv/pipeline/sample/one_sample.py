@@ -235,8 +235,8 @@ class _BatchDecoder:
             prompt = PromptReading(self.adapter, sample.context, sample.prompt.sample_id, sample.resources, self.finite)
             makers = {index: sample.makers[index].begin(prompt) for index in indices}
             evicted_layers = [self._evict(layer, makers) for layer in self.adapter.holders]
-            caches = [layer.cache for layer in evicted_layers]
-            cache = CompactCache(join_layers(self.adapter, caches, sample.prefill.states))
+            compact = [layer.cache for layer in evicted_layers]
+            cache = CompactCache(join_layers(self.adapter, compact, sample.prefill.states))
         with phase("decode"):
             question_logits, records = decode_evicted(
                 self.adapter, cache, sample.question, sample.full.tokens, self.rows, self.finite

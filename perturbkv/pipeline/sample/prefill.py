@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
@@ -96,8 +96,8 @@ class Statistics:
         model_results: cached results of `compute_over_layers`, and of rankings that layers share.
         mean_queries: window -> per layer the mean of its queries after rotation (head, d_key), for corrections.
         queries: positions -> per layer their queries after rotation (head, query, d_key), for sparse prefills.
-        gates: layer -> γ of its last queries (query, head · d_value), as many as the largest window; without layers
-            that have none.
+        gates: layer -> γ of its last queries (query, head · d_value), as many as the largest window; only of
+            layers with gates.
     """
 
     sample: str
@@ -165,8 +165,7 @@ class Statistics:
                 )
             )
             self.model_results[key] = {config: rankings(config, scores_of(config)) for config in sharing}
-        found: Mapping[ResolvedConfig, Rankings] = self.model_results[key]
-        return found
+        return cast("Mapping[ResolvedConfig, Rankings]", self.model_results[key])
 
     def compute_over_layers(
         self, config: ResolvedConfig, counts: PrefixCounts, key: Hashable, make: Callable[[Iterable[Tensor]], Any]
@@ -258,10 +257,7 @@ def prefill(
     caps = [adapter.softmax(layer).cap for layer in range(len(adapter.layers))]
     compatibility.check_soft_cap(run.configs, next(filter(None, caps), None), adapter.name)
     _check_rotations(adapter, run.configs)
-    _check_latents(adapter, run.configs)
-    for config in run.configs:
-        if config.cache_contents is not EVICTED:
-            adapter.check_own_caches(f"policy '{config.policy}'")
+    _check_caches(adapter, run.configs)
     (token_ids, _), configs, sample = prompt.parts(run.scenario), run.configs, prompt.sample_id
     scored: dict[ScoreRequest, list[Tensor]] = {request: [] for config in configs for request in config.requests}
     shape = (len(token_ids), adapter.kv_heads, len(adapter.holders))
@@ -310,9 +306,15 @@ def _check_rotations(adapter: Adapter, configs: Sequence[ResolvedConfig]) -> Non
             )
 
 
-def _check_latents(adapter: Adapter, configs: Sequence[ResolvedConfig]) -> None:
-    """Raise ModelError for a configuration in few bits, or one that evicts nothing, where the cache holds latents."""
+def _check_caches(adapter: Adapter, configs: Sequence[ResolvedConfig]) -> None:
+    """Raise ModelError for a configuration that needs a cache of each layer's own entries, where the model has others.
+
+    Few bits, and a policy that evicts nothing, need other entries than latents; reading parts of the cache, or holding
+    it changed, needs one cache per layer.
+    """
     for config in configs:
+        if config.cache_contents is not EVICTED:
+            adapter.check_own_caches(f"policy '{config.policy}'")
         if config.quantised:
             adapter.check_no_latents(f"precision '{config.precision}'")
         if not config.evicts:
@@ -360,13 +362,12 @@ class _PromptReader:
 
     def observer(self) -> Observer:
         """Return the observer that records the statistics during the prefill."""
-        attention_input = self._keep_input if "hidden" in self.needs else None
         return Observer(
             attention=self._record_attention,
             gate=self._record_gate,
             hidden=self._check_hidden,
-            final=self._check_final,
-            attention_input=attention_input,
+            final=partial(self.finite.check, FINAL_NORM),
+            attention_input=self._keep_input if "hidden" in self.needs else None,
         )
 
     def _keep_input(self, layer: int, hidden: Tensor) -> None:
@@ -454,10 +455,6 @@ class _PromptReader:
         self.finite(self.adapter.layer_indices[layer], hidden)
         if self.visitor is not None and not self.visitor.needs_full_cache:
             free_entries(self.adapter, self.cache, self.read, layer)
-
-    def _check_final(self, output: Tensor) -> None:
-        """Check the output of the final norm for NaN and Inf: an `Observer.final`."""
-        self.finite.check(FINAL_NORM, output)
 
 
 def mean_size(gate: Float[Tensor, "query head_d_value"] | None, window: int) -> Float[Tensor, " head_d_value"] | None:

@@ -80,15 +80,15 @@ def _replay_parts(
 
 def replay_passes(tokenizer: object, context: Sequence[int], replay: Replay) -> Iterator[tuple[slice, list[int]]]:
     """Yield, per part of the context, its slice and the tokens of the replay pass that repeats it."""
-    first, later = (_tokenize(tokenizer, request) for request in WORDINGS[replay.wording])
-    turn_end = _tokenize(tokenizer, text_after_turn(tokenizer) or "\n")
+    first, later = (tokenize(tokenizer, request) for request in WORDINGS[replay.wording])
+    turn_end = tokenize(tokenizer, text_after_turn(tokenizer) or "\n")
     for start in range(0, len(context), replay.chunk):
         part = slice(start, min(start + replay.chunk, len(context)))
         request = [*later, *context[max(0, start - min(replay.chunk, _OVERLAP)) : start]] if start else first
         yield part, [*request, *turn_end, *context[part]]
 
 
-def _tokenize(tokenizer: object, text: str) -> list[int]:
+def tokenize(tokenizer: object, text: str) -> list[int]:
     """Return the token ids of a text without special tokens."""
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])  # type: ignore[operator]
 

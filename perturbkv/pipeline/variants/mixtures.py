@@ -9,7 +9,6 @@ import copy
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from jaxtyping import Bool
@@ -210,7 +209,10 @@ def _make_batch(
         for index, mixture in enumerate(mixtures)
     ]
     floors = {name: tuple(step[name][1] for step in totals) for name in PER_STEP}
-    by_head_lists = (_head_lists(steps, name) if by_head else None for name in ("noise_floor", "output_norm"))
+    by_head_lists = (  # (step, layer, head)
+        torch.stack([step[name] for step in steps]).cpu().tolist() if by_head else None
+        for name in ("noise_floor", "output_norm")
+    )
     return PatchingBatch(sample, tuple(rows), floors, scores[0], *by_head_lists)
 
 
@@ -225,11 +227,6 @@ def _step_totals(step: dict[str, Tensor]) -> dict[str, tuple[list[float], float]
         per_row = values.flatten(1).sum(dim=-1) if values.ndim > 1 else values
         totals[name] = per_row.tolist(), float(noise.sum())
     return totals
-
-
-def _head_lists(steps: Sequence[dict[str, Tensor]], name: str) -> Any:
-    """Return the per-head variable `name` as nested lists (step, layer, head)."""
-    return torch.stack([step[name] for step in steps]).cpu().tolist()
 
 
 Progress = Callable[[int, int], None]

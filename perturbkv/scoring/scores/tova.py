@@ -29,5 +29,4 @@ class TOVA(Score):
 
     def score(self, layer: LayerView) -> Float[Tensor, "rows prefix"]:
         """Return the last query's attention on the entry, averaged over heads and repeated for every query head."""
-        mean = layer.attention[:, -1, : layer.prefix].mean(dim=0, keepdim=True)
-        return mean.expand(layer.heads, -1)
+        return layer.attention[:, -1, : layer.prefix].mean(dim=0, keepdim=True).expand(layer.heads, -1)

@@ -41,8 +41,7 @@ class HeadKV(Pooled):
             raise ConfigError(
                 "headkv needs head scores; give --head-scores FILE, which `perturbkv trace --head-scores` writes"
             )
-        budgets = head_budgets(available.head_scores, available.free, available.prefix, self.beta)
-        return budgets[available.layer]
+        return head_budgets(available.head_scores, available.free, available.prefix, self.beta)[available.layer]
 
 
 def head_budgets(scores: Tensor, mean: int, prefix: int, beta: float) -> Int[Tensor, "layer kept_head"]:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -96,5 +96,4 @@ def entropy(scores: Float[Tensor, "kept_head position"]) -> Float[Tensor, ""]:
     """Return the entropy of a layer's scores, normalised by the largest possible entropy; 0 for at most one entry."""
     flat = scores.to(theory.WORK).flatten()
     share = flat / flat.sum().clamp(min=torch.finfo(theory.WORK).tiny)
-    entropy_share: Tensor = torch.special.entr(share).sum() / math.log(max(2, len(flat)))
-    return entropy_share
+    return cast("Tensor", torch.special.entr(share).sum() / math.log(max(2, len(flat))))

@@ -238,8 +238,7 @@ class Journal:
 
     def entries(self) -> list[Entry]:
         """Return all entries, in order of writing within a sample; damaged files are left out."""
-        entries = map(read_entry, self._paths())
-        return [self._share_memory(entry) for entry in entries if entry is not None]
+        return [self._share_memory(entry) for entry in map(read_entry, self._paths()) if entry is not None]
 
     def sample_ids(self) -> list[str]:
         """Return the ids of the samples with an entry."""

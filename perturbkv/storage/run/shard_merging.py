@@ -70,8 +70,7 @@ def merge_shards(path: Path, *, overwrite: bool = False, wait: bool = False, tex
         if records := _read_records(path, shards):
             _check_all_finished(path, records[0], overwrite)
             stored_texts = _texts_to_store(path, records, overwrite) if texts is None else texts
-            writer = _create_writer(path, records, [shard.journal for shard in shards], stored_texts, overwrite)
-            writer.finish()
+            _create_writer(path, records, [shard.journal for shard in shards], stored_texts, overwrite).finish()
         for shard in shards:
             shard.journal.discard()
         remove_stale_files(path)

@@ -6,7 +6,6 @@ checked once, when it is opened: names, dims, no NaN where a step was measured, 
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from perturbkv.storage.run.journal import Journal, journal_path
 from perturbkv.storage.run.shards import find_shards
 from perturbkv.storage.trace.hdf5 import StoredFile, StoredVariable, open_file
 from perturbkv.trace import Trace, sample_arrays
-from perturbkv.user_files import FileKind, is_path
+from perturbkv.user_files import FileKind, is_path, sha256
 
 Arrays = Mapping[str, NDArray[Any]]
 _MOST_TOKENS = 2**31
@@ -183,7 +182,7 @@ def read_trace(path: str | Path) -> Trace:
         later = [name for name in names if VARIABLES[name].is_large]
         arrays = {name: file.read(name) for name in names if name not in later}
         attrs = _provenance(file)
-    digest = _digest(path)
+    digest = sha256(path).hex()[:12]
     trace = Trace(run, ids, LazyArrays(arrays, later, _variable_reader(path)), failures, attrs, str(path), digest)
     check_numbers(path, arrays, trace.measured)
     return trace
@@ -235,20 +234,17 @@ def describe(path: Path) -> Description:
         described = {name: _describe_variable(file, name) for name in names if name not in AXES}
         variables = {name: variable for name, variable in described.items() if variable is not None}
         caches = {name: int(file.read(name).sum()) for name in ("cache_bytes", "cache_padding_bytes") if name in file}
-        stored = _samples_with_text(file, ids), _samples_with_kept(file, ids), _samples_with_answers(file, ids)
-        return Description(run, ids, failures, _provenance(file), variables, caches, *stored)
+        with_text = _samples_with(file, ids, TEXT, "prompt_count")
+        with_answers = _samples_with(file, ids, ANSWER_TEXT, "expected_answers")
+        kept = _samples_with_kept(file, ids)
+        return Description(run, ids, failures, _provenance(file), variables, caches, with_text, kept, with_answers)
 
 
-def _samples_with_text(file: StoredFile, ids: Sequence[str]) -> tuple[str, ...]:
-    """Return the ids of the samples stored with the text of the prompt."""
-    counts = file.read("prompt_count") if all(name in file for name in TEXT) else np.zeros(len(ids))
-    return tuple(name for name, count in zip(ids, counts, strict=True) if count)
-
-
-def _samples_with_answers(file: StoredFile, ids: Sequence[str]) -> tuple[str, ...]:
-    """Return the ids of the samples stored with the text of answers."""
-    answers = file.read("expected_answers") if all(name in file for name in ANSWER_TEXT) else np.full(len(ids), "")
-    return tuple(name for name, expected in zip(ids, answers.tolist(), strict=True) if expected)
+def _samples_with(file: StoredFile, ids: Sequence[str], names: Iterable[str], name: str) -> tuple[str, ...]:
+    """Return the ids of the samples for which the variable `name`, one of `names` that are stored together, is set."""
+    if not all(each in file for each in names):
+        return ()
+    return tuple(sample for sample, value in zip(ids, file.read(name).tolist(), strict=True) if value)
 
 
 def _samples_with_kept(file: StoredFile, ids: Sequence[str]) -> tuple[str, ...]:
@@ -346,9 +342,3 @@ def _read_ids_and_failures(file: StoredFile) -> tuple[tuple[str, ...], dict[str,
 def _provenance(file: StoredFile) -> dict[str, str]:
     """Return the root attributes that are not part of the format itself."""
     return {name: str(value) for name, value in file.attributes.items() if name not in _FORMAT_ATTRIBUTES}
-
-
-def _digest(path: Path) -> str:
-    """Return a short hexadecimal digest of a file's content."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()[:12]

@@ -298,8 +298,7 @@ class _BufferedVariable:
             self._write()
             self._begin = begin
         size = sum(map(len, block.flat)) if self._dtype.kind == "O" else block.nbytes
-        small = size < _CHUNK_BYTES
-        self._waiting.append(block.copy() if small else block)  # a view would keep its whole sample in memory
+        self._waiting.append(block.copy() if size < _CHUNK_BYTES else block)  # a view would keep its whole sample
         self._end = begin + len(block)
         self._bytes += size
         if self._end - self._begin >= self._rows_per_write or self._bytes >= _CHUNK_BYTES:
