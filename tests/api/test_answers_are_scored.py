@@ -85,7 +85,7 @@ def test_a_run_that_was_killed_keeps_its_scores_and_grades_the_rest(
             raise KeyboardInterrupt
         return watched(adapter, prompt, *more)
 
-    with monkeypatch.context() as patched, pytest.raises(InterruptedRunError, match="2 of 3 samples are kept"):
+    with monkeypatch.context() as patched, pytest.raises(InterruptedRunError, match="2 of 3 samples kept"):
         patched.setattr(one_sample, "trace_sample", killed)
         scored(model, data, path=path)
     found = scored(model, data, path=path)

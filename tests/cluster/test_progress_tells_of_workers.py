@@ -175,7 +175,7 @@ def test_a_run_is_stopped_and_gone_on_with_by_any_engine(
     place = tmp_path / "t.h5"
     mischief.on(240, "hang")
     for number, code, line in (
-        (signal.SIGINT, 130, "error: interrupted: 5 of 6 samples are kept"),
+        (signal.SIGINT, 130, "error: interrupted: 5 of 6 samples kept"),
         (signal.SIGKILL, -9, "5 of 6 samples are there already; going on"),
     ):
         run = started(command, place)

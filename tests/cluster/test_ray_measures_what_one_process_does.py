@@ -79,6 +79,6 @@ def test_a_program_that_ends_takes_its_actors_along(made: Made) -> None:
         return
     terminated, killed = made.seen["terminated"], made.seen["killed"]
     assert (terminated["code"], killed["code"]) == (143, -9)
-    assert terminated["said"][0].startswith("error: interrupted: 5 of 6 samples are kept")
+    assert terminated["said"][0].startswith("error: interrupted: 5 of 6 samples kept")
     assert terminated["actors"] == killed["actors"] == 1
     assert max(terminated["seconds"], killed["seconds"]) < patience(SECONDS)

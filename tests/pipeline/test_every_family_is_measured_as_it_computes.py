@@ -9,6 +9,7 @@ import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -203,6 +204,7 @@ def check_observed(adapter: Adapter) -> None:
     expected = [f"{name} {layer}" for name in ("attention", "attention_input", "head_output", "hidden")
                 for layer in layers]  # fmt: skip
     expected += [f"gate {layer}" for layer in layers if adapter.has_gate(layer)] + ["final"]
+    expected += ["positions"] if "position_ids" in signature(type(adapter.model).forward).parameters else []
     assert sorted(seen) == sorted(2 * expected)
 
 
