@@ -239,6 +239,13 @@ def test_budgets_of_the_whole_model_need_the_whole_model() -> None:
         select(chosen, LayerStatistics(alone, alone, 2, 0, LAYERS, "s"), 30)
 
 
+def test_the_stage_1_of_defensive_is_bounded_by_its_share_of_the_entries_before_the_window() -> None:
+    """30 % of 100 entries are 30, of the 90 before the window 27, less the 10 of the window; the mass would take 71."""
+    chosen = configuration(0.3, policy="defensive", selection="attention", window=10)
+    policy, flat = registry.build(chosen.policy), torch.full((2, 90), 1 / 90, dtype=torch.float64)
+    assert policy.stage1_counts(chosen, flat, slice(0, 90)).tolist() == [17, 17]
+
+
 @pytest.mark.parametrize("policy", ["lava", "defensive", "defensive-layer", "kvzip", "kvzip-plus"])
 def test_what_decoding_forgets_cannot_be_compressed_again(policy: str) -> None:
     with pytest.raises(ConfigError, match=f"policy '{policy}' looks at what decoding forgets, or at all layers"):

@@ -72,6 +72,16 @@ def test_every_answer_gets_the_metrics_score_without_special_tokens(scenario: st
     assert 0 < arrays["score_full"] < 1
 
 
+def test_places_behind_an_answers_end_hold_minus_one() -> None:
+    adapter, run = speaking(), RunConfig("m", "d", CONFIGS, generate=8)
+    tokens = trace_sample(adapter, PROMPT, run).arrays["generated_full"].tolist()
+    adapter.model.generation_config.eos_token_id = tokens[3]
+    ended = trace_sample(adapter, PROMPT, run).arrays["generated_full"].tolist()
+    end = tokens.index(tokens[3]) + 1
+    assert [token for token in ended if token >= 0] in (tokens[: end - 1], tokens[:end])
+    assert set(ended[end:]) == {-1}
+
+
 @pytest.mark.parametrize("scenario", ["regular", "context-only"])
 def test_a_traces_answers_and_scores_are_those_of_generate(scenario: str) -> None:
     prompt = replace(PROMPT, answers=("red green two",))

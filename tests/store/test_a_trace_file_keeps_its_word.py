@@ -94,6 +94,14 @@ def test_bytes_of_codes_are_counted_by_a_dimension_that_takes_no_bytes(tmp_path:
         assert data["kept_code"].isel(kept_byte=slice(0, KEPT)).values.tolist() == [0, *[1] * (KEPT - 1)]  # gaps
 
 
+def test_of_variables_along_one_axis_codes_alone_are_deflated(tmp_path: Path) -> None:
+    """A number for each sample is too little to gain by it."""
+    with h5py.File(write(tmp_path / "t.h5", sample_trace(optional=True))) as file:
+        flat = {name for name in VARIABLES if name in file and file[name].ndim == 1 and file[name].dtype.kind != "O"}
+        assert {name for name in flat if file[name].compression} == {"kept_code"}
+        assert len(flat) > 3
+
+
 def test_describe_tells_what_is_there_without_reading_it(tmp_path: Path) -> None:
     found = describe(write(tmp_path / "t.h5", sample_trace("a"), FailedSample("b", "broke")))
     assert found.failures == {"b": "broke"}
