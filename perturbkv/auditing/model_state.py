@@ -118,14 +118,17 @@ class ModelState:
         return names.get(module, type(module).__name__)
 
     def _restore_attributes(self, module: nn.Module, before: Mapping[str, Any]) -> list[str]:
-        """Put back a module's attributes, and return in words which plain values and tensors were others."""
+        """Put back a module's attributes, and return in words which plain values and tensors were others.
+
+        What was not there or None, as kvpress' indices of masked entries are, is put back and not told.
+        """
         values, changed = vars(module), []
         for name in [name for name in values if name not in before and name not in _PARTS + _HOOKS]:
             del values[name]
         for name, value in before.items():
             if _are_equal(values.get(name), value):
                 continue
-            if isinstance(value, (*_PLAIN, Tensor)):
+            if value is not None and isinstance(value, (*_PLAIN, Tensor)):
                 changed.append(f"{name} of {self._module_name(module)}")
             values[name] = value
         return changed
