@@ -40,6 +40,8 @@ SIZES: Mapping[str, tuple[int, int]] = {
 
 A missing or null key is left to transformers.
 """
+_BY_LAYER = ("intermediate_size", "num_experts", "num_experts_per_tok")
+"""Keys that may be a list, a number for each layer."""
 _MUST_BE_THERE = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", "max_position_embeddings")
 _FACTORS = ("query_pre_attn_scalar", "attention_multiplier", "residual_multiplier", "embedding_multiplier",
             "logits_scaling")  # fmt: skip
@@ -93,7 +95,7 @@ def _check_sizes(config: Any, name: str) -> None:
         value = getattr(own, key, None)
         if key == "sliding_window" and value == 0 and not getattr(config, "use_sliding_window", True):
             continue  # families that turn windows off set their width to 0
-        each = value if key == "intermediate_size" and isinstance(value, list) else [value]  # or one for each layer
+        each = _each(value) if key in _BY_LAYER else [value]
         if (value is not None or key in _MUST_BE_THERE) and not all(_is_whole(size, low, high) for size in each):
             _refuse(name, key, f"a whole number from {low} to {high}", value)
     heads, kv_heads = own.num_attention_heads, getattr(own, "num_key_value_heads", None)
@@ -101,8 +103,13 @@ def _check_sizes(config: Any, name: str) -> None:
         _refuse(name, "num_key_value_heads", f"a divisor of {heads} heads", kv_heads)
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     chosen = getattr(config, "num_experts_per_tok", None)
-    if experts and chosen and chosen > experts:
+    if experts and chosen and max(_each(chosen)) > max(_each(experts)):
         _refuse(name, "num_experts_per_tok", f"at most its {experts} experts", chosen)
+
+
+def _each(value: Any) -> list[Any]:
+    """Return a list of numbers, one for each layer, or the number of all layers as a list."""
+    return value if isinstance(value, list) else [value]
 
 
 def _check_numbers(config: Any, name: str) -> None:

@@ -6,15 +6,18 @@ import json
 import os
 import struct
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from perturbkv.errors import ModelError, UnknownNameError
 from perturbkv.models.loading import load_model, open_model, pick_device
+from perturbkv.models.sanity import check_config
 from perturbkv.models.sources import explain_errors, resolve
 from tests.support.folders import model_folder
 from tests.support.gguf_files import gguf_file
@@ -115,6 +118,13 @@ def test_values_that_no_model_of_a_family_has_are_refused(
     folder = model_folder(tmp_path / family, family)
     say(folder, **{key: value})
     refused(folder, f"expected {key} of model", words)
+
+
+@pytest.mark.parametrize(("last", "words"), [(64, ""), (65, "at most its 64 experts"), (0, "from 1 to 65536")])
+def test_a_number_for_each_layer_is_looked_at_in_each(last: int, words: str) -> None:
+    config = CONFIG_MAPPING["hunyuan_v1_moe"](num_experts=64, moe_topk=[8] * 31 + [last], num_key_value_heads=8)
+    with pytest.raises(ModelError, match=f"num_experts_per_tok .* {words}") if words else nullcontext():
+        check_config(config, "m")
 
 
 def test_what_a_model_may_leave_open_is_taken(folder: Path) -> None:
