@@ -137,8 +137,11 @@ def equal_propagated(trace: Trace, first: int, second: int) -> Mask:
 
 
 def equal_layers(trace: Trace, first: int, second: int) -> Mask:
-    """Return (sample, layer) True where all sets up to the layer, and so the residual stream after it, are equal."""
-    return _up_to_layer(equal_isolated(trace, first, second))
+    """Return (sample, decoder_layer) True where all sets up to the layer, and so the stream after it, are equal."""
+    same = equal_isolated(trace, first, second)
+    every = np.ones((len(same), trace.decoder_layers, same.shape[2]), dtype=bool)
+    every[:, trace.layers] = same  # nothing is evicted in the others
+    return _up_to_layer(every)
 
 
 def equal_whole(trace: Trace, first: int, second: int) -> Mask:

@@ -170,7 +170,14 @@ def synthetic_trace(
     With `kept` it has the positions of kept sets, else their digests alone.
     """
     draw, configs = np.random.default_rng(seed), configs or sweep()
-    sizes = {"sample": samples, "config": len(configs), "step": steps, "layer": layers, "head": heads}
+    sizes = {
+        "sample": samples,
+        "config": len(configs),
+        "step": steps,
+        "layer": layers,
+        "decoder_layer": layers,
+        "head": heads,
+    }
     sizes["lost_entry"] = _LOST
     arrays: dict[str, NDArray[Any]] = {
         name: _random_values(name, variable, tuple(sizes[axis] for axis in variable.axes), draw)

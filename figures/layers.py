@@ -139,14 +139,9 @@ def _percent_label(result: LayerDrift, short: bool = False) -> str:
     return f"% of {first}'s, log" if short else f"% of {first}'s drift (log axis)"
 
 
-def _layer_numbers(result: LayerDrift) -> np.ndarray:
-    """Return the number of each decoder layer (layer,)."""
-    return np.array([result.identity.layer(index) for index in range(len(result.ratio))])
-
-
 def _draw_drift(axes: Axes, result: LayerDrift, colour: object) -> None:
     """Draw both sides' median drift by layer, with bands."""
-    layers = _layer_numbers(result)
+    layers = np.arange(len(result.ratio))
     both = (
         ("baseline", "--", result.baseline_median_drift, result.baseline_median_drift_interval),
         ("treatment", "-", result.treatment_median_drift, result.treatment_median_drift_interval),
@@ -167,7 +162,7 @@ def _draw_drift(axes: Axes, result: LayerDrift, colour: object) -> None:
 
 def _draw_percent(axes: Axes, result: LayerDrift, colour: object) -> None:
     """Draw the ratio by layer on a logarithmic axis, where halving and doubling are equally far from 100 %."""
-    layers, percent = _layer_numbers(result), 100 * style.mask_nonpositive(result.ratio)
+    layers, percent = np.arange(len(result.ratio)), 100 * style.mask_nonpositive(result.ratio)
     axes.plot(layers, percent, color=colour, marker="o" if len(layers) == 1 else None, markersize=3,
               gid=f"percent {result.baseline.label()}")  # fmt: skip
     ends = result.ratio_interval

@@ -1,8 +1,9 @@
 """The variables of a trace: names, axes, units and types, declared once.
 
 The pipeline fills a `SampleTrace` from this declaration, the storage writes and reads it, analyses take a `Trace`. Axis
-names everywhere: sample config step layer head answer_token d_value d_model key kept_byte prompt_entry lost_entry. A
-trace file holds these variables and the state of each sample.
+names everywhere: sample config step layer decoder_layer head answer_token d_value d_model key kept_byte prompt_entry
+lost_entry; `layer` has the measured layers alone, `decoder_layer` all. A trace file holds these variables and the state
+of each sample.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Variable:
 
 
 _HEADS = ("config", "step", "layer", "head")
-_LAYERS = ("config", "step", "layer")
+_LAYERS = ("config", "step", "decoder_layer")
 _FLOORS = ("step", "layer", "head")
 _LOST = ("config", "layer", "head", "lost_entry")
 
@@ -106,16 +107,16 @@ VARIABLES: dict[str, Variable] = {
     "hidden_drift_l1": Variable(_LAYERS, "L1", "drift of the residual stream after the layer"),
     "hidden_drift_l2": Variable(_LAYERS, "L2", "drift of the residual stream after the layer"),
     "hidden_drift_cosine": Variable(_LAYERS, "1", "cosine distance of the residual stream after the layer"),
-    "hidden_norm": Variable(("step", "layer"), "L1", "norm of the full-cache residual stream after the layer"),
-    "hidden_noise_floor": Variable(("step", "layer"), "L1", "drift after the layer with everything kept"),
+    "hidden_norm": Variable(("step", "decoder_layer"), "L1", "norm of the full-cache residual stream after the layer"),
+    "hidden_noise_floor": Variable(("step", "decoder_layer"), "L1", "drift after the layer with everything kept"),
     "hidden_norm_l2": Variable(
-        ("step", "layer"), "L2", "norm of the full-cache residual stream after the layer", optional=True
+        ("step", "decoder_layer"), "L2", "norm of the full-cache residual stream after the layer", optional=True
     ),
     "hidden_noise_floor_l2": Variable(
-        ("step", "layer"), "L2", "drift after the layer with everything kept", optional=True
+        ("step", "decoder_layer"), "L2", "drift after the layer with everything kept", optional=True
     ),
     "hidden_noise_floor_cosine": Variable(
-        ("step", "layer"), "1", "cosine distance after the layer with everything kept", optional=True
+        ("step", "decoder_layer"), "1", "cosine distance after the layer with everything kept", optional=True
     ),
     "final_drift_l1": Variable(("config", "step"), "L1", "drift after the final norm"),
     "final_drift_l2": Variable(("config", "step"), "L2", "drift after the final norm"),
@@ -234,10 +235,18 @@ VARIABLES: dict[str, Variable] = {
         ("config", "step", "layer", "head", "d_value"), "1", "evicted head output before W_O", "float32", optional=True
     ),
     "hidden_full": Variable(
-        ("step", "layer", "d_model"), "1", "full-cache residual stream after the layer", "float32", optional=True
+        ("step", "decoder_layer", "d_model"),
+        "1",
+        "full-cache residual stream after the layer",
+        "float32",
+        optional=True,
     ),
     "hidden": Variable(
-        ("config", "step", "layer", "d_model"), "1", "evicted residual stream after the layer", "float32", optional=True
+        ("config", "step", "decoder_layer", "d_model"),
+        "1",
+        "evicted residual stream after the layer",
+        "float32",
+        optional=True,
     ),
     "attention_full": Variable(
         ("step", "layer", "head", "key"), "1", "full-cache attention weights; NaN past n+t+1", "float32", optional=True
@@ -283,12 +292,13 @@ def axis_lengths(sample_id: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[
     return lengths
 
 
-FORMAT, FORMAT_VERSION = "perturbkv-trace", 4
+FORMAT, FORMAT_VERSION = "perturbkv-trace", 5
 AXES = {
     "sample": "sample id",
     "config": "eviction configuration",
     "step": "decode step",
-    "layer": "decoder layer",
+    "layer": "measured decoder layer",
+    "decoder_layer": "decoder layer, measured or not",
     "head": "query head",
     "answer_token": "place in a generated answer",
     "d_value": "component of a head's output",

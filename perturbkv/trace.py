@@ -118,10 +118,21 @@ class Trace:
         counts = self.arrays.get("steps_measured", np.full(len(self.sample_ids), steps))
         return np.asarray((np.arange(steps) < np.asarray(counts)[:, np.newaxis]) & self.ok[:, np.newaxis])
 
-    def layer_name(self, index: int) -> int:
-        """Return the decoder layer's number for an index along `layer`, an axis of measured layers alone."""
-        text = self.attrs.get(MEASURED_LAYERS)
-        return layer_types.parse_measured(text)[0][index] if text else index
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The measured decoder layers' numbers, along the axis `layer`."""
+        return self._layers[0]
+
+    @property
+    def decoder_layers(self) -> int:
+        """Number of decoder layers, measured or not: the length of that axis."""
+        return self._layers[1]
+
+    @property
+    def _layers(self) -> tuple[tuple[int, ...], int]:
+        """The measured layers' numbers, and how many layers the model has."""
+        text, measured = self.attrs.get(MEASURED_LAYERS), self.arrays["kept_count"].shape[2]
+        return layer_types.parse_measured(text) if text else (tuple(range(measured)), measured)
 
     def get(self, name: str, analysis: str) -> NDArray[np.generic]:
         """Return a variable of the complete samples only: (sample, …). Raises TraceError where the trace lacks it.
@@ -419,7 +430,7 @@ def trace_sizes(
                 sizes[axis] = max(length, sizes.get(axis, 0))
             elif sizes.setdefault(axis, length) != length:
                 raise TraceError(f"expected the axis '{axis}' alike in all samples, got {sizes[axis]} and {length}")
-    least = {"config": len(run.configs), "step": run.steps, "layer": 1, "head": 1}
+    least = {"config": len(run.configs), "step": run.steps, "layer": 1, "decoder_layer": 1, "head": 1}
     return least | sizes | {"sample": len(sample_ids)}, names
 
 

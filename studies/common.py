@@ -139,7 +139,7 @@ def trace_summary(trace: pk.Trace, step: int = 0) -> dict[str, Any]:
         {
             "label": config.label(), **config.to_document(), "retained_mass": mass[index],
             **{_OF_CACHES[name]: array[:, index].mean() for name, array in arrays.items()},
-            "flagged_heads": [f"{trace.layer_name(layer)}-{head}" for layer, head in np.argwhere(weak[index])],
+            "flagged_heads": [f"{trace.layers[layer]}-{head}" for layer, head in np.argwhere(weak[index])],
         }
         for index, config in enumerate(trace.run.configs)
     ]  # fmt: skip

@@ -56,7 +56,7 @@ def first_layer_table(trace: pk.Trace) -> Table:
         stored_variable(trace, name)[:, :2, 0, 0].mean(axis=0)
         for name in ("perturbation_isolated", "theta", "sigma_stage1")
     )
-    drift = stored_variable(trace, "hidden_drift_l1")[:, :2, 0, 0]
+    drift = stored_variable(trace, "hidden_drift_l1")[:, :2, 0, trace.layers[0]]
     looseness, drifts = theta / perturbation, drift[:, 1] / drift[:, 0]
     rows = [
         ["L", f"× {perturbation[1].sum() / perturbation[0].sum():.2f}"],
@@ -127,7 +127,7 @@ def token_table(trace: pk.Trace, layer: int, head: int, position: int) -> Table:
 
     `layer` is the number of the decoder layer, whichever were measured.
     """
-    place = [trace.layer_name(place) for place in range(stored_variable(trace, "theta").shape[3])].index(layer)
+    place = trace.layers.index(layer)
     rows = []
     for config, label in enumerate(trace.run.labels()):
         lost = stored_variable(trace, "perturbation_isolated")[:, config, 0, place, head]

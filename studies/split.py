@@ -257,7 +257,7 @@ def head_means(logs: Logs, trace: pk.Trace) -> list[dict[str, Any]]:
     counts = logs.known.sum(axis=0)
     means = {name: np.nansum(getattr(logs, name), axis=0) / np.maximum(counts, 1) for name in FACTORS}
     return [
-        {"layer": trace.layer_name(layer), "head": head, "samples": counts[layer, head],
+        {"layer": trace.layers[layer], "head": head, "samples": counts[layer, head],
          **{name: np.exp(each[layer, head]) if counts[layer, head] else None for name, each in means.items()}}
         for layer, head in np.ndindex(counts.shape)
     ]  # fmt: skip

@@ -247,10 +247,7 @@ class TraceRanks:
     @property
     def depths(self) -> Floats:
         """(layer,) layer / (layers − 1) of the measured layers; 0 of a model of one layer."""
-        count = self.relative["isolated"].shape[1]
-        told = self.trace.attrs.get("measured_layers", "")  # `5 11 17 of 18`, where these are not all
-        every = int(told.split()[-1]) if told else count
-        return np.array([self.trace.layer_name(index) for index in range(count)], dtype=np.float64) / max(1, every - 1)
+        return np.array(self.trace.layers, dtype=np.float64) / max(1, self.trace.decoder_layers - 1)
 
 
 def _relative_perturbation(trace: pk.Trace, config: pk.EvictionConfig) -> dict[str, Floats]:

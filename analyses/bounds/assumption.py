@@ -161,7 +161,7 @@ def sigmas(trace: Trace, selection: str, step: int) -> tuple[ConfigAssumption, .
     needed, ConfigError where it has no such step.
     """
     measured = Measurements(trace, ANALYSIS, step)
-    run, layers = measured.trace.run, tuple(map(trace.layer_name, range(measured["sigma_stage1"].shape[2])))
+    run, layers = measured.trace.run, trace.layers
     return tuple(
         ConfigAssumption(
             config=run.configs[index],

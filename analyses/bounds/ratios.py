@@ -112,7 +112,7 @@ def read_bounds(measured: Measurements) -> Bounds:
         evicted=measured["evicted"] > 0,
         configs=trace.run.configs,
         sample_ids=measured.sample_ids,
-        layers=tuple(map(trace.layer_name, range(arrays["theta"].shape[2]))),
+        layers=trace.layers,
     )
 
 

@@ -95,7 +95,7 @@ class _LayerTable(_DriftTable[LayerDrift]):
         drifts = self.pairs
         last = len(drifts[0].ratio) - 1
         lines = [
-            Line(f"{name}, layer {drift.identity.layer(layer)}", (drift.after(layer),))
+            Line(f"{name}, layer {layer}", (drift.after(layer),))
             for name, drift in self._named
             for layer in dict.fromkeys((0, last // 2, last))
         ]
@@ -149,7 +149,7 @@ def _layer_rows(drift: LayerDrift) -> list[dict[str, Any]]:
     """Return the data frame rows of a drift, one per layer."""
     labels = {**pair_columns(drift.baseline, drift.treatment), "distance": drift.distance, "step": drift.step}
     arrays = drift.arrays(*LAYER)
-    axes = {"layer": [drift.identity.layer(layer) for layer in range(len(drift.ratio))]}
+    axes = {"layer": list(range(len(drift.ratio)))}
     return list(long_form(labels, axes, {name: arrays[name] for name in _FRAME}))
 
 

@@ -173,7 +173,7 @@ def changed_head(trace: Trace, sample: int, sides: tuple[int, int], layer: int, 
     baseline, treatment = (float(side[layer, head]) for side in relative_perturbations(trace, sample, sides))
     first, second = (set(trace.kept(sample, side, layer, head).tolist()) for side in sides)
     counts = len(first & second), len(first - second), len(second - first)
-    return ChangedHead(trace.layer_name(layer), head, baseline, treatment, *counts)
+    return ChangedHead(trace.layers[layer], head, baseline, treatment, *counts)
 
 
 def cache_shares(trace: Trace, sample: int, sides: tuple[int, int]) -> tuple[float, float]:

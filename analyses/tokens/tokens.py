@@ -434,13 +434,12 @@ def _measured_layers(trace: Trace, layer: int | None, head: int | None) -> list[
 
     Raises ConfigError where these are not measured, and for a head without a layer.
     """
-    layers, heads = trace.arrays["kept_count"].shape[2:]
+    layers, heads = list(trace.layers), trace.arrays["kept_count"].shape[-1]
     if head is not None and layer is None:
         raise ConfigError(f"expected the layer of head {head}, got none; give both: a layer has {heads} heads")
-    names = [trace.layer_name(index) for index in range(layers)]
-    for name, given, known in (("layer", layer, names), ("head", head, list(range(heads)))):
+    for name, given, known in (("layer", layer, layers), ("head", head, list(range(heads)))):
         if given is not None and given not in known:
             consecutive = known == list(range(len(known)))
             expected = f"from 0 to {len(known) - 1}" if consecutive else f"of {', '.join(map(str, known))}"
             raise ConfigError(f"expected a {name} {expected}, got {given}")
-    return names
+    return layers

@@ -190,8 +190,9 @@ def record_pass(adapter: Adapter, record: ForwardPass, attend: Attend | None = N
         record.head_output[layer] = output[0]
         return output
 
-    def hidden(layer: int, output: Tensor) -> None:
-        record.hidden[layer] = output
+    def hidden(number: int, output: Tensor) -> None:
+        if number in adapter.measured_index:
+            record.hidden[adapter.measured_index[number]] = output
 
     def positions(given: Tensor) -> None:
         record.positions = given

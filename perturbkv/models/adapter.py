@@ -117,6 +117,11 @@ class Adapter:
         return attention_facts.measured_layers(self.facts.layers)
 
     @cached_property
+    def measured_index(self) -> Mapping[int, int]:
+        """Number of a decoder layer -> its index among the measured layers, of these alone."""
+        return {number: index for index, number in enumerate(self.layer_indices)}
+
+    @cached_property
     def owners(self) -> tuple[int, ...]:
         """For each measured layer the measured layer whose cache its attention reads, itself or an earlier one."""
         return tuple(self.layer_indices.index(self.facts.holder(index)) for index in self.layer_indices)
@@ -227,6 +232,7 @@ class Adapter:
             told,
             layers=len(self.holders),
             readers=len(self.layers) - len(self.holders),
+            unmeasured=len(self.facts.layers) - len(self.layers),
             heads=self.heads,
             kv_heads=self.kv_heads,
             d_key=self.d_key,

@@ -101,7 +101,7 @@ def drift_floors(trace: Trace) -> Floats:
     """Return the mean noise floor of drift (distance, layer); NaN for distances without floors in the trace."""
     measured = Measurements(trace, ANALYSIS)
     each = [drift.drift_floors(measured, distance) for distance in DISTANCES]
-    nothing = np.full(np.shape(trace.arrays["hidden_norm"])[-1], np.nan)
+    nothing = np.full(trace.decoder_layers, np.nan)
     return np.stack([nothing if floor is None else floor.mean(axis=0) for floor in each])
 
 

@@ -109,7 +109,6 @@ def _run_part(trace: Trace) -> dict[str, Any]:
     tokens, steps = Measurements(trace, ANALYSIS)["prompt_tokens"].astype(int), measured_steps(trace)
     ids = [name for name, ok in zip(trace.sample_ids, trace.ok, strict=True) if ok]
     names = make_distinct([escape_line(name) if name.strip() else "(no id)" for name in ids])  # "" is all samples
-    layers, heads = trace.arrays["kept_count"].shape[2:]
     return {
         "model": escape_line(trace.run.model),
         "dataset": escape_line(trace.run.dataset),
@@ -123,8 +122,9 @@ def _run_part(trace: Trace) -> dict[str, Any]:
         "interval": "none" if len(names) < 2 else "range" if len(names) < MIN_SAMPLES else "interval",
         "median_level": median_level(len(names)) if len(names) >= MIN_SAMPLES else None,
         "steps": int(steps.max()),
-        "layers": [trace.layer_name(layer) for layer in range(layers)],
-        "heads": heads,
+        "layers": list(trace.layers),
+        "decoder_layers": trace.decoder_layers,
+        "heads": trace.arrays["kept_count"].shape[-1],
     }
 
 

@@ -125,7 +125,7 @@ def test_a_summary_holds_configurations_as_objects_and_types_as_types(perturbkv:
     told = perturbkv("list", measured, "--json").json()
     assert told["run"]["configs"][0]["label"] == run.labels()[0]
     assert told["attrs"]["random_weights"] is True
-    assert told["attrs"]["format_version"] == 4
+    assert told["attrs"]["format_version"] == 5
 
 
 def test_each_distance_has_its_own_files_and_its_own_key(perturbkv: Run, measured: Path) -> None:

@@ -47,9 +47,13 @@ def test_a_trace_names_the_layers_that_were_measured(perturbkv: Run, options: li
         assert file["theta"].shape[3] == 2
     assert "2 5 of 6" in perturbkv("heads", "t.h5").out
     trace = read_trace("t.h5")
-    assert [trace.layer_name(place) for place in (0, 1)] == [2, 5]
+    assert trace.layers == (2, 5)
     assert trace.to_xarray()["theta"].sel(layer=5).shape == trace.arrays["theta"][..., 1, :].shape
-    assert sorted(set(trace.to_frame()["layer"])) == [2, 5]
+    rows = trace.to_frame()
+    assert sorted(set(rows["layer"])) == [2, 5]
+    for layer in (2, 5):
+        drift = rows[(rows["layer"] == layer) & (rows["sample"] == trace.sample_ids[0])]["hidden_drift_l1"]
+        assert set(drift) == set(trace.arrays["hidden_drift_l1"][0, ..., layer].flat)
     assert "2 5 of 6" in perturbkv("list", "t.h5").out
     perturbkv("export", "t.h5", "-o", "t.parquet")
     assert sorted(set(pyarrow.parquet.read_table("t.parquet")["layer"].to_pylist())) == [2, 5]
@@ -62,12 +66,13 @@ def test_analyses_name_layers_by_their_indices(perturbkv: Run, options: list[obj
     perturbkv("trace", *options, "-o", "t.h5")
     trace = read_trace("t.h5")
     for found in (pk.compare_heads(trace), pk.layer_drift(trace), pk.assumption(trace), pk.bound_tightness(trace)):
-        assert {row["layer"] for row in found.records()} == {2, 5}
+        layers = set(range(6)) if isinstance(found, type(pk.layer_drift(trace))) else {2, 5}
+        assert {row["layer"] for row in found.records()} == layers
         assert "2 5 of 6" in " ".join(repr(found).split())
     flagged = pk.compare_heads(trace)[0].to_dict()["flagged_heads"]
     assert {name.split("-")[0] for name in flagged} <= {"2", "5"}
     drift = pk.layer_drift(trace).plot()
-    assert all(line.get_xdata().tolist() == [2, 5] for line in drift.axes[0].lines)
+    assert all(line.get_xdata().tolist() == [*range(6)] for line in drift.axes[0].lines)
     maps = pk.assumption(trace).plot()
     assert [tick.get_text() for tick in maps.axes[0].get_yticklabels()] == ["2", "5"]
     assert "2 5 of 6" in words(maps)

@@ -192,9 +192,16 @@ def test_where_nothing_went_the_distance_of_what_went_is_not_defined() -> None:
 
 
 def test_layers_have_their_own_names_where_some_were_measured() -> None:
-    trace = dataclasses.replace(small(), attrs={MEASURED_LAYERS: "5 11 of 18"})
+    trace = small()
+    of_all = {
+        name: np.repeat(array, 9, axis=VARIABLES[name].axes.index("decoder_layer"))
+        for name, array in trace.arrays.items()
+        if "decoder_layer" in VARIABLES[name].axes
+    }
+    trace = dataclasses.replace(having(trace, **of_all), attrs={MEASURED_LAYERS: "5 11 of 18"})
     told = everything_decodes(payload([trace]))
-    assert told["layers"] == [5, 11] and ["Layers", "layers 5 11 of 18 measured"] in told["facts"]
+    assert told["layers"] == [5, 11] and told["decoder_layers"] == 18
+    assert ["Layers", "layers 5 11 of 18 measured"] in told["facts"]
 
 
 def test_text_from_outside_is_written_out() -> None:

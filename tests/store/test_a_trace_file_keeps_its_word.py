@@ -22,7 +22,7 @@ from tests.support.changed import changing
 from tests.support.traces import KEPT, run_config, sample_trace, write
 
 FORMAT = (Path(perturbkv.__file__).parent / "storage" / "FORMAT.md").read_text()
-GOLDEN_4 = Path(__file__).parent / "golden" / "measured-v4.h5"
+GOLDEN = Path(__file__).parent / "golden" / "measured-v5.h5"
 
 
 @pytest.mark.slow
@@ -142,7 +142,7 @@ def spoil_format(path: Path) -> None:
         (spoil_half, "truncated"),
         (lambda path: path.write_text("no trace at all"), "no HDF5"),
         (lambda path: path.write_bytes(b""), "no HDF5"),
-        (spoil_version, "got format 5"),
+        (spoil_version, f"got format {FORMAT_VERSION + 1}"),
         (spoil_format, "another HDF5 file"),
         (lambda path: path.unlink(), "got nothing"),
     ],
@@ -171,9 +171,9 @@ def test_a_trace_of_a_version_that_is_no_longer_read_says_so_and_what_to_do(
 ) -> None:
     path = write(tmp_path / "t.h5", sample_trace())
     with h5py.File(path, "r+") as file:
-        file.attrs["format_version"], file.attrs["run"] = version, "what format 1 to 3 had there"
+        file.attrs["format_version"], file.attrs["run"] = version, "what an earlier format had there"
     with pytest.raises(
-        TraceError, match=f"expected a trace of format 4 at .*, got format {version}; measure it again"
+        TraceError, match=f"expected a trace of format {FORMAT_VERSION} at .*, got format {version}; measure it again"
     ) as told:
         read(path)
     assert "\n" not in str(told.value)
@@ -190,9 +190,9 @@ def test_a_trace_of_a_version_that_is_no_longer_read_is_replaced_where_that_is_a
     assert read_trace(writer.finish()).sample_ids == ("s0",)
 
 
-def test_the_golden_file_of_version_4_is_read_for_ever() -> None:
-    trace = read_trace(GOLDEN_4)
-    assert trace.attrs["format_version"] == "4"
+def test_the_golden_file_of_version_5_is_read_for_ever() -> None:
+    trace = read_trace(GOLDEN)
+    assert trace.attrs["format_version"] == "5"
     assert trace.run.labels()[:3] == [
         "snapkv:two-stage b=10 w=4 query", "adakv:two-stage b=10 w=4 query", "snapkv:two-stage b=10 w=4 kv",
     ]  # fmt: skip
@@ -204,7 +204,7 @@ def test_the_golden_file_of_version_4_is_read_for_ever() -> None:
     assert trace.kept(1, 2, 1, 3).tolist() == [20, 27, 55, 119, 178, 181, 297, 298, 299, 300]
     assert trace.kept(1, 4, 0, 0).tolist()[:12] == [0, 2, 3, 4, 7, 11, 12, 13, 14, 15, 16, 17]
     np.testing.assert_allclose(trace.arrays["theta"][0, :2, 0, 0, 0], [33.3663547, 30.58813818], rtol=1e-7)
-    with xr.open_dataset(GOLDEN_4, engine="h5netcdf") as data:
+    with xr.open_dataset(GOLDEN, engine="h5netcdf") as data:
         assert data["kept_code"].dims == ("kept_byte",)
 
 

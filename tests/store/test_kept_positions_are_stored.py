@@ -107,8 +107,8 @@ def test_the_example_of_the_format_reads_every_head(tmp_path: Path) -> None:
     (example,) = re.findall(r"```python\n(import h5py\n.*?)```", FORMAT, re.DOTALL)
     names: dict[str, Any] = {}
     exec(example, names)  # noqa: S102
-    trace = read_trace(GOLDEN / "measured-v4.h5")
-    with h5py.File(GOLDEN / "measured-v4.h5") as file:
+    trace = read_trace(GOLDEN / "measured-v5.h5")
+    with h5py.File(GOLDEN / "measured-v5.h5") as file:
         for where in np.ndindex(*trace.arrays["kept_count"].shape):
             assert names["kept"](file, *where).tolist() == trace.kept(*where).tolist()
     empty = sample_trace("s0")
@@ -120,7 +120,7 @@ def test_the_example_of_the_format_reads_every_head(tmp_path: Path) -> None:
 
 
 def test_all_heads_at_once_are_each_head_alone() -> None:
-    trace = read_trace(GOLDEN / "measured-v4.h5")
+    trace = read_trace(GOLDEN / "measured-v5.h5")
     for config in range(len(trace.run.configs)):
         masks = trace.kept_masks(1, config)
         assert masks.shape == (2, 4, 301)

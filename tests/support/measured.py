@@ -18,7 +18,7 @@ from perturbkv.selection.grid import configuration
 from perturbkv.trace import SampleTrace, Trace
 from tests.support.traces import sample_trace, trace
 
-MEASURED = Path(__file__).resolve().parents[1] / "store" / "golden" / "selections-v4.h5"
+MEASURED = Path(__file__).resolve().parents[1] / "store" / "golden" / "selections-v5.h5"
 """A real run of a tiny random model without what MAY be absent: three prompts of 96 tokens and a failed one, seven
 selections at budgets 16 and 80 in a window of 8, α = 0.75, granularity `kv`, and two-stage with the group's other
 product."""

@@ -132,7 +132,9 @@ def _read_mask(index: int, call: Call, masks: Masks, cached_window: int | None) 
     try:
         kind = mask_kind(rule)
     except (RuntimeError, TypeError, IndexError) as error:
-        raise RefusedError("mask", f"has a mask whose rule cannot be asked beyond the text ({type(error).__name__})", index) from error
+        raise RefusedError(
+            "mask", f"has a mask whose rule cannot be asked beyond the text ({type(error).__name__})", index
+        ) from error
     if kind is None:
         raise RefusedError("mask", "sees neither all earlier entries nor a window or chunk of them", index)
     seen = visible(call.mask, call.query, call.key).expand(*call.query.shape[:2], -1, -1)

@@ -27,13 +27,14 @@ from perturbkv.theory import Softmax
 
 @dataclass(frozen=True)
 class Observer:
-    """Callbacks for the measured layers; each gets the layer's index first, `final` only the tensor.
+    """Callbacks for the measured layers, `hidden` for all; each gets the layer's index first, `final` only the tensor.
 
     Attributes:
         attention: query (batch, head, query, d_key), key (batch, kv_head, key, d_key) and value (batch, kv_head, key,
             d_value), after RoPE.
         head_output: input of the output projection (batch, query, head · d_value), before it mixes the heads.
-        hidden: residual stream after the decoder layer (batch, query, d_model), or several streams side by side.
+        hidden: residual stream after a decoder layer, measured or not (batch, query, d_model), or several streams side
+            by side; the index is the layer's number among all.
         final: hidden state after the final norm (batch, query, d_model).
         attention_input: input of the attention module, after its norm (batch, query, d_model).
         gate: γ of a layer with a gate (batch, query, head · d_value), after `attention` and before `head_output`.
@@ -141,7 +142,10 @@ def _observe_attention(
 
 def _register_hooks(adapter: Adapter, observer: Observer) -> Iterator[RemovableHandle]:
     """Register the hooks of an observer on the model, and yield every hook's handle on registration."""
-    for index, (layer, attention) in enumerate(zip(adapter.layers, adapter.attentions, strict=True)):
+    if observer.hidden is not None:
+        for number, layer in enumerate(adapter.every_layer):
+            yield layer.register_forward_hook(_hidden_hook(number, observer.hidden))
+    for index, attention in enumerate(adapter.attentions):
         if observer.attention_input is not None:
             hook = _attention_input_hook(index, observer.attention_input)
             yield attention.register_forward_pre_hook(hook, with_kwargs=True)
@@ -150,8 +154,6 @@ def _register_hooks(adapter: Adapter, observer: Observer) -> Iterator[RemovableH
             yield projection.register_forward_pre_hook(_gate_hook(index, observer.gate))
         if observer.head_output is not None:
             yield projection.register_forward_pre_hook(_head_output_hook(index, observer.head_output))
-        if observer.hidden is not None:
-            yield layer.register_forward_hook(_hidden_hook(index, observer.hidden))
     if observer.final is not None:
         callback = observer.final
         yield adapter.base.register_forward_hook(lambda module, args, output: callback(output[0]))
@@ -191,12 +193,12 @@ def _positions_hook(callback: Callable[[Tensor], None]) -> Callable[..., None]:
     return hook
 
 
-def _hidden_hook(index: int, callback: Callable[[int, Tensor], None]) -> Callable[..., None]:
-    """Return a hook that calls `callback` with the output of decoder layer `index`, parallel streams side by side."""
+def _hidden_hook(number: int, callback: Callable[[int, Tensor], None]) -> Callable[..., None]:
+    """Return a hook that calls `callback` with the output of decoder layer `number`, parallel streams side by side."""
 
     def observe(module: nn.Module, args: Any, output: Any) -> None:
         states = output[0] if isinstance(output, tuple) else output
-        callback(index, states if states.dim() == 3 else states.movedim(0, -2).flatten(-2))
+        callback(number, states if states.dim() == 3 else states.movedim(0, -2).flatten(-2))
 
     return observe
 

@@ -29,7 +29,7 @@ from perturbkv.pipeline.sample.prefill import EntriesRead, Prefill
 
 @dataclass
 class StepRecord:
-    """One decode step of a batch of rows; lists are per layer.
+    """One decode step of a batch of rows; lists are per measured layer, `hidden` per decoder layer.
 
     Attributes:
         query: decoding query after RoPE (row, head, d_key).
@@ -75,9 +75,9 @@ class _StepRecorder:
         """Record the last token's γ in a layer with a gate: an `Observer.gate`."""
         self.record.gates[layer] = gate[:, -1]
 
-    def record_hidden(self, layer: int, output: Tensor) -> None:
-        """Record the last token's hidden state after a layer: an `Observer.hidden`."""
-        self.finite(self.adapter.layer_indices[layer], output)
+    def record_hidden(self, number: int, output: Tensor) -> None:
+        """Record the last token's hidden state after a decoder layer: an `Observer.hidden`."""
+        self.finite(number, output)
         self.record.hidden.append(output[:, -1])
 
     def record_final(self, output: Tensor) -> None:

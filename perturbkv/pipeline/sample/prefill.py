@@ -450,10 +450,11 @@ class _PromptReader:
                 self.finite.check_derived(f"the scores '{score.display_name}' of layer {index}", rows)
                 self.statistics.scored[ScoreRequest(score, window)].append(rows)
 
-    def _check_hidden(self, layer: int, hidden: Tensor) -> None:
+    def _check_hidden(self, number: int, hidden: Tensor) -> None:
         """Check a layer's output for NaN and Inf, and free its keys and values if unneeded: an `Observer.hidden`."""
-        self.finite(self.adapter.layer_indices[layer], hidden)
-        if self.visitor is not None and not self.visitor.needs_full_cache:
+        self.finite(number, hidden)
+        layer = self.adapter.measured_index.get(number)
+        if layer is not None and self.visitor is not None and not self.visitor.needs_full_cache:
             free_entries(self.adapter, self.cache, self.read, layer)
 
 

@@ -165,7 +165,8 @@ class _Pass:
         """
         return torch.cat([entries[:, : self.sinks], entries[:, self.part], entries[:, -count:]], dim=1)
 
-    def _restore_layer(self, layer: int, hidden: Tensor) -> None:
-        """Remove the pass's entries from a layer of the cache after its forward pass: an `Observer.hidden`."""
-        cached = self.adapter.cache_layer(self.cache, layer)
-        cached.keys, cached.values = self.entries[layer]
+    def _restore_layer(self, number: int, hidden: Tensor) -> None:
+        """Remove the pass's entries from a measured layer of the cache after its forward pass: an `Observer.hidden`."""
+        if (layer := self.adapter.measured_index.get(number)) is not None:
+            cached = self.adapter.cache_layer(self.cache, layer)
+            cached.keys, cached.values = self.entries[layer]

@@ -34,8 +34,8 @@ export const layers = {
  * @param {View} view
  */
 function ticks(view) {
-  const names = view.data.layers;
-  return names.filter((_, index) => index % Math.ceil(names.length / 10) === 0);
+  const count = view.data.decoder_layers;
+  return d3.range(0, count, Math.ceil(count / 10));
 }
 
 /** @param {View} view */
@@ -51,13 +51,13 @@ function distance(view) {
 function sideDrift(view, side) {
   const config = side === "baseline" ? view.baseline : view.treatment;
   const index = view.data.distances.indexOf(distance(view));
-  const names = view.data.layers;
+  const layers = d3.range(view.data.decoder_layers);
   if (view.sample >= 0) {
     const each = part(view.requireArray("drift_sample"), index, view.sample, config);
-    return names.map((layer, at) => ({ layer, side, value: each[at], low: NaN, high: NaN }));
+    return layers.map((layer) => ({ layer, side, value: each[layer], low: NaN, high: NaN }));
   }
-  return names.map((layer, at) => {
-    const [value, low, high] = part(view.requireArray("drift"), index, config, at);
+  return layers.map((layer) => {
+    const [value, low, high] = part(view.requireArray("drift"), index, config, layer);
     return { layer, side, value, low, high };
   });
 }
@@ -143,8 +143,8 @@ function driftRatios(view) {
     const [first, second] = ["baseline", "treatment"].map((side) => sideDrift(view, side));
     return second.map((one, at) => ({ ...one, value: one.value / first[at].value })).filter(positive);
   }
-  return view.data.layers.map((layer, at) => {
-    const [value, low, high] = part(view.requireArray("drift_ratio"), index, view.pair, view.reversed, at);
+  return d3.range(view.data.decoder_layers).map((layer) => {
+    const [value, low, high] = part(view.requireArray("drift_ratio"), index, view.pair, view.reversed, layer);
     return { layer, side: "treatment", value, low, high };
   }).filter(positive);
 }

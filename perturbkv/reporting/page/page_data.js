@@ -22,7 +22,7 @@
 /**
  * @typedef {{name: string, title: string, model: string, dataset: string, warnings: string[],
  *   samples: {id: string, tokens: number, steps: number}[], failed: {id: string, reason: string}[],
- *   interval: "interval" | "range" | "none", steps: number, layers: number[], heads: number, sides: string[],
+ *   interval: "interval" | "range" | "none", steps: number, layers: number[], decoder_layers: number, heads: number, sides: string[],
  *   budgets: string[], configs: Config[],
  *   start: {baseline: number, treatment: number, budget: number, head: [number, number]}, measures: Measure[],
  *   pairs: [number, number][], pairs_left_out: number, conclusions: Record<string, string>, lacks: Record<string, string>,

@@ -1,10 +1,10 @@
 """A trace as one tidy table, in CSV or Parquet: a row per sample × configuration × step × layer × head.
 
 Columns: the row's coordinates, every choice of its configuration (null where it has no such option), then every
-variable that has no other axes, repeated along the axes that it lacks. Parquet stores each column's unit and meaning in
-its field's metadata, and the trace's provenance in the file's. In CSV an apostrophe precedes a text that a spreadsheet
-would evaluate. Failed samples, and steps past the end of a sample's text, have no rows. The prompts' own tokens and
-texts are a table of their own: a row per sample × token.
+variable that has no other axes, repeated along the axes that it lacks; drift is that after the row's layer. Parquet
+stores each column's unit and meaning in its field's metadata, and the trace's provenance in the file's. In CSV an
+apostrophe precedes a text that a spreadsheet would evaluate. Failed samples, and steps past the end of a sample's text,
+have no rows. The prompts' own tokens and texts are a table of their own: a row per sample × token.
 
 The same table is available as a pandas table, and the trace as an xarray dataset.
 """
@@ -30,6 +30,8 @@ from perturbkv.storage.trace.texts import token_texts
 from perturbkv.trace import FailedSample, SampleTrace, Trace
 
 AXES = ("config", "step", "layer", "head")
+_EVERY_LAYER = "decoder_layer"
+"""Axis of variables of all layers; a row has the number of its own layer, a measured one."""
 SUFFIXES = (".csv", ".parquet")
 _FORMULA, _NUMBER = r"(?s)^[=+\-@\t\r].", r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
 _COUNTS = ("budget", "protect_first", "protect_recent")
@@ -42,7 +44,9 @@ def columns(trace: Trace) -> dict[str, Variable]:
     return {
         name: variable
         for name, variable in VARIABLES.items()
-        if name in trace.arrays and name not in (*KEPT, *TEXT, *ANSWER_TEXT) and set(variable.dims) <= set(AXES)
+        if name in trace.arrays
+        and name not in (*KEPT, *TEXT, *ANSWER_TEXT)
+        and set(variable.dims) <= {*AXES, _EVERY_LAYER}
     }
 
 
@@ -72,10 +76,12 @@ def sample_rows(trace: Trace, sample: int) -> pa.RecordBatch:
     for name, (kind, values) in _config_columns(trace.run.configs).items():
         values_of[name] = pa.array(values, kind).take(pa.array(config))
     values_of |= {axis: index[number].astype(np.int32) for number, axis in enumerate(AXES) if axis != "config"}
-    layers = [trace.layer_name(layer) for layer in range(shape[AXES.index("layer")])]
-    values_of["layer"] = np.array(layers, dtype=np.int32)[index[AXES.index("layer")]]
+    values_of["layer"] = np.array(trace.layers, dtype=np.int32)[index[AXES.index("layer")]]
     for name, variable in columns(trace).items():
-        values_of[name] = _broadcast(trace.arrays[name][sample], variable.dims, shape)[measured]
+        array = np.asarray(trace.arrays[name][sample])
+        if _EVERY_LAYER in variable.dims:
+            array = array.take(trace.layers, axis=variable.dims.index(_EVERY_LAYER))
+        values_of[name] = _broadcast(array, variable.dims, shape)[measured]
     return pa.RecordBatch.from_pydict(values_of, schema=schema(trace))
 
 
@@ -194,7 +200,8 @@ def _broadcast(array: np.ndarray[Any, Any], dims: tuple[str, ...], shape: tuple[
 
     `dims` are the variable's axes; `shape` has the lengths of all `AXES`.
     """
-    aligned = np.asarray(array).reshape([shape[AXES.index(axis)] if axis in dims else 1 for axis in AXES])
+    axes = [{_EVERY_LAYER: "layer"}.get(axis, axis) for axis in dims]
+    aligned = array.reshape([shape[AXES.index(axis)] if axis in axes else 1 for axis in AXES])
     return np.broadcast_to(aligned, shape).reshape(-1)
 
 
@@ -216,7 +223,7 @@ def to_dataset(trace: Trace) -> Any:
     dataset = xr.Dataset(variables, coordinates, {"run": trace.run.to_json(), **trace.attrs})
     indices = {axis: np.arange(length) for axis, length in dataset.sizes.items() if axis not in {*coordinates, *ROWS}}
     if "layer" in indices:
-        indices["layer"] = np.array([trace.layer_name(int(layer)) for layer in indices["layer"]])
+        indices["layer"] = np.array(trace.layers)
     return dataset.assign_coords(indices)
 
 

@@ -1,6 +1,7 @@
-"""Made selections-v4.h5, once: a real run of a tiny random model, for commands that need numbers which fit together.
+"""Made selections-v5.h5, once: a real run of a tiny random model, for commands that need numbers which fit together.
 
-Of what MAY be absent it holds the kept positions alone, so that every analysis meets a trace that lacks the rest.
+Of what MAY be absent it holds the kept positions alone, so that every analysis meets a trace that lacks the rest. Its
+numbers are those that format 4 held.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ if __name__ == "__main__":
     ]
     broken = FailedSample("broken", "planted failure")
     names = [*(sample.sample_id for sample in samples), broken.sample_id]
-    path = Path(__file__).with_name("selections-v4.h5")
+    path = Path(__file__).with_name("selections-v5.h5")
     writer = TraceWriter(path, run, names, {"model": "tiny", "random_weights": "true"})
     for sample in (*samples, broken):
         writer.append(sample)
