@@ -73,6 +73,7 @@ class Shape:
         latent: numbers that the cache of a measured layer holds of a token, where it is a latent of all heads' keys and
             values; 0 where these are held themselves, and where it is not known, before the weights are read.
         readers: number of measured layers that read another one's cache.
+        streams: number of parallel residual streams.
     """
 
     layers: int
@@ -91,6 +92,7 @@ class Shape:
     sliding_width: int = 0
     latent: int = 0
     readers: int = 0
+    streams: int = 1
 
     @classmethod
     def from_config(cls, config: Any, itemsize: int, weights_bytes: int) -> Self:
@@ -112,6 +114,7 @@ class Shape:
             layers, heads, int(kv_heads), int(d_key), int(d_value), d_model, int(config.vocab_size), itemsize,
             weights_bytes, sliding, layer_types.configured_window(config) or 0, int(widest),
             sliding_width=sliding * int(kv_heads) * 2 * int(d_head), readers=len(measured) - layers,
+            streams=int(getattr(config, "altup_num_inputs", 1)),  # of alternating updates (AltUp)
         )  # fmt: skip
 
     @property
@@ -160,7 +163,7 @@ class Shape:
         kept = self.kept_bytes(config, tokens)
         own = kept * _INDEX_BYTES // self._entry_bytes if passing else int(kept * (1 + SLACK))
         cached = own if config.cache_contents.copied else kept
-        recorded = 3 * self.measured * self.d_model * self.itemsize  # queries, head outputs and hidden states
+        recorded = (2 + self.streams) * self.measured * self.d_model * self.itemsize  # queries, outputs, hidden states
         logits = 4 * 8 * self.vocab  # a row's divergence in float64, and its terms
         return cached + tails + recorded * steps + logits + self.state * self.itemsize
 

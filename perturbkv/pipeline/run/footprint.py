@@ -266,9 +266,9 @@ def _sample_bytes(planned: Plan, context: int, tokens: int) -> tuple[int, int]:
     The sample has `tokens` tokens, of which the `context` first ones are compressed.
     """
     run, shape = planned.run, planned.shape
-    heads = {"layer": shape.measured, "head": shape.heads, "d_value": shape.d_value, "d_model": shape.d_model}
+    heads = {"layer": shape.measured, "head": shape.heads, "d_value": shape.d_value}
     counts = {"config": len(run.configs), "step": run.steps, "answer_token": run.generate, "lost_entry": LOST_ENTRIES}
-    sizes = {**heads, **counts, "key": tokens + run.steps}  # by axis
+    sizes = {**heads, **counts, "d_model": shape.streams * shape.d_model, "key": tokens + run.steps}  # by axis
     codes = _kept_set_bytes(run, shape, context) if planned.kept else 0
     answers = (1 + len(run.configs)) * (_ANSWER_BYTES + _ANSWER_TOKEN_BYTES * run.generate) if run.generate else 0
     text = _TOKEN_BYTES * tokens + answers if planned.text else 0
