@@ -77,15 +77,16 @@ def _show_finding(name: str, as_json: bool) -> None:
     from perturbkv.models.loading import read_config
     from perturbkv.models.proof.proven_twin import describe
 
-    config = read_config(name)
+    config, tokenizer = read_config(name)
     found, family = describe(config), config.model_type
     if as_json:
-        console.print_json({"model": name, "family": family, **asdict(found)})
+        console.print_json({"model": name, "family": family, **asdict(found), "tokenizer": tokenizer})
     elif found.check:
         console.say(f"{name} ({family}) is refused by the check '{found.check}': {found.seen}")
     else:
         marks = [words for mark, words in _MARKS.items() if getattr(found, mark)]
-        console.say(f"{name} ({family}) is measured; kinds of layers: {', '.join([*found.kinds, *marks])}")
+        lacking = "" if tokenizer else " once it has a tokenizer that can be read"
+        console.say(f"{name} ({family}) is measured{lacking}; kinds of layers: {', '.join([*found.kinds, *marks])}")
         if measured := format_measured(config.get_text_config(decoder=True)):
             console.say(f"layers measured: {measured}; the others keep what they hold")
 

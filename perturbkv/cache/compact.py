@@ -411,10 +411,14 @@ def restore_states(cache: Cache, states: PromptStates, rows: int = 1) -> None:
 
 
 def rebuild_cache(adapter: Adapter, entries: Sequence[tuple[Tensor, Tensor]], states: PromptStates) -> DynamicCache:
-    """Return a full cache made of the entries, keys and values, of the measured layers that fill one, and of states."""
+    """Return a full cache of the entries, keys and values, of the measured layers that fill one, and of states.
+
+    The cache holds views of the entries, not copies.
+    """
     cache = full_cache(adapter)
     for index, (keys, values) in zip(adapter.layer_indices, entries, strict=False):  # those with a cache come first
         cache.update(keys.unsqueeze(0), values.unsqueeze(0), index)
+        cache.layers[index].keys, cache.layers[index].values = keys.unsqueeze(0), values.unsqueeze(0)
     for index, state in states.items():
         if isinstance(state, Window):
             cache.layers[index].update(state.keys.unsqueeze(0), state.values.unsqueeze(0))

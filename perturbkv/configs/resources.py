@@ -74,6 +74,7 @@ class Shape:
             values; 0 where these are held themselves, and where it is not known, before the weights are read.
         readers: number of measured layers that read another one's cache.
         unmeasured: number of decoder layers that are not measured, the sliding ones among them.
+        streams: number of parallel residual streams.
     """
 
     layers: int
@@ -93,6 +94,7 @@ class Shape:
     latent: int = 0
     readers: int = 0
     unmeasured: int = 0
+    streams: int = 1
 
     @classmethod
     def from_config(cls, config: Any, itemsize: int, weights_bytes: int) -> Self:
@@ -115,6 +117,7 @@ class Shape:
             weights_bytes, sliding, layer_types.configured_window(config) or 0, int(widest),
             sliding_width=sliding * int(kv_heads) * 2 * int(d_head), readers=len(measured) - layers,
             unmeasured=int(config.num_hidden_layers) - len(measured),
+            streams=int(getattr(config, "altup_num_inputs", 1)),  # of alternating updates (AltUp)
         )  # fmt: skip
 
     @property
@@ -168,7 +171,8 @@ class Shape:
         kept = self.kept_bytes(config, tokens)
         own = kept * _INDEX_BYTES // self._entry_bytes if passing else int(kept * (1 + SLACK))
         cached = own if config.cache_contents.copied else kept
-        recorded = (2 * self.measured + self.decoder_layers) * self.d_model * self.itemsize  # queries, outputs, states
+        states = self.decoder_layers * self.streams * self.d_model
+        recorded = (2 * self.measured * self.d_model + states) * self.itemsize  # queries, head outputs and hidden states
         logits = 4 * 8 * self.vocab  # a row's divergence in float64, and its terms
         return cached + tails + recorded * steps + logits + self.state * self.itemsize
 

@@ -284,15 +284,22 @@ def _open_gguf(source: Source) -> ModelFiles:
 
 
 @quiet()
-def read_config(name: str, revision: str = "") -> Any:
-    """Return transformers' configuration of a model, checked, without its tokenizer and weights.
+def read_config(name: str, revision: str = "") -> tuple[Any, bool]:
+    """Return transformers' configuration of a model, checked, and whether its tokenizer can be read.
 
-    Raises ModelError or UnknownNameError, as `open_model`.
+    Its weights are not read. Raises ModelError or UnknownNameError, as `open_model`.
     """
     if name.startswith(RANDOM):
-        return _random_config(name)
+        return _random_config(name), True
     source = download_settings(resolve(name, revision))
-    return _read_config(source) if source.gguf_file is None else open_model(name, revision=revision).whole_config
+    if source.gguf_file is not None:
+        return open_model(name, revision=revision).whole_config, True
+    config = _read_config(source)
+    try:
+        _read_tokenizer(source)
+    except ModelError:
+        return config, False
+    return config, True
 
 
 def _read_config(source: Source) -> Any:
@@ -307,8 +314,13 @@ def _read_settings(source: Source, tokenizer: Any = None) -> tuple[Any, Any]:
     """Return a source's checked configuration and its tokenizer; a tokenizer passed in is returned instead of read."""
     config = _read_config(source)
     quantisers.check_installed(config, source.name)
+    return config, tokenizer or _read_tokenizer(source)
+
+
+def _read_tokenizer(source: Source) -> Any:
+    """Return a source's tokenizer. Raises ModelError."""
     with explain_errors(source, "the tokenizer (tokenizer.json)"):
-        return config, tokenizer or AutoTokenizer.from_pretrained(source.location, **source.arguments)
+        return AutoTokenizer.from_pretrained(source.location, **source.arguments)
 
 
 @quiet()

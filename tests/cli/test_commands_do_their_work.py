@@ -23,6 +23,7 @@ from perturbkv.pipeline.sample.one_sample import trace as run_trace
 from perturbkv.storage.trace.trace_file import read_trace
 from perturbkv.trace import Trace
 from tests.support.asked import instead
+from tests.support.folders import model_folder
 from tests.support.gguf_files import gguf_file
 from tests.support.screens import run
 
@@ -160,6 +161,16 @@ def test_an_alias_can_be_pasted_back(perturbkv: Run, data: Path) -> None:
     assert [row["alias"] for row in told] == list(ALIASES)
     assert [row["alias"] for row in told if row["default"]] == [DEFAULT]
     assert f"{DEFAULT} (default)" in perturbkv("list", "models").out
+
+
+def test_a_folder_without_a_tokenizer_is_told_as_one(perturbkv: Run, tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model")
+    assert "(llama) is measured; kinds of layers: full" in " ".join(perturbkv("list", "models", folder).out.split())
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    told = perturbkv("list", "models", folder)
+    assert told.code == 0 and "(llama) is measured once it has a tokenizer" in " ".join(told.out.split())
+    assert perturbkv("list", "models", folder, "--json").json()["tokenizer"] is False
 
 
 def test_no_progress_bar_where_stderr_is_no_terminal(perturbkv: Run, tiny: list[object]) -> None:

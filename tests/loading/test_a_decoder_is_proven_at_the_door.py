@@ -739,10 +739,10 @@ def test_an_older_transformers_is_named_where_a_recurrent_model_needs_another(mo
     )
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe", "falcon_h1"])
 def test_heads_outputs_that_reach_the_residual_stream_beside_the_attention_module_are_refused(family: str) -> None:
     """As of a decoder layer that keeps what its attention's map received, and adds a function of it to its output."""
-    model = tiny_model(family)
+    model = hybrid_model(family) if family == "falcon_h1" else tiny_model(family)
     layer, received = model.model.layers[1], list[Tensor]()
     size = model.config.hidden_size
     beside = torch.randn(size, size, generator=torch.Generator().manual_seed(0)) / size**0.5

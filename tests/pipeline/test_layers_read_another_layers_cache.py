@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from perturbkv.errors import ConfigError, ModelError
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.loading import ByteTokenizer
 from perturbkv.models.proof import twin
-from perturbkv.pipeline.sample.capture import intercept_attention
+from perturbkv.pipeline.sample.capture import Observer, capture, intercept_attention
 from perturbkv.pipeline.variants.mixtures import MixtureSample
 from perturbkv.selection.grid import configuration
 from tests.support.models import token_ids
@@ -75,6 +76,17 @@ def test_the_owner_of_a_cache_is_found(family: str) -> None:
     told = Shape.from_config(adapter.config, 4, 0)
     for shape in (adapter.shape, told):
         assert (shape.layers, shape.readers, shape.measured, shape.sliding) == (2, 2, 4, 2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bytes_of_records_count_all_parallel_streams_of_hidden_states(family: str) -> None:
+    adapter, widths = sharing_adapter(family), set[int]()
+    with torch.inference_mode(), capture(adapter, Observer(hidden=lambda layer, hidden: widths.add(hidden.shape[-1]))):
+        adapter.model(torch.tensor([[1, 2, 3]]))
+    assert widths == {adapter.shape.streams * adapter.d_model}
+    plain, layers = replace(adapter.shape, streams=1), adapter.shape.measured
+    more = adapter.shape.row_bytes(config(), N, 1, STEPS) - plain.row_bytes(config(), N, 1, STEPS)
+    assert more >= STEPS * layers * (max(widths) - adapter.d_model) * adapter.dtype.itemsize
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -46,7 +46,7 @@ def fading(limit: int, monkeypatch: pytest.MonkeyPatch) -> Adapter:
     return adapter
 
 
-@pytest.mark.parametrize("what", ["measure", "patching", "divergence"])
+@pytest.mark.parametrize("what", ["measure", "patching", "divergence", "answers", "question"])
 def test_it_is_refused_wherever_the_plain_cache_is_compared(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation, "end_tokens", lambda adapter: set())
     run = ResolvedRun.from_run(RunConfig("m", "d", CONFIGS, steps=2))
@@ -57,8 +57,11 @@ def test_it_is_refused_wherever_the_plain_cache_is_compared(what: str, monkeypat
         elif what == "patching":
             sample = MixtureSample(adapter, PROMPT, run, Resources(), 2)
             sample.measure([Mixture.of_layers(2, sample.kept_heads, [0])])
+        elif what == "question":
+            asked = pk.Prompt("s", token_ids(64), 0, question_tokens=4)
+            answer(adapter, asked, CONFIGS, 4, scenario="context-only")
         else:
-            answer(adapter, PROMPT, CONFIGS, 4, divergence=True)
+            answer(adapter, PROMPT, CONFIGS, 4, divergence=what == "divergence")
 
     compare(fading(100, monkeypatch))
     with pytest.raises(ModelError, match="decodes otherwise from all entries of its cache than from the cache itself"):

@@ -66,9 +66,7 @@ def prove(model: Any) -> Facts:
         modules = {index: call.module for index, (_, call) in attentions.items()}
         read = {index: read_layer(index, call, masks, cache, name) for index, (name, call) in attentions.items()}
         stack = model.get_submodule(path)
-        receivers = find_projections(
-            model, ids, modules, {index: stack[index] for index, facts in read.items() if not facts.state}
-        )
+        receivers = find_projections(model, ids, modules, {index: stack[index] for index in read})
         layers = tuple(
             replace(read[index], projection=receivers[index].path, has_gate=receivers[index].has_gate)
             if index in read

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from perturbkv.models import gates, projection
+from perturbkv.models import gates, projection, recurrent_states
 from perturbkv.models.attention_facts import LayerFacts, RefusedError
 from perturbkv.models.interface import AttentionFunction, implementation, intercept
 from perturbkv.models.proof.calls import ERRORS, LOGIT_ERRORS, probe_text, read_tokens
@@ -38,9 +38,9 @@ def find_projections(
     """Return per layer the map that receives the heads' outputs.
 
     Row 0 of the batch runs as it is; in the others other numbers stand in the place of the heads' outputs, after
-    another text each, while the attention's input is row 0's. Of the layers of the `decoder`, which remember nothing
-    but entries, the outputs are looked at too. Raises RefusedError where no map or several receive the heads' outputs
-    unchanged, or times a gate, or where they go anywhere else.
+    another text each, while the attention's input is row 0's. The outputs of the `decoder`'s layers are looked at too,
+    and their recurrent states, if any, are row 0's in all rows. Raises RefusedError where no map or several receive the
+    heads' outputs unchanged, or times a gate, or where they go anywhere else.
     """
     receivers = {index: _Receivers(module) for index, module in attentions.items()}
     drawn, with_gate = dict[int, Tensor](), set[int]()
@@ -70,11 +70,12 @@ def find_projections(
         for index, layer in decoder.items():
             stack.callback(layer.register_forward_pre_hook(_repeat_row_0, with_kwargs=True).remove)
             stack.callback(layer.register_forward_hook(partial(_keep_layer_output, outputs, index)).remove)
+            if recurrent_states.size(other.layers[index]):
+                recurrent_states.LAYER.reorder_cache(other.layers[index], torch.zeros(4, dtype=torch.int64))
         read_tokens(model, ids.expand(4, -1), other)
     for index, receiver in receivers.items():
         receiver.check_silent(index)
-        if index in outputs:
-            _check_alike(outputs[index].transpose(0, -3), index, LOGIT_ERRORS)
+        _check_alike(outputs[index].transpose(0, -3), index, LOGIT_ERRORS)
     return found
 
 

@@ -25,7 +25,7 @@ from perturbkv.errors import ConfigError
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.forward import run_with_cache
 from perturbkv.pipeline.answers.recompression import CacheSize, Compression, Compressor, EvictedPrompt
-from perturbkv.pipeline.answers.teacher_forcing import Divergence, teacher_force
+from perturbkv.pipeline.answers.teacher_forcing import Divergence, check_first_row, teacher_force
 from perturbkv.pipeline.run.plan import plan_prompt_batches
 from perturbkv.pipeline.sample import measure
 from perturbkv.pipeline.sample.capture import LOGITS, FiniteCheck, Observer, capture, decode_from
@@ -258,7 +258,8 @@ def answer(
     All caches are decoded in one batch. Those that exceed `resources.max_bytes` are decoded in several, and each batch
     reads the prompt anew.
 
-    Raises ActivationError for NaN or Inf, NoMemoryError, ConfigError where one configuration alone exceeds the bound.
+    Raises ActivationError for NaN or Inf, NoMemoryError, ConfigError where one configuration alone exceeds the bound,
+    and ModelError where the model decodes otherwise from a compact cache that keeps everything than from its own.
     """
     indices: Sequence[tuple[int, ...]] = [tuple(range(len(run.configs)))]
     if resources.max_bytes is not None:
@@ -297,6 +298,8 @@ def _answer_batch(
         return Compressor(adapter, evicted_prompt, run, limit, prompt.sample_id, resources)
 
     compressor, check = make_compressor(evicted), FiniteCheck()
+    if full_answer is None and forked is None:  # a divergence checks its own steps
+        check_first_row(adapter, evicted, question, check)
     full, *answers = generate(adapter, evicted, question, run.generate, compressor, check)
     full = full if full_answer is None else full_answer
     divergence = None

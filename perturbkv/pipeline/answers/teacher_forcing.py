@@ -23,6 +23,7 @@ from perturbkv.models.forward import run_with_cache
 from perturbkv.pipeline.answers.recompression import Compressor, EvictedPrompt
 from perturbkv.pipeline.sample.capture import LOGITS, FiniteCheck, Observer, capture, decode_from, decode_shared
 from perturbkv.pipeline.sample.measure import check_everything_kept
+from perturbkv.pipeline.sample.prefill import free_entries
 
 _TOKENS_PER_PASS = 16
 """Largest number of tokens per pass: their logits, of all caches, are in memory at once."""
@@ -68,7 +69,9 @@ def teacher_force(
         with decode_shared(adapter):
             full = _read_tokens(adapter, reference, batch, finite)[0]
         with decode_from(adapter, cache), capture(adapter, observer):
-            return full, _read_tokens(adapter, cache, batch, finite)
+            evicted = _read_tokens(adapter, cache, batch, finite)
+        check_everything_kept(finite, adapter, full, evicted[0])
+        return full, evicted
 
     for chunk in torch.split(to_device(list(question), adapter.device), _TOKENS_PER_PASS) if question else ():
         read(chunk)
@@ -78,21 +81,44 @@ def teacher_force(
             compressor.compress(len(divergences) + 1)
         count = _TOKENS_PER_PASS if compressor is None else min(_TOKENS_PER_PASS, compressor.tokens_until_limit())
         full, evicted = read(ids[len(divergences) : len(divergences) + count])
-        check_everything_kept(finite, adapter, full, evicted[0])
         divergences += [theory.logit_divergence(full[index], evicted[:, index]) for index in range(len(full))]
     return _make_divergence(divergences, rows)
 
 
+@torch.inference_mode()
+def check_first_row(adapter: Adapter, prompt: EvictedPrompt, question: Sequence[int], check: FiniteCheck) -> None:
+    """Record whether the first row, which keeps everything, decodes as the plain model does, by their next logits.
+
+    Both read the question, or without one the first token of an answer; `prompt.cache` stays as it is. The plain
+    model's cache shares the row's entries, and is freed layer by layer, `prompt.full` too.
+    """
+    cache = prompt.cache.fork()
+    cache.keep_rows([0])
+    full = prompt.full or _full_cache_of_first_row(adapter, cache, cache.prompt_states)
+    ids = to_device(list(question), adapter.device) if question else prompt.logits.argmax().view(1)
+
+    def free(number: int, hidden: Tensor) -> None:
+        if (layer := adapter.measured_index.get(number)) is not None:
+            free_entries(adapter, full, {}, layer)
+
+    with capture(adapter, Observer(hidden=free)):
+        expected = _read_tokens(adapter, full, ids.unsqueeze(0), check, last=1)
+    with decode_from(adapter, cache):
+        found = _read_tokens(adapter, cache, ids.unsqueeze(0), check, last=1)
+    check_everything_kept(check, adapter, expected, found)
+
+
 def _full_cache_of_first_row(adapter: Adapter, cache: CompactCache, states: PromptStates) -> Cache:
-    """Return a plain cache of the model with copies of row 0's entries, which are all entries, and the states."""
-    layers = [list(zip(*layer.entries(0).sets(), strict=True)) for layer in cache.evicted_layers]
-    entries = [(torch.stack(keys), torch.stack(values)) for keys, values in layers]
-    return rebuild_cache(adapter, entries, states)
+    """Return a plain cache of the model with row 0's entries, which are all entries and not copied, and the states."""
+    rows = (layer.borrowed_rows[0] for layer in cache.evicted_layers)
+    return rebuild_cache(adapter, [row.rectangle for row in rows if row.rectangle is not None], states)
 
 
-def _read_tokens(adapter: Adapter, cache: Cache, ids: Tensor, check: FiniteCheck) -> Float[Tensor, "row token vocab"]:
-    """Read tokens (row, token) into the cache, and return the logits after every token."""
-    logits: Tensor = run_with_cache(adapter.model, ids, cache).logits
+def _read_tokens(
+    adapter: Adapter, cache: Cache, ids: Tensor, check: FiniteCheck, last: int = 0
+) -> Float[Tensor, "row token vocab"]:
+    """Read tokens (row, token) into the cache, and return the logits after the `last` of them; 0 for all tokens."""
+    logits: Tensor = run_with_cache(adapter.model, ids, cache, logits_to_keep=last).logits
     check.check(LOGITS, logits)
     return logits
 

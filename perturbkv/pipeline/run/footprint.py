@@ -267,7 +267,7 @@ def _sample_bytes(planned: Plan, context: int, tokens: int) -> tuple[int, int]:
     """
     run, shape = planned.run, planned.shape
     layers = {"layer": shape.measured, "decoder_layer": shape.decoder_layers}
-    heads = {"head": shape.heads, "d_value": shape.d_value, "d_model": shape.d_model}
+    heads = {"head": shape.heads, "d_value": shape.d_value, "d_model": shape.streams * shape.d_model}
     counts = {"config": len(run.configs), "step": run.steps, "answer_token": run.generate, "lost_entry": LOST_ENTRIES}
     sizes = {**layers, **heads, **counts, "key": tokens + run.steps}  # by axis
     codes = _kept_set_bytes(run, shape, context) if planned.kept else 0
