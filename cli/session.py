@@ -160,7 +160,7 @@ class Session:
 
     def _title(self, result: Result) -> tuple[str, str]:
         """Return a one-line title of the run, and a line on the measured layers, which is empty if all are measured."""
-        from perturbkv.analyses.names import plural
+        from perturbkv.display import plural
 
         if not self.traces:
             return result.identity.lines()[0], ""

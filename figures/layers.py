@@ -20,8 +20,8 @@ from perturbkv.analyses import text
 from perturbkv.analyses.layers.budget_curves import BudgetCurve, BudgetCurves
 from perturbkv.analyses.layers.drift import LastLayer, LayerDrift
 from perturbkv.analyses.layers.layers import DriftSeries, SampleSeries
-from perturbkv.analyses.names import plural
 from perturbkv.analyses.verdicts import DISTANCES
+from perturbkv.display import plural
 from perturbkv.figures import labels, style
 from perturbkv.figures.labels import cache_shares_text, sort_by_cache_share
 

@@ -103,3 +103,8 @@ def shorten_middle(text: str, width: int = 30) -> str:
         return line
     first, last = line[: width + 1].rpartition(" ")[0], line[-width - 1 :].partition(" ")[2]
     return f"{first or line[:width]} … {last or line[-width:]}"
+
+
+def plural(number: int, word: str, many: str = "") -> str:
+    """Return a number with its noun: '1 sample', '8 samples', or with the plural in `many` '8 batches'."""
+    return f"{number:,} {word if number == 1 else many or f'{word}s'}"

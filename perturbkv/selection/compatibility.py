@@ -21,6 +21,7 @@ from perturbkv.configs.selections import (
     reduction,
     shares_layers,
 )
+from perturbkv.display import plural
 from perturbkv.errors import BudgetError, ConfigError, ModelError
 from perturbkv.selection.policies import checked
 from perturbkv.selection.policies.registry import all_policies, build, names, policy_class
@@ -118,8 +119,9 @@ def check_ends(config: ResolvedConfig, prompt_tokens: int) -> None:
     recent = max(config.window, checked.count(policy, "recent_entries", config, kept))
     if kept <= first + recent:
         raise BudgetError(
-            f"budget {config.budget} keeps {kept} entries of {prompt_tokens}, no more than policy '{policy.name}' "
-            f"always keeps: the first {first} and the last {recent}; raise the budget, or lower its own options"
+            f"budget {config.budget} keeps {plural(kept, 'entry', 'entries')} of {prompt_tokens}, no more than policy "
+            f"'{policy.name}' always keeps: the first {first} and the last {recent}; raise the budget, or lower its "
+            "own options"
         )
 
 
