@@ -238,8 +238,8 @@ def check_compressible(config: EvictionConfig) -> None:
     if not _can_recompress(resolved.system):
         suitable = ", ".join(name for name in names() if _can_recompress(build(Choice(name))))
         raise ConfigError(
-            f"policy '{config.policy.name}' looks at what decoding forgets, or at all layers at once; --compress-every "
-            f"works with {suitable}"
+            f"policy '{config.policy.name}' looks at what decoding forgets, or at all layers at once, or has a stage 1 "
+            f"of its own; --compress-every works with {suitable}"
         )
     if resolved.score.whole_layer and resolved.system.budgets == "by head":
         raise ConfigError(
@@ -267,8 +267,9 @@ def check_searchable(config: EvictionConfig) -> None:
 
 
 def _can_recompress(policy: Policy) -> bool:
-    """Return whether a policy evicts, and needs neither prefill data nor the other layers' scores."""
-    return not policy.score.carries_history() and not policy.whole_model and policy.name not in WITHOUT_EVICTION
+    """Return whether a policy evicts by its score alone, without prefill data and the other layers' scores."""
+    needs_more = policy.score.carries_history() or policy.whole_model or policy.first_stage is not None
+    return not needs_more and policy.name not in WITHOUT_EVICTION
 
 
 def needs_all_layers(config: ResolvedConfig) -> bool:
