@@ -210,6 +210,13 @@ def _is_method(config: EvictionConfig, name: str) -> bool:
     return matches(config, name) and (len(split_policy_and_selection(name)) > 1 or _has_own_selection(config))
 
 
+def check_names(trace: Trace, only: Sequence[str]) -> None:
+    """Raise TraceError for a name in `only` that is no method of the trace."""
+    for name in only:
+        if not any(_is_method(config, name) for config in trace.run.configs):
+            raise TraceError(f"expected {name} among the trace's methods, got a trace of {sides_text(trace.run)}")
+
+
 def protection(config: EvictionConfig) -> tuple[int | float, int | float] | None:
     """Return the numbers of first and recent entries, or shares of b, that every head keeps whatever their scores.
 
@@ -501,7 +508,5 @@ def methods(trace: Trace, step: int = 0, only: Sequence[str] = (), margin: float
     lacks a variable that is needed; ConfigError where it has no such step, and for a margin not between 0 and 1.
     """
     check_margin(margin)
-    for name in only:
-        if not any(_is_method(config, name) for config in trace.run.configs):
-            raise TraceError(f"expected {name} among the trace's methods, got a trace of {sides_text(trace.run)}")
+    check_names(trace, only)
     return MethodRanking.from_settings(trace, settings(trace, step, only, margin), step, margin=margin)
