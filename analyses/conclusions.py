@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from math import isnan
 from typing import NamedTuple
 
-from perturbkv.analyses.names import PairRecord, plural, short_names
+from perturbkv.analyses.names import PairRecord, short_names
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES, OptionalInterval
 from perturbkv.analyses.text import capitalise, relative_difference
 from perturbkv.analyses.verdicts import ALIKE, EQUIVALENT, FEW, LESS, MORE, UNDECIDED, ratio_verdict, verdict_at
+from perturbkv.display import plural
 
 COMPARED = {LESS: "less", MORE: "more", ALIKE: "as much"}
 """Words of most comparisons."""

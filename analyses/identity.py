@@ -11,12 +11,12 @@ import numpy as np
 
 from perturbkv.analyses import text
 from perturbkv.analyses.measurements import Measurements, measured_steps
-from perturbkv.analyses.names import SIDE, common_choices, common_text, distinct_choices, distinct_names, plural
+from perturbkv.analyses.names import SIDE, common_choices, common_text, distinct_choices, distinct_names
 from perturbkv.configs import layer_types
 from perturbkv.configs.cache_contents import WITHOUT_EVICTION
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
-from perturbkv.display import Table
+from perturbkv.display import Table, plural
 from perturbkv.escaping import escape_line
 from perturbkv.schema import MEASURED_LAYERS
 from perturbkv.storage.answers_file import WrittenAnswers

@@ -17,9 +17,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.analyses.names import plural
 from perturbkv.analyses.verdicts import equal_whole
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.display import plural
 from perturbkv.errors import ConfigError, TraceError
 from perturbkv.schema import VARIABLES
 from perturbkv.trace import Trace

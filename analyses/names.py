@@ -54,11 +54,6 @@ _AFTER_SIDES = ("budget", "window", "granularity", "precision", "correction", "p
 _PIECES = re.compile(r"[^(:,/]*[(:,/]|[^(:,/]+")
 
 
-def plural(number: int, word: str, many: str = "") -> str:
-    """Return a number with its noun: '1 sample', '8 samples', or with the plural in `many` '8 batches'."""
-    return f"{number:,} {word if number == 1 else many or f'{word}s'}"
-
-
 def setting_name(config: EvictionConfig, *without: str) -> str:
     """Return a configuration's choices as text, without policy, selection and the choices in `without`."""
     return " ".join(word for choice, word in config.label_parts().items() if choice not in (*SIDE, *without))

@@ -90,7 +90,7 @@ def pairs(run: RunConfig, baseline: str, treatment: str) -> list[Pair]:
     ]
     if not matched:
         raise TraceError(
-            f"expected configurations to compare '{baseline}' with '{treatment}', got a trace of {_sides_text(run)}"
+            f"expected configurations to compare '{baseline}' with '{treatment}', got a trace of {sides_text(run)}"
         )
     return sorted(matched, key=lambda pair: (firsts.index(pair[0]), seconds.index(pair[1])))
 
@@ -149,7 +149,7 @@ def configs_of(pairs: Iterable[Pair]) -> list[EvictionConfig]:
     return list(dict.fromkeys(config for pair in pairs for config in pair))
 
 
-def _sides_text(run: RunConfig) -> str:
+def sides_text(run: RunConfig) -> str:
     """Return the policies and selections of a run as text, for error messages: 'snapkv:attention, h2o:attention'."""
     return ", ".join(dict.fromkeys(f"{config.policy.name}:{config.selection.name}" for config in run.configs))
 
@@ -221,7 +221,7 @@ def side_indices(run: RunConfig, side: str) -> list[int]:
     """
     indices = [index for index, config in enumerate(run.configs) if matches(config, side)]
     if not indices:
-        raise TraceError(f"expected configurations of '{side}', got a trace of {_sides_text(run)}")
+        raise TraceError(f"expected configurations of '{side}', got a trace of {sides_text(run)}")
     return sorted(indices, key=lambda index: budget_order(run.configs[index]))
 
 

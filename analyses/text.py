@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from math import isnan
 from typing import TYPE_CHECKING
 
-from perturbkv.analyses.names import plural
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES, Interval, OptionalInterval, median_level
+from perturbkv.display import plural
 
 if TYPE_CHECKING:
     import numpy as np

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from perturbkv import memory
 from perturbkv.analyses.json_values import config_object
-from perturbkv.analyses.names import plural
 from perturbkv.cli import console
 from perturbkv.cli.planned_run import estimate_seconds, format_duration, shard_document
 from perturbkv.configs import layer_types
 from perturbkv.configs.resources import Shape
+from perturbkv.display import plural
 from perturbkv.escaping import escape_line
 
 if TYPE_CHECKING:

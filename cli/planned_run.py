@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from perturbkv.analyses.names import plural
 from perturbkv.cli import console
 from perturbkv.cli.choices import check_distinct, split_names
 from perturbkv.cli.data_options import DataOptions
 from perturbkv.cli.options import RunOptions
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Shape
+from perturbkv.display import plural
 from perturbkv.errors import ConfigError, InterruptedRunError
 from perturbkv.escaping import escape_line
 

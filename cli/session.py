@@ -160,7 +160,7 @@ class Session:
 
     def _title(self, result: Result) -> tuple[str, str]:
         """Return a one-line title of the run, and a line on the measured layers, which is empty if all are measured."""
-        from perturbkv.analyses.names import plural
+        from perturbkv.display import plural
 
         if not self.traces:
             return result.identity.lines()[0], ""
@@ -193,6 +193,7 @@ class Analysis:
         figures: plotting method of the result -> end of the figure's name.
         stems: names of the figures that `analyse` saves.
         command: the command as it is typed, where that is not the name.
+        check: function of a finished trace that raises where it lacks what the user asks for.
         generate: tokens generated from every cache and scored; None: as many as the dataset says.
         leave_out_unfit: skip budgets that do not exceed the window, as the user did not choose them.
         files: the model, where it is open already.
@@ -214,6 +215,7 @@ class Analysis:
     figures: Mapping[str, str] = field(default_factory=lambda: {"plot": ""})
     stems: Sequence[str] = ()
     command: str = ""
+    check: Callable[[Trace], object] = lambda trace: None
     generate: int | None = 0
     leave_out_unfit: bool = False
     files: ModelFiles | None = None
@@ -281,6 +283,7 @@ def _open_finished_traces(analysis: Analysis, look: FigureOptions, options: Mapp
     session.stored = session.traces
     if budgets:
         session.traces = tuple(_select_budgets(trace, budgets) for trace in session.traces)
+    analysis.check(session.trace)
     sources = [saving.Source(trace.source, trace.digest) for trace in session.traces]
     _claim(analysis, session, sources if session.joint else sources[:1])
     return session
@@ -370,6 +373,17 @@ def _check_step(step: int, run: RunOptions, planned: Plan) -> None:
     fits = tokens + step < int(planned.files.config.max_position_embeddings)
     advice = f"; --steps {step + 1} records it" if fits else ""
     raise ConfigError(f"expected a step from 0 to {run.step_count - 1}, got {step}{advice}")
+
+
+def sides_check(names: Sequence[str]) -> Callable[[Trace], object]:
+    """Return a function that raises TraceError for a trace without configurations of one of these sides."""
+
+    def check(trace: Trace) -> object:
+        from perturbkv.analyses.sides import side_indices
+
+        return [side_indices(trace.run, name) for name in names]
+
+    return check
 
 
 def analysis(function: Callable[..., Analysis]) -> Callable[..., None]:

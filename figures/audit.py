@@ -70,7 +70,8 @@ def _draw_distance(axes: Axes, result: Audit) -> None:
     )  # fmt: skip
     style.set_log_axes(axes, y=True)
     axes.set_ylim(bottom=_LEAST, top=max(10 * FLOORS, axes.get_ylim()[1]))
-    axes.set(title="distance from the masked reference", xlabel="layer", ylabel="noise floors")
+    axes.set(title="distance from the masked reference", xlabel="layer", ylabel="noise floors",
+             xlim=(-0.5, result.layers - 0.5))  # fmt: skip
     _number_layers(axes.xaxis, result)
     axes.legend(loc="best", fontsize=style.points(6))
 
@@ -129,3 +130,4 @@ def _draw_entries(axes: Axes, result: DumpAudit, kind: int) -> None:
                       markersize=size)  # fmt: skip
     style.set_log_axes(axes, y=True)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.set_xlim(-0.5, len(floors) - 0.5)

@@ -16,8 +16,8 @@ from perturbkv.analyses.correlation.correlation_settings import Setting
 from perturbkv.analyses.correlation.correlation_tables import HEADLINE, REFERENCE
 from perturbkv.analyses.correlation.method_identity import MEASURES, NAMES
 from perturbkv.analyses.measurements import CIRCULAR_MEASURES
-from perturbkv.analyses.names import plural
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES
+from perturbkv.display import plural
 from perturbkv.figures import style
 from perturbkv.figures.labels import sort_by_cache_share
 from perturbkv.figures.style import symbols_to_tex, typeset

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from perturbkv.analyses import text
 from perturbkv.analyses.heads.head_comparison import HeadComparison, HeadKind
 from perturbkv.analyses.heads.heads import HeadComparisons
-from perturbkv.analyses.names import common_text, fold, plural, short_names
+from perturbkv.analyses.names import common_text, fold, short_names
 from perturbkv.analyses.verdicts import DISTANCES
+from perturbkv.display import plural
 from perturbkv.figures import style
 from perturbkv.figures.labels import cache_shares_text, sort_by_cache_share
 

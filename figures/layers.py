@@ -20,8 +20,8 @@ from perturbkv.analyses import text
 from perturbkv.analyses.layers.budget_curves import BudgetCurve, BudgetCurves
 from perturbkv.analyses.layers.drift import LastLayer, LayerDrift
 from perturbkv.analyses.layers.layers import DriftSeries, SampleSeries
-from perturbkv.analyses.names import plural
 from perturbkv.analyses.verdicts import DISTANCES
+from perturbkv.display import plural
 from perturbkv.figures import labels, style
 from perturbkv.figures.labels import cache_shares_text, sort_by_cache_share
 
@@ -158,6 +158,7 @@ def _draw_drift(axes: Axes, result: LayerDrift, colour: object) -> None:
                 alpha=0.1,
                 linewidth=0,
             )
+    axes.set_xlim(layers[0] - 0.5, layers[-1] + 0.5)  # with a usual margin, ticks stand beyond the last of many layers
 
 
 def _draw_percent(axes: Axes, result: LayerDrift, colour: object) -> None:
@@ -171,6 +172,7 @@ def _draw_percent(axes: Axes, result: LayerDrift, colour: object) -> None:
         axes.fill_between(layers, low, high, color=colour, alpha=0.13, linewidth=0)
     tied = result.verdict == 0
     axes.plot(layers[tied], percent[tied], linestyle="", marker="x", markersize=3, color="0.5", gid="ties")
+    axes.set_xlim(layers[0] - 0.5, layers[-1] + 0.5)
 
 
 def _finish_drift_panel(axes: Axes, percent: bool) -> None:

@@ -69,7 +69,8 @@ def _draw_shapley(axes: Axes, result: Patching) -> None:
     axes.plot(players, values.value, "o", color=colour, markersize=2.4, gid="values")
     axes.xaxis.set_major_locator(MaxNLocator(10, integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda at, _: _player_name(result.names, at)))
-    axes.set(xlabel="layer" if result.by == "layers" else "layer-head", ylabel=_SHORT[result.outcome])
+    axes.set(xlabel="layer" if result.by == "layers" else "layer-head", ylabel=_SHORT[result.outcome],
+             xlim=(-0.5, len(players) - 0.5))  # fmt: skip
     _set_percent_ticks(axes)
     axes.set_title(f"Shapley values, together {_signed_percent(values.total)}", loc="left")
 

@@ -18,13 +18,14 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 from matplotlib.transforms import ScaledTranslation
 
 from perturbkv.analyses import text
-from perturbkv.analyses.names import SIDE, distinct_choices, distinct_names, fold, plural
+from perturbkv.analyses.names import SIDE, distinct_choices, distinct_names, fold
 from perturbkv.analyses.quality.divergence import Divergence
 from perturbkv.analyses.quality.divergence_point import DivergencePoint
 from perturbkv.analyses.quality.quality import Quality
 from perturbkv.analyses.quality.score_columns import FULL, MethodScore, ScoreColumn, rows
 from perturbkv.analyses.quality.score_tables import scores_note
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES, Band, median_level
+from perturbkv.display import plural
 from perturbkv.figures import labels, style
 from perturbkv.figures.labels import sort_by_cache_share
 

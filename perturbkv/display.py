@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import html
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from perturbkv.escaping import HighlightedText, escape_control_characters
@@ -30,25 +32,67 @@ class Table:
         title = html.escape(escape_control_characters(self.title))
         return f"<table><caption>{title}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
-    def to_rich(self) -> RenderableType:
-        """Return the table as a rich table for a terminal; its text is not interpreted as markup."""
+    def to_rich(self, width: int = 80) -> RenderableType:
+        """Return the table as a rich table for `width` columns of a terminal; its text is not interpreted as markup."""
         from rich import box
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        numbers = sum(heading.startswith("#") for heading in self.columns)
-        gap = 0 if numbers > 4 and len(self.columns) > 6 else 1  # beside the box's own; a wide table has to fit
+        numbers = [heading.startswith("#") for heading in self.columns]
+        headings = [heading.removeprefix("#") for heading in self.columns]
+        rows = [list(map(escape_control_characters, row)) for row in (headings, *self.rows)]
+        gap, widths = _fit_columns(list(zip_longest(*rows, fillvalue="")), numbers, width)
         table = RichTable(
             box=box.SIMPLE_HEAD, show_header=any(self.columns), show_edge=False, pad_edge=False, padding=(0, gap, 0, 0)
         )
-        for index, heading in enumerate(self.columns):
-            justify: JustifyMethod = "right" if heading.startswith("#") else "left"
-            no_wrap = index == 0 and len(self.columns) > 2
-            text = Text(escape_control_characters(heading.removeprefix("#")))
-            table.add_column(text, justify=justify, overflow="fold", no_wrap=no_wrap)
-        for row in self.rows:
-            table.add_row(*(Text(escape_control_characters(cell)) for cell in row))
+        for index, (heading, number, own) in enumerate(zip(rows[0], numbers, widths, strict=True)):
+            justify: JustifyMethod = "right" if number else "left"
+            no_wrap = index == 0 and len(self.columns) > 2 and own is None
+            table.add_column(Text(heading), justify=justify, overflow="fold", no_wrap=no_wrap, width=own)
+        for row in rows[1:]:
+            table.add_row(*map(Text, map(_break_before_intervals, row, numbers, widths)))
         return table
+
+
+_UNBROKEN = re.compile(r"[\[(][^\])]*[\])]|\S+")
+"""What stays on one line in a column of numbers: an interval, or a word."""
+
+
+def _fit_columns(
+    columns: Sequence[Sequence[str]], numbers: Sequence[bool], width: int
+) -> tuple[int, Sequence[int | None]]:
+    """Return the gap between columns, beside the box's own, and the widths of columns that break no interval.
+
+    In a table that is too wide, the widest columns shrink; where that does not do, the gaps close, and at last the
+    names in the first column are folded. The widths are None, and rich's own, where no column holds numbers, and where
+    even then an interval does not fit.
+    """
+    from rich.cells import cell_len
+
+    usual = 0 if sum(numbers) > 4 and len(columns) > 6 else 1
+    most = [max(cell_len(line) for cell in cells for line in cell.split("\n")) for cells in columns]
+    least = [
+        max(
+            cell_len(piece) for cell in cells for piece in (_UNBROKEN.findall(cell) if number else cell.split()) or [""]
+        )
+        for cells, number in zip(columns, numbers, strict=True)
+    ]
+    whole_names = [most[0], *least[1:]] if len(columns) > 2 else least
+    for gap, lowest in ((usual, whole_names), (0, whole_names), (0, least)) if any(numbers) else ():
+        widths, room = list(most), width - (len(columns) - 1) * (gap + 1)
+        while sum(widths) > room >= sum(lowest):
+            _, widest = max((own, index) for index, own in enumerate(widths) if own > lowest[index])
+            widths[widest] -= 1
+        if sum(widths) <= room:
+            return gap, widths
+    return usual, [None] * len(columns)
+
+
+def _break_before_intervals(cell: str, is_number: bool, width: int | None) -> str:
+    """Return a cell with line breaks before intervals, in lines wider than its column; text stays as it is."""
+    if width is None or not is_number:
+        return cell
+    return "\n".join(re.sub(r" (?=[\[(])", "\n", line) if len(line) > width else line for line in cell.split("\n"))
 
 
 Part = Table | HighlightedText | str
@@ -82,7 +126,7 @@ def print_part(console: Console, part: Part) -> None:
         return
     if part.title:
         console.print(escape_control_characters(part.title), highlight=False, markup=False, emoji=False, style="bold")
-    console.print(part.to_rich())
+    console.print(part.to_rich(console.width))
     console.print()
 
 
@@ -103,3 +147,8 @@ def shorten_middle(text: str, width: int = 30) -> str:
         return line
     first, last = line[: width + 1].rpartition(" ")[0], line[-width - 1 :].partition(" ")[2]
     return f"{first or line[:width]} … {last or line[-width:]}"
+
+
+def plural(number: int, word: str, many: str = "") -> str:
+    """Return a number with its noun: '1 sample', '8 samples', or with the plural in `many` '8 batches'."""
+    return f"{number:,} {word if number == 1 else many or f'{word}s'}"

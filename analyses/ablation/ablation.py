@@ -10,10 +10,9 @@ from perturbkv.analyses import text
 from perturbkv.analyses.ablation.ingredients import BASELINE, GAINS, Setting, left_out_configs, settings
 from perturbkv.analyses.columns import column, record
 from perturbkv.analyses.conclusions import COMPARED, Case, Claim
-from perturbkv.analyses.names import plural
 from perturbkv.analyses.outcomes import SettingsResult, head_rows
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.display import Part
+from perturbkv.display import Part, plural
 from perturbkv.trace import Trace
 
 _METHOD = "two-stage"

@@ -26,13 +26,13 @@ from perturbkv.analyses.outcomes import (
     head_rows,
     next_token_kl,
 )
-from perturbkv.analyses.sides import group_settings, matches
+from perturbkv.analyses.sides import group_settings, matches, sides_text
 from perturbkv.analyses.stats import equivalence, intervals
 from perturbkv.analyses.stats.arithmetic import ratio
 from perturbkv.analyses.stats.equivalence import BETTER, WORSE, ControlVerdict
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES, OptionalInterval, median_level
 from perturbkv.analyses.verdicts import LESS, MARGIN, MORE, check_margin
-from perturbkv.configs.choice import Choice
+from perturbkv.configs.choice import Choice, split_policy_and_selection
 from perturbkv.configs.entry_counts import entry_count
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
@@ -171,9 +171,8 @@ class Row(_ControlColumns, Outcome):
     @derived()
     def name(self) -> str:
         """Policy, and selection where that is not the policy's own."""
-        plain_selection = self.treatment.selection.name in ("attention", "position", "given")
         policy = str(self.treatment.policy)
-        name = policy if plain_selection else f"{policy}:{self.treatment.selection}"
+        name = policy if _has_own_selection(self.treatment) else f"{policy}:{self.treatment.selection}"
         return f"{name} {self.difference}".strip()
 
 
@@ -199,6 +198,23 @@ class MethodSetting(_ControlColumns, OutcomeSetting):
     def lines(self) -> Sequence[Line]:
         """Return the baseline's line, then one per method."""
         return [Line("snapkv (= 1)", (self,)), *(Line(row.name, (row,)) for row in self.rows)]
+
+
+def _has_own_selection(config: EvictionConfig) -> bool:
+    """Return whether a configuration's selection is its policy's own, with which the policy alone is named."""
+    return config.selection.name in ("attention", "position", "given")
+
+
+def _is_method(config: EvictionConfig, name: str) -> bool:
+    """Return whether a configuration is the method of a name, a policy or `policy:selection`."""
+    return matches(config, name) and (len(split_policy_and_selection(name)) > 1 or _has_own_selection(config))
+
+
+def check_names(trace: Trace, only: Sequence[str]) -> None:
+    """Raise TraceError for a name in `only` that is no method of the trace."""
+    for name in only:
+        if not any(_is_method(config, name) for config in trace.run.configs):
+            raise TraceError(f"expected {name} among the trace's methods, got a trace of {sides_text(trace.run)}")
 
 
 def protection(config: EvictionConfig) -> tuple[int | float, int | float] | None:
@@ -318,7 +334,7 @@ def _setting(
 ) -> MethodSetting:
     """Return a group's setting: its methods, or only those named in `only`, compared with the baseline."""
     methods = [
-        config for config in _methods(group, baseline) if not only or any(matches(config, name) for name in only)
+        config for config in _methods(group, baseline) if not only or any(_is_method(config, name) for name in only)
     ]
     rows = [
         Row.compare(
@@ -484,15 +500,13 @@ def methods(trace: Trace, step: int = 0, only: Sequence[str] = (), margin: float
     Args:
         trace: what was measured.
         step: decode step.
-        only: policies, or `policy:selection`, where not all that the trace holds are to be ranked.
+        only: policies with their own selection, or `policy:selection`, where not all that the trace holds are to be
+            ranked.
         margin: δ, the share of a control's sum within which a method counts as equivalent to it; chosen beforehand.
 
     Raises TraceError where no budget holds SnapKV and another policy, and where the trace has no complete sample or
     lacks a variable that is needed; ConfigError where it has no such step, and for a margin not between 0 and 1.
     """
     check_margin(margin)
-    for name in only:
-        if not any(matches(config, name) for config in trace.run.configs):
-            names = ", ".join(dict.fromkeys(str(config.policy) for config in trace.run.configs))
-            raise TraceError(f"expected {name} among the trace's methods, got a trace of {names}")
+    check_names(trace, only)
     return MethodRanking.from_settings(trace, settings(trace, step, only, margin), step, margin=margin)

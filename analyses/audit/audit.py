@@ -16,11 +16,10 @@ from perturbkv.analyses.audit.cache_entries import FLOORS
 from perturbkv.analyses.columns import Line, Record, column, derived, record, table
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.measurements import Floats
-from perturbkv.analyses.names import plural
 from perturbkv.analyses.result import Result
 from perturbkv.configs.audit_settings import IN_CACHE, SITUATIONS
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.display import Part
+from perturbkv.display import Part, plural
 from perturbkv.escaping import escape_line
 from perturbkv.schema import MEASURED_LAYERS
 

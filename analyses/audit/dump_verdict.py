@@ -16,10 +16,9 @@ from perturbkv.analyses.audit.cache_entries import FLOORS, Integers
 from perturbkv.analyses.columns import Line, Record, column, derived, record
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.measurements import Floats
-from perturbkv.analyses.names import plural
 from perturbkv.analyses.result import Result
 from perturbkv.configs.audit_settings import ORIGINAL
-from perturbkv.display import Part
+from perturbkv.display import Part, plural
 from perturbkv.escaping import escape_line
 
 DUMP_FLOORS: Mapping[str, int] = {"float32": 17, "bfloat16": 7, "float16": 7}

@@ -24,7 +24,7 @@ from perturbkv.analyses.conclusions import Case, Claim
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.names import plural, short_names
+from perturbkv.analyses.names import short_names
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.sides import side_indices
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES
@@ -32,7 +32,7 @@ from perturbkv.analyses.text import factor, sample_note
 from perturbkv.analyses.verdicts import LESS, MORE
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
-from perturbkv.display import Part
+from perturbkv.display import Part, plural
 from perturbkv.trace import Trace
 
 if TYPE_CHECKING:

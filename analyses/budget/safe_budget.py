@@ -26,13 +26,12 @@ from perturbkv.analyses.conclusions import Case, Claim
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Measurements, has_only_first_token
-from perturbkv.analyses.names import plural
 from perturbkv.analyses.result import MemberSequence, Result
 from perturbkv.analyses.sides import Sides, check_sides
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import check_number
-from perturbkv.display import Part
+from perturbkv.display import Part, plural
 from perturbkv.errors import ConfigError
 from perturbkv.trace import Trace
 

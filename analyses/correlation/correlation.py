@@ -43,12 +43,11 @@ from perturbkv.analyses.correlation.method_identity import (
 from perturbkv.analyses.identity import RunIdentity, identity, joint_identity
 from perturbkv.analyses.json_values import config_columns, json_value
 from perturbkv.analyses.multi_trace import as_traces
-from perturbkv.analyses.names import plural
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.sides import LEAST_CONFIGS, comparable_groups, matches
 from perturbkv.analyses.stats.intervals import Estimate
 from perturbkv.analyses.verdicts import ALIKE, EQUIVALENT, LESS, MORE, UNDECIDED, verdict_at
-from perturbkv.display import Part
+from perturbkv.display import Part, plural
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 

@@ -22,11 +22,11 @@ from perturbkv.analyses.heads.head_comparison import (
 )
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.measurements import Measurements
-from perturbkv.analyses.names import pair_columns, pair_names, pairs_of, pairs_title, plural
+from perturbkv.analyses.names import pair_columns, pair_names, pairs_of, pairs_title
 from perturbkv.analyses.result import MemberSequence, Result
 from perturbkv.analyses.sides import Sides, choose_sides, configs_of, pairs
 from perturbkv.analyses.verdicts import DISTANCES, non_default_terms
-from perturbkv.display import Part
+from perturbkv.display import Part, plural
 from perturbkv.errors import ConfigError
 from perturbkv.trace import Trace
 

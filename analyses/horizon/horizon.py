@@ -33,12 +33,11 @@ from perturbkv.analyses.horizon.growth import (
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.names import plural
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.sides import choose_sides, side_indices
 from perturbkv.analyses.text import factor, sample_note
 from perturbkv.analyses.verdicts import LESS, MORE
-from perturbkv.display import Part
+from perturbkv.display import Part, plural
 from perturbkv.trace import Trace
 
 if TYPE_CHECKING:

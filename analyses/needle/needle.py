@@ -14,7 +14,6 @@ from perturbkv.analyses.conclusions import NOTHING_TO_LOSE, Case, Claim
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.names import plural
 from perturbkv.analyses.needle.retrieval import (
     ANALYSIS,
     RankedBudget,
@@ -32,7 +31,7 @@ from perturbkv.analyses.result import Result
 from perturbkv.analyses.sides import LEAST_CONFIGS
 from perturbkv.analyses.stats.intervals import OptionalInterval
 from perturbkv.analyses.verdicts import LESS, MORE
-from perturbkv.display import Part
+from perturbkv.display import Part, plural
 from perturbkv.trace import Trace
 
 if TYPE_CHECKING:

@@ -20,7 +20,6 @@ from perturbkv.analyses.conclusions import Case, Claim
 from perturbkv.analyses.identity import RunIdentity, answers_identity
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Floats
-from perturbkv.analyses.names import plural
 from perturbkv.analyses.quality.divergence_point import (
     AT_START,
     MOST_SPANS,
@@ -29,7 +28,7 @@ from perturbkv.analyses.quality.divergence_point import (
     span_means,
 )
 from perturbkv.analyses.result import Result
-from perturbkv.display import Part
+from perturbkv.display import Part, plural
 from perturbkv.storage.answers_file import WrittenAnswers, check_answers
 
 ANALYSIS = "divergence"

@@ -14,10 +14,10 @@ import numpy as np
 
 from perturbkv.analyses.measurements import Floats, Measurements, has_only_first_token, scores
 from perturbkv.analyses.multi_trace import check_no_duplicate_prompts
-from perturbkv.analyses.names import plural
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import METRICS, RunConfig
 from perturbkv.configs.task_kinds import KINDS, NEEDLE, OTHERS, kind_of
+from perturbkv.display import plural
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 

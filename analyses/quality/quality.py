@@ -12,7 +12,7 @@ from perturbkv.analyses.conclusions import NOTHING_TO_LOSE, Case, Claim
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.multi_trace import as_traces
-from perturbkv.analyses.names import plural, short_names
+from perturbkv.analyses.names import short_names
 from perturbkv.analyses.quality import score_tables
 from perturbkv.analyses.quality.graded_tasks import Task, partial_configs, shared_configs, tasks
 from perturbkv.analyses.quality.score_columns import (
@@ -36,7 +36,7 @@ from perturbkv.analyses.sides import comparable_groups, pairs
 from perturbkv.analyses.verdicts import LESS, MORE
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
-from perturbkv.display import Part, Table
+from perturbkv.display import Part, Table, plural
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 

@@ -12,7 +12,7 @@ from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, Record, column, derived, record, table
 from perturbkv.analyses.conclusions import Case, Claim
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.names import PairRecord, pair_columns, plural
+from perturbkv.analyses.names import PairRecord, pair_columns
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.sides import choose_sides, pairs
 from perturbkv.analyses.tokens.fates import (
@@ -34,7 +34,7 @@ from perturbkv.analyses.tokens.fates import (
     prompt_of,
 )
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.display import Part
+from perturbkv.display import Part, plural
 from perturbkv.errors import ConfigError
 from perturbkv.escaping import HighlightedText, Span, escape_line, show_control_characters
 from perturbkv.trace import Trace

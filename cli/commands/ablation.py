@@ -22,6 +22,7 @@ from perturbkv.errors import ConfigError
 if TYPE_CHECKING:
     from perturbkv.analyses.result import Result
     from perturbkv.selection.policies.base import Policy
+    from perturbkv.trace import Trace
 
 
 _ALPHAS = (0.0, 0.25, 0.5)
@@ -65,6 +66,11 @@ def _method_ranking(
         )
     only = () if names == [_ALL] else tuple(check_distinct("--methods", names))
 
+    def check(trace: Trace) -> None:
+        from perturbkv.analyses.ablation.methods import check_names
+
+        check_names(trace, only)
+
     def analyse(session: Session) -> Result:
         from perturbkv.analyses.ablation.methods import methods
 
@@ -72,7 +78,7 @@ def _method_ranking(
 
     return Analysis(
         "ablation-methods", run, lambda: _method_configs(run, only), analyse, command="ablation --methods",
-        figures={"plot": "", "plot_budgets": "-budgets"}, compares_sums=True, margin=margin,
+        figures={"plot": "", "plot_budgets": "-budgets"}, check=check, compares_sums=True, margin=margin,
     )  # fmt: skip
 
 

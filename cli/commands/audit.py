@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from perturbkv.analyses.names import plural
 from perturbkv.cli import console, option_refusals
 from perturbkv.cli.choices import check_distinct
 from perturbkv.cli.command_line import with_options
@@ -36,6 +35,7 @@ from perturbkv.configs.choice import parse
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.plugins import check_class_file, refers_to_file
+from perturbkv.display import plural
 from perturbkv.models.aliases import DEFAULT
 from perturbkv.storage.atomic_files import write_atomically
 from perturbkv.storage.output import OutputFile, OutputFolder

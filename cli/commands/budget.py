@@ -17,7 +17,7 @@ from perturbkv.cli.choices import (
 )
 from perturbkv.cli.command_line import hide_options, show_defaults, without_options
 from perturbkv.cli.options import DEFAULT_SELECTIONS, LookOptions, RunOptions
-from perturbkv.cli.session import Analysis, Session, analysis_views
+from perturbkv.cli.session import Analysis, Session, analysis_views, sides_check
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import BudgetError, ConfigError
@@ -76,7 +76,7 @@ def _safe_budgets(
         )  # fmt: skip
 
     return Analysis(
-        "budget", wanted, configs, analyse,
+        "budget", wanted, configs, analyse, check=sides_check(sides or ()),
         leave_out_unfit=not run.budget, generate=0 if max_drop is None else None,
         exit_code=lambda result: int(result.exit_code),
     )  # fmt: skip
@@ -117,8 +117,9 @@ def _cliff(
         return cliff(session.trace, sides=sides, kl=thresholds)
 
     return Analysis(
-        "budget-cliff", wanted, lambda: _cliff_configs(wanted, methods), analyse, command="budget --cliff", files=files
-    )
+        "budget-cliff", wanted, lambda: _cliff_configs(wanted, methods), analyse, command="budget --cliff",
+        check=sides_check(sides or ()), files=files,
+    )  # fmt: skip
 
 
 def _cliff_configs(run: RunOptions, methods: list[str]) -> tuple[EvictionConfig, ...]:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from perturbkv.analyses.names import plural
 from perturbkv.cli import console
 from perturbkv.cli.commands.described_files import describe_json_lines
 from perturbkv.cli.commands.generate import shorten
 from perturbkv.cli.data_options import DataOptions
 from perturbkv.cli.options import JsonOption
 from perturbkv.cli.planned_run import encode_prompts
+from perturbkv.display import plural
 from perturbkv.errors import ConfigError
 from perturbkv.escaping import escape_line
 from perturbkv.models.aliases import DEFAULT

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument
 
-from perturbkv.analyses.names import plural
 from perturbkv.cli import console
 from perturbkv.cli.options import JsonOption
+from perturbkv.display import plural
 from perturbkv.errors import ConfigError
 from perturbkv.escaping import escape_line
 

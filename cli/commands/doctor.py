@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
-from perturbkv.analyses.names import plural
 from perturbkv.cli import console
 from perturbkv.cli.options import DEFAULT_SELECTIONS, JsonOption, RunOptions
 from perturbkv.configs import option
+from perturbkv.display import plural
 from perturbkv.errors import ConfigError
 from perturbkv.storage.atomic_files import write_atomically
 from perturbkv.storage.output import OutputFile, OutputFolder

@@ -12,12 +12,13 @@ from typer import Option
 from perturbkv.cli.choices import DEFAULT_COMPARE, METHODS, check_choice, parse_compare, parse_methods
 from perturbkv.cli.command_line import hide_options, show_defaults, show_options, without_options
 from perturbkv.cli.options import FRACTIONS, CompareOption, LookOptions, RunOptions
-from perturbkv.cli.session import Analysis, Session, analysis
+from perturbkv.cli.session import Analysis, Session, analysis, sides_check
 from perturbkv.errors import ConfigError
 
 if TYPE_CHECKING:
     from perturbkv.analyses.layers.layers import DriftSeries, LayerDrifts, SampleDrifts, SampleSeries
     from perturbkv.analyses.result import Result
+    from perturbkv.trace import Trace
 
 DistanceOption = Annotated[str, Option(metavar="NAME", help="l1, l2 or cosine")]
 _MOST_STEM_CHARACTERS = 150
@@ -43,6 +44,17 @@ def _sides(run: RunOptions, look: LookOptions, names: Sequence[str]) -> tuple[st
     return (names[0], names[1:]) if look.trace is None or "compare" in run.typed_options else (None, None)
 
 
+def _pairs_check(run: RunOptions, look: LookOptions, names: Sequence[str]) -> Callable[[Trace], object]:
+    """Return a function that raises TraceError for a trace without a pair of the sides that `names` lists."""
+
+    def check(trace: Trace) -> object:
+        from perturbkv.analyses.sides import all_series
+
+        return all_series(trace, *_sides(run, look, names))
+
+    return check
+
+
 @analysis
 def heads(
     run: RunOptions, look: LookOptions, compare: CompareOption = DEFAULT_COMPARE, distance: DistanceOption = "l1"
@@ -64,7 +76,10 @@ def heads(
         session.draw(result, stem)
         return result
 
-    return Analysis(name, run, lambda: run.configs(names), analyse, stems=[name], compares_sums=True)
+    return Analysis(
+        name, run, lambda: run.configs(names), analyse, stems=[name], check=_pairs_check(run, look, names),
+        compares_sums=True,
+    )  # fmt: skip
 
 
 @show_defaults(budget=" ".join(FRACTIONS))
@@ -108,7 +123,8 @@ def layers(
 
     stems = [name, *[f"{name}-samples"] * per_sample, *[f"{name}-budgets"] * budgets]
     return Analysis(
-        name, wanted, lambda: wanted.configs(names), analyse, stems=stems, leave_out_unfit=not run.budget
+        name, wanted, lambda: wanted.configs(names), analyse, stems=stems, check=_pairs_check(run, look, names),
+        leave_out_unfit=not run.budget,
     )  # fmt: skip
 
 
@@ -201,8 +217,10 @@ def horizon(run: RunOptions, look: LookOptions, compare: CompareOption = DEFAULT
 
         return horizon(session.trace, None if _sides(run, look, names)[0] is None else names)
 
-    figures = {"plot": "", "plot_heads": "-heads"}
-    return Analysis("horizon", wanted, lambda: wanted.configs(names), analyse, figures=figures)
+    return Analysis(
+        "horizon", wanted, lambda: wanted.configs(names), analyse, figures={"plot": "", "plot_heads": "-heads"},
+        check=sides_check(names if "compare" in run.typed_options else ()),
+    )  # fmt: skip
 
 
 @show_defaults(budget="a trace's first; 128")
@@ -247,8 +265,9 @@ def tokens(
 
     asked = run.output is not None or look.trace is None
     return Analysis(
-        "tokens", run, lambda: run.configs(names), analyse, figures={"plot": ""} if asked else {}, writes=asked
-    )
+        "tokens", run, lambda: run.configs(names), analyse, figures={"plot": ""} if asked else {},
+        check=_pairs_check(run, look, names), writes=asked,
+    )  # fmt: skip
 
 
 _NEEDLE_LENGTHS, _NEEDLE_DEPTHS = ["500,1000,2000"], ["0,0.2,0.4,0.6,0.8,1"]

@@ -11,12 +11,12 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from perturbkv.analyses.names import plural
 from perturbkv.cli import console
 from perturbkv.cli.commands.trace import HDF5_SUFFIXES, print_trace, trace_document
 from perturbkv.cli.options import JsonOption
 from perturbkv.cli.saving import new_file
 from perturbkv.cli.session import print_failures
+from perturbkv.display import plural
 from perturbkv.errors import ConfigError, TraceError
 from perturbkv.storage.output import OutputFile, OutputFolder
 from perturbkv.storage.trace.export import (

@@ -14,7 +14,7 @@ from typer import Option
 
 from perturbkv.analyses import text
 from perturbkv.analyses.json_values import provenance_object, run_object
-from perturbkv.analyses.names import distinct_names, plural
+from perturbkv.analyses.names import distinct_names
 from perturbkv.cli import console, option_refusals
 from perturbkv.cli.command_line import with_options, without_options
 from perturbkv.cli.options import DEFAULT_SELECTIONS, MaxNewTokensOption, MetricOption, RunOptions, SelectionOption
@@ -23,6 +23,7 @@ from perturbkv.cli.session import print_failures
 from perturbkv.configs.cache_contents import PAGES_READ
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
+from perturbkv.display import plural
 from perturbkv.errors import ConfigError, FailedRunError, InterruptedRunError
 from perturbkv.escaping import escape_line
 from perturbkv.storage import json_lines

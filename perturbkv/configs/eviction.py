@@ -27,6 +27,7 @@ from perturbkv.configs.selections import (
     Blocks,
     max_protected_entries,
 )
+from perturbkv.display import plural
 from perturbkv.errors import BudgetError, ConfigError, UnknownNameError
 
 
@@ -295,21 +296,22 @@ class EvictionConfig:
         always, size = max_protected_entries(first, recent, self.block), self.block
         if tokens >= always + size:
             return
+        kept = f"{what} keeps {plural(tokens, 'entry', 'entries')}"
         if size > 1:
             kind = self.cache_contents.unit
             msg = (
-                f"{what} keeps {tokens} entries, too few for a {kind} of {size} beside those that always stay: up to "
+                f"{kept}, too few for a {kind} of {size} beside those that always stay: up to "
                 f"{always} lie in {kind}s that hold the first {first} and the last {recent}; raise the budget to "
                 f"{always + size}, or lower {kind} or --window"
             )
         elif first + recent == self.window:
             msg = (
-                f"{what} keeps {tokens} entries, no more than the window of {self.window} that always stays; "
+                f"{kept}, no more than the window of {self.window} that always stays; "
                 f"raise the budget above {self.window} or lower --window"
             )
         else:
             msg = (
-                f"{what} keeps {tokens} entries, no more than the {first + recent} that always stay: the first {first} "
+                f"{kept}, no more than the {first + recent} that always stay: the first {first} "
                 f"and the last {recent}; raise the budget, or lower --protect-first, --protect-recent or --window"
             )
         raise BudgetError(msg)

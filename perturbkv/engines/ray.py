@@ -23,6 +23,7 @@ from typing import Any
 
 from perturbkv import memory
 from perturbkv.configs.resources import Workers
+from perturbkv.display import plural
 from perturbkv.engines import processes
 from perturbkv.engines.scheduler import WorkerExit
 from perturbkv.engines.worker import Reply, Task, WorkerDevice
@@ -378,4 +379,4 @@ def _describe_cluster(ray: Any) -> str:
     alive = [node["Resources"] for node in _living_nodes(ray)]
     cpus, gpus = (round(sum(resources.get(kind, 0) for resources in alive)) for kind in ("CPU", "GPU"))
     where = ray.get_runtime_context().gcs_address
-    return f"at {where}: {len(alive)} node{'' if len(alive) == 1 else 's'}, {cpus} CPUs, {gpus} GPUs"
+    return f"at {where}: {plural(len(alive), 'node')}, {cpus} CPUs, {gpus} GPUs"

@@ -11,11 +11,11 @@ from perturbkv.analyses import text
 from perturbkv.analyses.heads.head_comparison import floor_over_norm
 from perturbkv.analyses.identity import identity
 from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements, scores
-from perturbkv.analyses.names import plural
 from perturbkv.analyses.quality.graded_tasks import terms
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES, estimate_mean, share_kind
 from perturbkv.configs import layer_types
+from perturbkv.display import plural
 from perturbkv.errors import TraceError
 from perturbkv.escaping import escape_control_characters, escape_line
 from perturbkv.reporting.arrays import kl_floor

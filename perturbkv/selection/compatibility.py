@@ -21,6 +21,7 @@ from perturbkv.configs.selections import (
     reduction,
     shares_layers,
 )
+from perturbkv.display import plural
 from perturbkv.errors import BudgetError, ConfigError, ModelError
 from perturbkv.selection.policies import checked
 from perturbkv.selection.policies.registry import all_policies, build, names, policy_class
@@ -118,8 +119,9 @@ def check_ends(config: ResolvedConfig, prompt_tokens: int) -> None:
     recent = max(config.window, checked.count(policy, "recent_entries", config, kept))
     if kept <= first + recent:
         raise BudgetError(
-            f"budget {config.budget} keeps {kept} entries of {prompt_tokens}, no more than policy '{policy.name}' "
-            f"always keeps: the first {first} and the last {recent}; raise the budget, or lower its own options"
+            f"budget {config.budget} keeps {plural(kept, 'entry', 'entries')} of {prompt_tokens}, no more than policy "
+            f"'{policy.name}' always keeps: the first {first} and the last {recent}; raise the budget, or lower its "
+            "own options"
         )
 
 
@@ -236,8 +238,8 @@ def check_compressible(config: EvictionConfig) -> None:
     if not _can_recompress(resolved.system):
         suitable = ", ".join(name for name in names() if _can_recompress(build(Choice(name))))
         raise ConfigError(
-            f"policy '{config.policy.name}' looks at what decoding forgets, or at all layers at once; --compress-every "
-            f"works with {suitable}"
+            f"policy '{config.policy.name}' looks at what decoding forgets, or at all layers at once, or has a stage 1 "
+            f"of its own; --compress-every works with {suitable}"
         )
     if resolved.score.whole_layer and resolved.system.budgets == "by head":
         raise ConfigError(
@@ -265,8 +267,9 @@ def check_searchable(config: EvictionConfig) -> None:
 
 
 def _can_recompress(policy: Policy) -> bool:
-    """Return whether a policy evicts, and needs neither prefill data nor the other layers' scores."""
-    return not policy.score.carries_history() and not policy.whole_model and policy.name not in WITHOUT_EVICTION
+    """Return whether a policy evicts by its score alone, without prefill data and the other layers' scores."""
+    needs_more = policy.score.carries_history() or policy.whole_model or policy.first_stage is not None
+    return not needs_more and policy.name not in WITHOUT_EVICTION
 
 
 def needs_all_layers(config: ResolvedConfig) -> bool:

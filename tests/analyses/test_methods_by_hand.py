@@ -13,7 +13,7 @@ from perturbkv.analyses.heads.heads import compare_heads
 from perturbkv.analyses.identity import identity
 from perturbkv.analyses.verdicts import EQUIVALENT, FEW, LESS, MORE, UNDECIDED
 from perturbkv.errors import ConfigError, TraceError
-from perturbkv.selection.policies.registry import normalise
+from perturbkv.selection.policies.registry import all_policies, normalise
 from perturbkv.trace import Trace
 from tests.support.measured import config, one_head
 
@@ -96,6 +96,19 @@ def test_the_conclusion_counts_verdicts_and_names_the_least_and_the_largest() ->
         "protection in 2 of 3 cases (more: 1): 50 % [50, 50] less at tova to 50 % [50, 50] more at h2o (propagated, "
         "all heads; n = 6 samples)."
     )
+
+
+def test_a_policy_alone_is_ranked_with_its_own_selection() -> None:
+    trace = one_head({**L1, config("h2o:two-stage", 128, **KV): 7.0})
+    for name in ("h2o", "h2o:two-stage", "snapkv:two-stage"):
+        assert [row.name for row in methods(trace, only=[name]).settings[0].rows] == [name]
+    with pytest.raises(TraceError, match="expected two-stage among the trace's methods, .*h2o:two-stage"):
+        methods(trace, only=["two-stage"])
+
+
+def test_the_selection_of_a_policy_alone_is_its_first() -> None:
+    for policy in all_policies():
+        assert policy.selections[0] in ("attention", "position", "given")
 
 
 def test_a_line_shows_the_ratios_over_both_controls_and_the_verdicts() -> None:

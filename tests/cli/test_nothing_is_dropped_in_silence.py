@@ -92,6 +92,28 @@ def test_results_of_another_question_are_not_replaced(perturbkv: Run, measured: 
     assert told["asked"]["compare"] == "attention,random"
 
 
+@pytest.mark.parametrize(
+    "question",
+    [
+        ["heads", "--compare", "attention,nonsense"],
+        ["heads", "--compare", "value,nonsense:value"],
+        ["layers", "--compare", "attention,nonsense"],
+        ["tokens", "--compare", "attention,nonsense"],
+        ["horizon", "--compare", "attention,nonsense"],
+        ["budget", "--max-kl", 1, "--compare", "nonsense"],
+        ["budget", "--cliff", "--compare", "nonsense"],
+        ["ablation", "--methods", "nonsense"],
+    ],
+    ids=lambda question: " ".join(map(str, question)),
+)
+def test_what_a_trace_lacks_is_told_before_results_that_are_not_replaced(
+    perturbkv: Run, measured: Path, question: list[object]
+) -> None:
+    Path("out").mkdir()
+    Path("out/summary.json").write_text("mine")
+    refused(perturbkv(*question, measured, "-o", "out"), "nonsense")
+
+
 def test_a_question_that_only_adds_is_answered(perturbkv: Run, measured: Path) -> None:
     assert perturbkv("layers", measured, "-o", "out", "--format", "png").code == 1
     assert perturbkv("layers", measured, "-o", "out", "--format", "png", "--per-sample").code == 1

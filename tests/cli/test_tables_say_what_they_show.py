@@ -7,6 +7,7 @@ from collections.abc import Callable
 from unittest import mock
 
 import numpy as np
+import pytest
 
 from perturbkv.analyses import text
 from perturbkv.analyses.ablation import ablation
@@ -58,6 +59,25 @@ def test_screens_of_heads_say_options_that_one_side_alone_has_though_all_rows_sh
     trace = hand_made([*ours, *random], {"perturbation_isolated": np.ones((5, 6, 1, 1))})
     table = heads.compare_heads(trace, "attention", ["two-stage", "random:attention"]).table()
     assert "tau=2.0" in table.title + " ".join(row[0] for row in table.rows)
+
+
+@pytest.mark.parametrize("name", ["short", "a method of a longer name", "two-stage-uniform α=0.25"])
+@pytest.mark.parametrize("count", range(1, 5))
+def test_intervals_stay_whole_in_80_columns(name: str, count: int) -> None:
+    """A line breaks before an interval and not inside, whatever else has to give way."""
+    numbers = ["0.64 [0.52, 0.77]", "1.25 [0.01, 34.38]", "12 % [−4, 28]", "0.91 (0.85 … 1.02)"][:count]
+    headings = ["isolated\nsum", "propagated\nsum", "propagated\nmedian head", "heads better\nthan attention"][:count]
+    table = Table("", ["method", "#cache\nshare", *(f"#{one}" for one in headings)], [[name, "0.31", *numbers]] * 2)
+    lines = as_text([table]).splitlines()
+    for interval in ("[0.52, 0.77]", "[0.01, 34.38]", "[−4, 28]", "(0.85 … 1.02)")[:count]:
+        assert sum(interval in line for line in lines) == 2
+    assert max(map(len, lines)) <= 80
+
+
+def test_numbers_that_do_not_fit_are_still_all_shown() -> None:
+    cell = "1.53 [0.0012345, 98765.43]"
+    shown = as_text([Table("", ["method", *["#sum"] * 4], [["name", *[cell] * 4]])], width=50)
+    assert [shown.count(digit) for digit in "0123456789"] == [4 * cell.count(digit) for digit in "0123456789"]
 
 
 def test_intervals_of_medians_say_their_own_level() -> None:

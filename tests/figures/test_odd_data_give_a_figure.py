@@ -105,6 +105,19 @@ def test_zeros_on_log_axes_are_noted() -> None:
     assert "attention or row is 0" in said[6]
 
 
+@pytest.mark.parametrize("times", [1, 2], ids=["shared panels", "a column for each budget"])
+def test_no_tick_stands_beyond_the_last_layer(times: int) -> None:
+    trace = made(layers=30)
+    (pairs,) = series(trace.run, "attention", "two-stage")
+    drifts = [drift.summarise(trace, *pair) for pair in pairs] * times
+    figure = layers_figure.draw_layers(DriftSeries(tuple(drifts), drifts[0].identity), 174)
+    figure.canvas.draw()
+    for axes in figure.axes:
+        low, high = axes.get_xlim()
+        shown = [tick for tick in axes.get_xticks() if low <= tick <= high]
+        assert shown and set(shown) <= set(range(30))
+
+
 def test_panels_that_hold_nothing_say_why() -> None:
     zero = words(next(figures(ODD["all zero"](), 174)))
     assert "no ratio: nothing went, or the bounds are 0" in zero

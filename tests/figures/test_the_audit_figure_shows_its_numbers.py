@@ -43,6 +43,7 @@ def test_a_line_per_situation_and_the_limit(result: Audit, width_mm: float) -> N
         np.testing.assert_allclose(np.asarray(lines[name].get_ydata()), np.fmax(floors, 0.05))
         assert floors[0] < FLOORS < floors[1]
     assert set(np.asarray(lines["limit"].get_ydata())) == {FLOORS}
+    assert drawn(result, width_mm).axes[1].get_xlim() == (-0.5, result.layers - 0.5)
 
 
 def test_what_was_not_seen_is_said() -> None:
@@ -66,3 +67,4 @@ def test_the_distances_of_a_dump_are_drawn_by_layer(width_mm: float) -> None:
         assert np.isfinite(lines["farthest that differs"]).tolist() == [False, True, False]
         assert lines["farthest that differs"][1] == result.requests[0].differing_distances[1, kind] > 0.5
         assert axes.get_yscale() == "log"
+        assert axes.get_xlim() == (-0.5, 2.5), "no tick stands beyond the layers, however many they are"

@@ -44,6 +44,7 @@ def test_all_panels_hold_their_numbers(width: int) -> None:
     figure = result.plot(width)
     assert result.shapley is not None and result.greedy is not None and result.shapley.interval is not None
     np.testing.assert_allclose(artist(figure, 0, "values").get_ydata(), result.shapley.value)
+    assert figure.axes[0].get_xlim() == (-0.5, LAYERS - 0.5), "no tick stands beyond the layers, however many they are"
     ends = np.array([segment[:, 1] for segment in artist(figure, 0, "samples").get_segments()])
     np.testing.assert_allclose(ends, np.stack([result.shapley.interval.low, result.shapley.interval.high], axis=1))
     ends = np.array([segment[:, 1] for segment in artist(figure, 0, "orders").get_segments()])

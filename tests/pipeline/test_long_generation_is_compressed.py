@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
@@ -14,8 +16,12 @@ from perturbkv.errors import ConfigError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers import generation
 from perturbkv.pipeline.answers.recompression import mean_entries
+from perturbkv.scoring.score import Score
+from perturbkv.scoring.scores.snapkv import SnapKV
 from perturbkv.selection import compatibility
 from perturbkv.selection.grid import configuration
+from perturbkv.selection.policies import registry
+from perturbkv.selection.policies.base import Policy
 from tests.oracle import policies, selection, shared, theory
 from tests.oracle.decoder import Decoder
 from tests.support.configs import flat
@@ -283,6 +289,24 @@ def test_a_long_prompt_is_compressed_while_it_is_read() -> None:
     assert mean_entries(read.cache, 0) == BUDGET
     whole = prefill_and_evict(adapter, token_ids(20), (config("snapkv"),), "s", evict_above=LIMIT)
     assert mean_entries(whole.cache, 0) == 20
+
+
+@dataclass(frozen=True)
+class Staged(Policy):
+    """A policy of a user with a stage 1 of its own."""
+
+    name = "staged"
+    summary = "staged"
+
+    @property
+    def first_stage(self) -> Score:
+        return SnapKV(pool="none")
+
+
+def test_a_policy_with_a_stage_1_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry._POLICIES.registered, "staged", Staged)
+    with pytest.raises(ConfigError, match="'staged' .*has a stage 1 of its own; --compress-every works with snapkv"):
+        generation.check_answer_options([config("staged")], TOKENS, LIMIT)
 
 
 def test_policies_that_count_what_decoding_forgets_are_refused() -> None:

@@ -178,8 +178,23 @@ def test_an_unfinished_shard_says_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"every sample of shard 1/2 in .*, got all but 2; run the same command"):
         shard.finish()
     shutil.rmtree(shard.shard.journal.folder)
-    with pytest.raises(TraceError, match="got no such folder, as it was removed meanwhile; run the same command"):
+    with pytest.raises(TraceError, match="got it removed meanwhile; run the same command"):
         shard.finish()
+
+
+@pytest.mark.parametrize("measured_before", [0, 1, 2])
+def test_a_shard_whose_journal_was_removed_is_not_done(tmp_path: Path, measured_before: int) -> None:
+    """Samples that are measured after that make the folder anew, and are there for the same command."""
+    path = tmp_path / "t.h5"
+    shard = ShardWriter(path, record("1/2"), {})
+    for place, name in enumerate(["s0", "s2", "s4"]):
+        if place == measured_before:
+            shutil.rmtree(shard.shard.journal.folder)
+        shard.append(measured(name, CONFIGS), CONFIGS)
+    with pytest.raises(TraceError, match="shard 1/2 in .*, got it removed meanwhile; run the same command again"):
+        shard.finish()
+    assert not shard.shard.is_done()
+    assert list(ShardWriter(path, record("1/2"), {}).missing()) == ["s0", "s2", "s4"][:measured_before]
 
 
 def test_a_run_without_shards_takes_what_they_hold(tmp_path: Path) -> None:

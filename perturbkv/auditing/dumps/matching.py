@@ -19,6 +19,7 @@ from perturbkv.analyses.audit.dump_verdict import DumpFault, token_range
 from perturbkv.auditing.changes import describe_base, describe_quantisation, describe_rotation, describe_rounding
 from perturbkv.auditing.dumps.dump_entries import LEAST_BLOCK, Entries, Limits, Pair
 from perturbkv.auditing.dumps.dump_file import REMOVED
+from perturbkv.display import plural
 
 NEAR = 0.1
 """Relative distance up to which an entry may be another token's, layer's or head's."""
@@ -330,7 +331,7 @@ class _FaultSearch:
             return None  # only a few of the entries differ
         shift = int(moved.mode().values)
         if 0 < abs(shift) < LEAST_BLOCK and float((moved == shift).float().mean()) > _NEARLY_ALL:
-            positions_away = f"{abs(shift)} position{'' if abs(shift) == 1 else 's'}"
+            positions_away = plural(abs(shift), "position")
             return "shifted", f"{what} of the token {positions_away} {'later' if shift > 0 else 'earlier'}"
         return "token", f"{whose} of the same request"
 

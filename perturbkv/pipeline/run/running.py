@@ -27,6 +27,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.datasets.prompts import Decode, Prompts, decode_answer, token_texts
+from perturbkv.display import plural
 from perturbkv.errors import InterruptedRunError, OutputError
 from perturbkv.pipeline.run.plan import Plan
 from perturbkv.schema import MEASURED_LAYERS, VARIABLES
@@ -263,17 +264,16 @@ def _log_earlier_samples(planned: Plan, missing: Missing) -> None:
         _log.info("%d of %d samples are there already; going on", done, samples)
     lacking = [len(own) for own in missing.values() if len(own) < configs]  # of samples that were measured in part
     if lacking:
-        partial_samples = f"{len(lacking):,} sample{'' if len(lacking) == 1 else 's'}"
         _log.info(
             "%s with %d of %d configurations there already: measuring %d more",
-            partial_samples, configs - max(lacking), configs, max(lacking),
+            plural(len(lacking), "sample"), configs - max(lacking), configs, max(lacking),
         )  # fmt: skip
 
 
 def _log_text_changes(planned: Plan, changing: int) -> None:
     """Log that the text of so many stored samples, `changing`, is added or removed."""
     if changing:
-        samples = f"{changing:,} sample{'' if changing == 1 else 's'}"
+        samples = plural(changing, "sample")
         added = f"the text of {samples} that were measured without it is added; --no-text (text=False) leaves it out"
         _log.info(added if planned.text else f"the text of {samples} is taken out of the trace")
 
@@ -281,13 +281,11 @@ def _log_text_changes(planned: Plan, changing: int) -> None:
 def _log_kept_changes(leaving: int, lacking: int) -> None:
     """Log the number of stored samples that lose their kept positions, and the number that lack them for good."""
     if leaving:
-        _log.info(
-            "the kept positions of %s are taken out of the trace", f"{leaving:,} sample{'' if leaving == 1 else 's'}"
-        )
+        _log.info("the kept positions of %s are taken out of the trace", plural(leaving, "sample"))
     if lacking:
         _log.info(
             "%s were measured without kept positions (--no-kept, kept=False) and stay without them; --overwrite "
-            "measures all anew", f"{lacking:,} sample{'' if lacking == 1 else 's'}"
+            "measures all anew", plural(lacking, "sample"),
         )  # fmt: skip
 
 

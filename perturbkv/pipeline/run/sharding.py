@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from perturbkv.configs.run import Shard
+from perturbkv.display import plural
 from perturbkv.errors import LockedOutputError, MissingShardError
 from perturbkv.pipeline.run.plan import Plan
 from perturbkv.pipeline.run.running import Engine, Progress, measure_missing, provenance, texts_of
@@ -41,7 +42,7 @@ class ShardDone:
 
     def __str__(self) -> str:
         of_each = f", {self.configs} configurations of each" if self.shard.by == "configs" else ""
-        samples = f"{len(self.samples):,} sample{'' if len(self.samples) == 1 else 's'}{of_each}"
+        samples = f"{plural(len(self.samples), 'sample')}{of_each}"
         there = f"{len(self.done):,} of {self.shard.count:,} shards are there"
         return f"shard {self.shard} is done: {samples}; {there}; perturbkv merge {self.trace} joins them when all are"
 

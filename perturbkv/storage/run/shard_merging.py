@@ -248,9 +248,9 @@ class ShardWriter:
         Raises TraceError for missing samples, and where the journal was removed meanwhile.
         """
         folder = self.shard.journal.folder
-        was_removed = not folder.is_dir()
+        was_removed = self.shard.record() is None  # a sample that came later made the folder anew, without the record
         if was_removed or self._missing:
-            got = "no such folder, as it was removed meanwhile" if was_removed else f"all but {len(self._missing)}"
+            got = "it removed meanwhile" if was_removed else f"all but {len(self._missing)}"
             raise TraceError(
                 f"expected every sample of shard {self._record.shard} in {folder}, got {got}; run the same command "
                 "again to measure what is missing"
