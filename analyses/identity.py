@@ -46,6 +46,7 @@ class RunIdentity:
         measured_layers: layers and their total, such as `5 11 17 of 18`; empty where all were measured.
         byte_shares: bytes of each configuration over those of the full cache in 16 bits, mean over samples; empty where
             none is quantised or corrected, or where they are unknown.
+        steps: the decode steps shown, in words; empty where the trace has one.
         unevicted: budgets, or configurations, that leave the cache whole in some samples, with the number of these.
     """
 
@@ -64,6 +65,7 @@ class RunIdentity:
     unit: str = "sample"
     measured_layers: str = ""
     byte_shares: tuple[float, ...] = ()
+    steps: str = ""
     unevicted: tuple[tuple[str, int], ...] = ()
 
     @cached_property
@@ -124,6 +126,7 @@ class RunIdentity:
             layer_types.describe_measured(self.measured_layers),
             self.dataset,
             self.scenario if self.scenario != "regular" else "",
+            self.steps,
             plural(self.samples, self.unit),
             f"{self.ended} ended before" if self.ended else "",
             f"{self.failed} failed" if self.failed else "",
@@ -144,6 +147,7 @@ class RunIdentity:
             layer_types.describe_measured(self.measured_layers),
             self.dataset,
             self.scenario if self.scenario != "regular" else "",
+            self.steps,
             plural(self.samples, "sample") if self.samples < 2 else "",
             f"{self.ended} samples ended before" if self.ended else "",
             f"{self.failed} samples failed" if self.failed else "",
@@ -219,9 +223,9 @@ def _choices_text(words: dict[str, str], of_side: bool) -> str:
     return " ".join(word for choice, word in words.items() if (choice in SIDE) == of_side)
 
 
-def identity(trace: Trace, configs: Sequence[EvictionConfig], step: int = 0) -> RunIdentity:
-    """Return the identity of a trace's run, for the configurations and the decode step that are shown."""
-    samples = int((measured_steps(trace) > step).sum())
+def identity(trace: Trace, configs: Sequence[EvictionConfig], step: int | None = None) -> RunIdentity:
+    """Return the identity of a trace's run, for the configurations and the decode step shown; None: all steps."""
+    samples = int((measured_steps(trace) > (step or 0)).sum())
     return RunIdentity(
         model=trace.run.model,
         dataset=trace.run.dataset,
@@ -236,8 +240,16 @@ def identity(trace: Trace, configs: Sequence[EvictionConfig], step: int = 0) -> 
         ended=int(trace.ok.sum()) - samples,
         measured_layers=trace.attrs.get(MEASURED_LAYERS, ""),
         byte_shares=_trace_byte_shares(trace, configs),
-        unevicted=_unevicted_counts(trace, configs, step),
+        steps=_steps_in_words(trace.run.steps, step),
+        unevicted=_unevicted_counts(trace, configs, step or 0),
     )
+
+
+def _steps_in_words(count: int, step: int | None) -> str:
+    """Return the decode steps shown, of `count`, in words; empty where there is one. None: their mean."""
+    if count == 1:
+        return ""
+    return f"mean over {count} steps" if step is None else f"step {step} alone" if step else "first step alone"
 
 
 def _unevicted_counts(trace: Trace, configs: Sequence[EvictionConfig], step: int) -> tuple[tuple[str, int], ...]:

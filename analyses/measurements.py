@@ -32,26 +32,28 @@ _UNBOUNDED = frozenset({"theta_hat", "theta_hat_relax"})
 
 
 class Measurements:
-    """A trace's complete samples at one decode step, or at all steps, read as float64 arrays.
+    """A trace's complete samples, read as float64 arrays: means over the decode steps of each, or one step, or all.
 
     Samples whose text ends before the step are left out.
 
     Attributes:
         trace: with the complete samples that have the step.
         analysis: the command, which error messages name.
-        step: the decode step, from 0; None: all of them.
+        step: the decode step, from 0; None: the mean over those that a sample has (METHOD: the protocol, 2).
+        by_step: whether arrays have all steps, on their axis.
 
     Raises TraceError where no sample is complete, ConfigError where the trace, or every sample of it, lacks the step.
     """
 
-    def __init__(self, trace: Trace, analysis: str, step: int | None = 0) -> None:
+    def __init__(self, trace: Trace, analysis: str, step: int | None = None, by_step: bool = False) -> None:
         self.trace: Trace = _drop_ended_samples(trace, analysis, step or 0)
         self.analysis = analysis
-        self.step = step
+        self.step = resolve_step(trace, step)
+        self.by_step = by_step
         self._arrays: dict[str, Floats] = {}
 
     def __getitem__(self, name: str) -> Floats:
-        """Return a variable over the complete samples: (sample, config?, layer?, head?), with steps where step is None.
+        """Return a variable over the complete samples: (sample, config?, layer?, head?), with steps if `by_step`.
 
         Raises TraceError where the trace lacks it, or where a complete sample holds NaN or infinity at a step that it
         measured (bounds of Theorems 3 and 4 may be infinite).
@@ -59,6 +61,13 @@ class Measurements:
         if name not in self._arrays:
             self._arrays[name] = self._read(name)
         return self._arrays[name]
+
+    def share_above(self, name: str, threshold: float) -> Floats:
+        """Return the share of the steps at which a variable exceeds a threshold, of the axes that it has itself.
+
+        Raises as `__getitem__`.
+        """
+        return self._read(name, threshold)
 
     def __contains__(self, name: str) -> bool:
         return name in self.trace.arrays
@@ -115,18 +124,29 @@ class Measurements:
         own, full = (self.trace.arrays[name][self.trace.ok] for name in ("prefill_seconds", "prefill_seconds_full"))
         return np.asarray(own.mean(axis=0)), float(full.mean())
 
-    def _read(self, name: str) -> Floats:
-        """Return a variable of the complete samples at the step; `step` None: at all steps. Raises as `__getitem__`."""
+    def _read(self, name: str, threshold: float | None = None) -> Floats:
+        """Return a variable of the complete samples as the object reads it, or 1 where it exceeds a threshold, else 0.
+
+        Raises as `__getitem__`.
+        """
         array = np.asarray(self.trace.get(name, self.analysis), dtype=np.float64)
         dims = VARIABLES[name].dims
         if "step" not in dims:
             _check_numbers(self.trace, name, array)
             return array
         axis = 1 + dims.index("step")
-        steps = np.arange(array.shape[axis]) if self.step is None else np.array([self.step])
-        array = array.take(steps, axis=axis)
-        _check_numbers(self.trace, name, np.moveaxis(array, axis, 1)[steps < measured_steps(self.trace)[:, None]])
-        return array if self.step is None else np.asarray(array.squeeze(axis))
+        if self.step is not None and not self.by_step:
+            array = array.take([self.step], axis=axis)
+        by_step = np.moveaxis(array, axis, 1)
+        counts = measured_steps(self.trace)[:, None] - (0 if self.by_step else self.step or 0)
+        measured = np.arange(by_step.shape[1]) < counts
+        _check_numbers(self.trace, name, by_step[measured])
+        if threshold is not None:
+            by_step = (by_step > threshold).astype(np.float64)
+        if self.by_step:
+            return np.moveaxis(by_step, 1, axis)
+        where = measured.reshape(*measured.shape, *[1] * (by_step.ndim - 2))
+        return np.asarray(by_step.mean(axis=1, where=where))
 
 
 def _drop_ended_samples(trace: Trace, analysis: str, step: int) -> Trace:
@@ -139,6 +159,11 @@ def _drop_ended_samples(trace: Trace, analysis: str, step: int) -> Trace:
     if step >= steps.max():
         raise ConfigError(f"expected a step from 0 to {steps.max() - 1}, where the longest text ends, got {step}")
     return trace if (steps > step).all() else _select_samples(trace, steps > step)
+
+
+def resolve_step(trace: Trace, step: int | None) -> int | None:
+    """Return the step itself, and 0 for no step in a trace of one: its mean is that step."""
+    return 0 if step is None and trace.run.steps == 1 else step
 
 
 def measured_steps(trace: Trace) -> NDArray[np.int64]:
@@ -192,7 +217,7 @@ def first_step_measures(trace: Trace, analysis: str) -> dict[str, Floats]:
 
     Error messages name the `analysis`. Raises TraceError as `Measurements`.
     """
-    first = Measurements(trace, analysis)
+    first = Measurements(trace, analysis, 0)
     norm = first["output_norm"].sum(axis=(1, 2))[:, None]
     sums = {
         name: first[name].sum(axis=(2, 3)) / norm

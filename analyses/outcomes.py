@@ -15,7 +15,7 @@ from perturbkv.analyses.heads.head_comparison import HeadComparison
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns, setting_object
 from perturbkv.analyses.layers import drift
-from perturbkv.analyses.measurements import Measurements
+from perturbkv.analyses.measurements import Measurements, resolve_step
 from perturbkv.analyses.names import short_names
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.stats import intervals
@@ -71,9 +71,15 @@ class Outcome(ComparisonRow):
 
     @classmethod
     def compare(
-        cls, trace: Trace, analysis: str, baseline: EvictionConfig, treatment: EvictionConfig, step: int, **more: Any
+        cls,
+        trace: Trace,
+        analysis: str,
+        baseline: EvictionConfig,
+        treatment: EvictionConfig,
+        step: int | None,
+        **more: Any,
     ) -> Self:
-        """Return the outcome of a treatment against a baseline, at a decode step.
+        """Return the outcome of a treatment against a baseline, at a decode step or over all.
 
         Error messages name the `analysis`, the command; `more` are the fields that a subclass adds. Raises as
         `head_comparison.summarise` and `drift.summarise`.
@@ -137,7 +143,7 @@ class OutcomeSetting(BaselineSetting):
     kl_median_interval: OptionalInterval = interval()
 
 
-def next_token_kl(trace: Trace, analysis: str, config: EvictionConfig, step: int) -> dict[str, Any]:
+def next_token_kl(trace: Trace, analysis: str, config: EvictionConfig, step: int | None) -> dict[str, Any]:
     """Return the columns `kl_median` and `kl_median_interval` of a configuration.
 
     Error messages name the `analysis`. Raises as `Measurements`.
@@ -153,7 +159,7 @@ class SettingsResult(Result):
 
     Attributes:
         settings: each one's baseline and rows.
-        step: decode step, from 0.
+        step: decode step, from 0; None: the mean over the steps of each sample.
         identity: of the run, with the configurations of all settings.
         IGNORED: choices that names of settings leave out.
     """
@@ -161,14 +167,16 @@ class SettingsResult(Result):
     IGNORED: ClassVar[tuple[str, ...]] = ()
 
     settings: tuple[Any, ...] = column("one by one")
-    step: int
+    step: int | None
     identity: RunIdentity
 
     @classmethod
-    def from_settings(cls, trace: Trace, settings: tuple[Any, ...], step: int, **more: Any) -> Self:
+    def from_settings(cls, trace: Trace, settings: tuple[Any, ...], step: int | None, **more: Any) -> Self:
         """Return the result of a trace's settings; `more` are the fields that a subclass adds."""
         configs = dict.fromkeys(config for setting in settings for config in setting.identity.configs)
-        return cls(settings=settings, step=step, identity=identity(trace, list(configs), step), **more)
+        return cls(
+            settings=settings, step=resolve_step(trace, step), identity=identity(trace, list(configs), step), **more
+        )
 
     def setting_names(self) -> list[str]:
         """Return a distinct name per setting; an empty name for a single setting."""

@@ -55,8 +55,8 @@ class Result(Record, ABC):
         return ()
 
     def scope(self) -> Sequence[str]:
-        """Return what the claims are of: settings, and the number of samples."""
-        return list(filter(None, [self.SCOPE, text.sample_note(self.identity.samples)]))
+        """Return what the claims are of: settings, steps, and the number of samples."""
+        return list(filter(None, [self.SCOPE, self.identity.steps, text.sample_note(self.identity.samples)]))
 
     def conclusion(self) -> str:
         """Return the claims as one sentence, with what they are of."""

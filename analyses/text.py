@@ -139,6 +139,10 @@ def fixed(value: float, digits: int) -> str:
     return f"{value:z.{digits}f}".replace("-", "−")
 
 
+STEP = "decode step, from 0; null: the mean over the steps of each sample"
+"""The meaning of a result's `step`."""
+
+
 def sample_note(samples: int, unit: str = "sample") -> str:
     """Return the number of samples as text, 'n = 8 samples', with a remark where they are too few for intervals."""
     if samples < 2:

@@ -48,9 +48,9 @@ def distance_of(name: str) -> Distance:
     return DISTANCES[name]
 
 
-def non_default_terms(distance: str, step: int) -> list[str]:
-    """Return the distance and the decode step as text, each where it is not the default (L1, step 0)."""
-    return [*([] if distance == "l1" else [str(DISTANCES[distance])]), *([f"step {step}"] if step else [])]
+def distance_term(distance: str) -> str:
+    """Return the distance as text; empty for L1, the default."""
+    return "" if distance == "l1" else str(DISTANCES[distance])
 
 
 LESS, MORE, ALIKE, EQUIVALENT, UNDECIDED, FEW = "less", "more", "alike", "equivalent", "undecided", "few"

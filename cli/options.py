@@ -344,11 +344,19 @@ class LookOptions(FigureOptions):
     trace: Annotated[
         Path | None, Argument(help="A finished trace; without it one is made first", show_default=False)
     ] = None
-    step: Annotated[int, Option(metavar="N", help="Decode step that is looked at", rich_help_panel=LOOK)] = 0
+    step: Annotated[
+        int | None,
+        Option(
+            metavar="N",
+            help="Decode step that is looked at",
+            show_default="the mean over all",
+            rich_help_panel=LOOK,
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.step < 0:
+        if self.step is not None and self.step < 0:
             raise ConfigError(f"expected a step of at least 0, got {self.step}")
 
     @property

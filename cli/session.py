@@ -312,7 +312,7 @@ def _open_new_traces(analysis: Analysis, look: FigureOptions, options: Mapping[s
     planned = plan_all(
         runs, configs, analysis.leave_out_unfit, analysis.generate, analysis.metric, files=analysis.files
     )
-    _check_step(getattr(look, "step", 0), run, planned[0])
+    _check_step(getattr(look, "step", None) or 0, run, planned[0])
     if analysis.by_dataset:
         warn_of_missing_budgets(planned, analysis.name)
     if run.dry_run:

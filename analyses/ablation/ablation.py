@@ -109,7 +109,7 @@ class Ablation(SettingsResult):
         return [row.propagated.case(name) for name, (_, row) in zip(names, rows, strict=True)]
 
 
-def ablation(trace: Trace, step: int = 0) -> Ablation:
+def ablation(trace: Trace, step: int | None = None) -> Ablation:
     """Measure the gains of un-pooling, the value norms and the group's product, between baseline and hindsight.
 
     Compared is L1, isolated and propagated (METHOD: the quantities), of each selection of a setting with that of
@@ -117,7 +117,7 @@ def ablation(trace: Trace, step: int = 0) -> Ablation:
 
     Args:
         trace: what was measured.
-        step: decode step.
+        step: decode step, from 0; None: the mean over the steps of each sample.
 
     Raises TraceError where no setting holds the baseline and another selection, and where the trace has no complete
     sample or lacks a variable that is needed; ConfigError where it has no such step.

@@ -103,7 +103,7 @@ class Setting(BaselineSetting):
         return [*rows, *([Line("over that without it:", ()), *brings] if brings else [])]
 
 
-def settings(trace: Trace, step: int = 0) -> tuple[Setting, ...]:
+def settings(trace: Trace, step: int | None = None) -> tuple[Setting, ...]:
     """Return the settings of the trace, without those that only hold controls of another method.
 
     Raises TraceError where no setting holds the baseline and another row, and as `head_comparison.summarise`.
@@ -154,7 +154,7 @@ def _alpha(config: EvictionConfig) -> Alpha:
     return config.alpha_text if isinstance(config.alpha, AlphaTable) else config.alpha
 
 
-def _setting(trace: Trace, members: _ByIngredient, step: int) -> Setting:
+def _setting(trace: Trace, members: _ByIngredient, step: int | None) -> Setting:
     """Return the setting of `members` ((ingredient, α) -> configuration), with its comparisons and gains."""
 
     def compare(name: str, alpha: Alpha, without: EvictionConfig, with_it: EvictionConfig) -> Row:

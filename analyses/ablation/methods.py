@@ -69,7 +69,7 @@ class ControlComparison(HeadComparison):
 
     @classmethod
     def compare(
-        cls, trace: Trace, control: EvictionConfig, method: EvictionConfig, step: int, margin: float
+        cls, trace: Trace, control: EvictionConfig, method: EvictionConfig, step: int | None, margin: float
     ) -> ControlComparison:
         """Return the comparison of a method with its control. Raises as `head_comparison.summarise`."""
         compared = head_comparison.summarise(trace, control, method, step)
@@ -142,7 +142,7 @@ class _ControlColumns:
 _RELATIVE = "propagated Σ L1 over Σ ‖o_h‖₁, how far all outputs move as a share of their norm under the full cache"
 
 
-def relative_sum(trace: Trace, config: EvictionConfig, step: int) -> dict[str, Any]:
+def relative_sum(trace: Trace, config: EvictionConfig, step: int | None) -> dict[str, Any]:
     """Return the columns `relative` and `relative_interval` of a configuration, over all heads and samples."""
     measured = Measurements(trace, ANALYSIS, step)
     perturbation = measured["perturbation_propagated"][:, measured.index(config)].sum(axis=(1, 2))  # (sample,)
@@ -261,7 +261,7 @@ def control(baseline: EvictionConfig, config: EvictionConfig, selection: str) ->
 
 
 def settings(
-    trace: Trace, step: int = 0, only: Sequence[str] = (), margin: float = MARGIN
+    trace: Trace, step: int | None = None, only: Sequence[str] = (), margin: float = MARGIN
 ) -> tuple[MethodSetting, ...]:
     """Return a setting per budget and granularity that holds SnapKV and another method, of those in `only` if given.
 
@@ -330,7 +330,12 @@ def _control_key(config: EvictionConfig) -> tuple[Any, ...]:
 
 
 def _setting(
-    trace: Trace, group: list[EvictionConfig], baseline: EvictionConfig, step: int, only: Sequence[str], margin: float
+    trace: Trace,
+    group: list[EvictionConfig],
+    baseline: EvictionConfig,
+    step: int | None,
+    only: Sequence[str],
+    margin: float,
 ) -> MethodSetting:
     """Return a group's setting: its methods, or only those named in `only`, compared with the baseline."""
     methods = [
@@ -373,7 +378,7 @@ def _compare_with_controls(
     baseline: EvictionConfig,
     config: EvictionConfig,
     group: list[EvictionConfig],
-    step: int,
+    step: int | None,
     margin: float,
 ) -> dict[str, ControlComparison]:
     """Return name of a control -> comparison of the method `config` with it, for the controls that the group holds."""
@@ -491,7 +496,7 @@ def _control_verdicts(row: Row, kind: str) -> dict[str, str | None]:
     return verdicts
 
 
-def methods(trace: Trace, step: int = 0, only: Sequence[str] = (), margin: float = MARGIN) -> MethodRanking:
+def methods(trace: Trace, step: int | None = None, only: Sequence[str] = (), margin: float = MARGIN) -> MethodRanking:
     """Rank eviction methods by perturbation, each with a verdict against controls of the same protection.
 
     Compared is propagated L1 over all heads (METHOD: the quantities) with SnapKV's at the same budget, and with
@@ -499,7 +504,7 @@ def methods(trace: Trace, step: int = 0, only: Sequence[str] = (), margin: float
 
     Args:
         trace: what was measured.
-        step: decode step.
+        step: decode step, from 0; None: the mean over the steps of each sample.
         only: policies with their own selection, or `policy:selection`, where not all that the trace holds are to be
             ranked.
         margin: δ, the share of a control's sum within which a method counts as equivalent to it; chosen beforehand.

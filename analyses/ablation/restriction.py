@@ -73,7 +73,7 @@ def restriction_text(config: EvictionConfig) -> str:
     return str(config.granularity.drop(dropped))
 
 
-def settings(trace: Trace, step: int = 0) -> tuple[RestrictionSetting, ...]:
+def settings(trace: Trace, step: int | None = None) -> tuple[RestrictionSetting, ...]:
     """Return the settings of a trace, each with the baseline and at least one restriction.
 
     Raises TraceError where no setting holds the baseline and another row, and as `head_comparison.summarise`.
@@ -107,7 +107,7 @@ def _is_treatment(config: EvictionConfig, baseline: EvictionConfig) -> bool:
 
 
 def _setting(
-    trace: Trace, baseline: EvictionConfig, treatments: Sequence[EvictionConfig], step: int
+    trace: Trace, baseline: EvictionConfig, treatments: Sequence[EvictionConfig], step: int | None
 ) -> RestrictionSetting:
     """Return a setting: each treatment compared with the baseline."""
     treatments = sorted(
@@ -185,7 +185,7 @@ class Restriction(SettingsResult):
         return [head for row in rows for head in head_rows(row, name=row.name, held=row.cache_shares[1])]
 
 
-def restriction(trace: Trace, step: int = 0) -> Restriction:
+def restriction(trace: Trace, step: int | None = None) -> Restriction:
     """Compare kept sets that heads or layers share, or that are whole blocks, as in engines, with unrestricted ones.
 
     Compared is L1, isolated and propagated (METHOD: the quantities), of each granularity and size of block with that of
@@ -194,7 +194,7 @@ def restriction(trace: Trace, step: int = 0) -> Restriction:
 
     Args:
         trace: what was measured.
-        step: decode step.
+        step: decode step, from 0; None: the mean over the steps of each sample.
 
     Raises TraceError where no setting holds `kv` and another granularity or block, and where the trace has no complete
     sample or lacks a variable that is needed; ConfigError where it has no such step.

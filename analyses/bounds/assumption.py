@@ -16,7 +16,7 @@ from perturbkv.analyses.columns import Line, Record, column, derived, long_form,
 from perturbkv.analyses.conclusions import Case, Claim
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns
-from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements
+from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements, resolve_step
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.sides import side_indices
 from perturbkv.analyses.stats import intervals
@@ -154,7 +154,7 @@ class ConfigAssumption(Record):
         return self.retained_mass.share
 
 
-def sigmas(trace: Trace, selection: str, step: int) -> tuple[ConfigAssumption, ...]:
+def sigmas(trace: Trace, selection: str, step: int | None) -> tuple[ConfigAssumption, ...]:
     """Return σ in its three readings for every configuration of a selection, sorted by α, then budget.
 
     Raises TraceError where the trace holds no such configuration, no complete sample or lacks a variable that is
@@ -166,19 +166,24 @@ def sigmas(trace: Trace, selection: str, step: int) -> tuple[ConfigAssumption, .
         ConfigAssumption(
             config=run.configs[index],
             cache_share=float(measured.cache_shares[index]),
-            **{name: _reading(name, measured[name][:, index], layers) for name in READINGS},
+            **{
+                name: _reading(name, measured[name][:, index], measured.share_above(name, EVIDENCE)[:, index], layers)
+                for name in READINGS
+            },
         )
         for index in side_indices(run, selection)
     )
 
 
-def _reading(variable: str, sigma: Floats, layers: tuple[int, ...]) -> Reading:
-    """Return the reading of σ called `variable` from (sample, layer, head) values of the decoder layers `layers`."""
-    above = sigma > EVIDENCE
+def _reading(variable: str, sigma: Floats, above: Floats, layers: tuple[int, ...]) -> Reading:
+    """Return the reading of σ called `variable` of the decoder layers `layers`.
+
+    `sigma` and `above`, the share of steps with σ > 0.5, are (sample, layer, head).
+    """
     return Reading(
         variable=variable,
         mean=sigma.mean(axis=0),
-        below=(~above).sum(axis=0),
+        below=(above < 0.5).sum(axis=0),
         samples=len(sigma),
         share=float(above.mean()),
         share_interval=intervals.of_mean(above.mean(axis=(1, 2)), rare_share_kind(above[0].size)),
@@ -201,7 +206,7 @@ class Assumption(Result):
 
     selection: str = column("selection whose configurations are shown")
     configs: tuple[ConfigAssumption, ...] = column("one per budget and α: by α, then budget", key="configurations")
-    step: int = column("decode step, from 0")
+    step: int | None = column(text.STEP)
     identity: RunIdentity
 
     @derived()
@@ -271,7 +276,7 @@ class Assumption(Result):
         return list(zip(self.identity.names, self.configs, strict=True))
 
 
-def assumption(trace: Trace, selection: str = "two-stage", step: int = 0) -> Assumption:
+def assumption(trace: Trace, selection: str = "two-stage", step: int | None = None) -> Assumption:
     """Count the heads in which a selection's first stage keeps more than half of the attention (paper, figure 4).
 
     Three readings stand side by side (METHOD: the quantities, Assumption 1): as the paper states σ (`sigma_topk`), as
@@ -281,7 +286,7 @@ def assumption(trace: Trace, selection: str = "two-stage", step: int = 0) -> Ass
     Args:
         trace: what was measured.
         selection: whose stage 1 is looked at; or a policy, or `policy:selection`.
-        step: decode step.
+        step: decode step, from 0; None: the mean over the steps of each sample.
 
     Raises TraceError where the trace holds no such configuration, no complete sample or lacks a variable that is
     needed, ConfigError where it has no such step.
@@ -293,4 +298,6 @@ def assumption(trace: Trace, selection: str = "two-stage", step: int = 0) -> Ass
         (2, 2)
     """
     configs = sigmas(trace, selection, step)
-    return Assumption(selection, configs, step, identity(trace, [shown.config for shown in configs], step))
+    return Assumption(
+        selection, configs, resolve_step(trace, step), identity(trace, [shown.config for shown in configs], step)
+    )

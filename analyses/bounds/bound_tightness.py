@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,7 +24,7 @@ from perturbkv.analyses.columns import Line, column, derived, long_form, record,
 from perturbkv.analyses.conclusions import Case, Claim
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns
-from perturbkv.analyses.measurements import Floats, Measurements
+from perturbkv.analyses.measurements import Floats, Measurements, measured_steps
 from perturbkv.analyses.names import short_names
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.sides import side_indices
@@ -72,7 +73,7 @@ class BoundTightness(Result):
         "inequality → (sample, configuration, head) that it was checked in"
     )
     agreements: tuple[RankAgreement, ...] = column("one per setting of several selections", key="rank_agreement")
-    step: int = column("decode step, from 0")
+    step: int | None = column(text.STEP)
     run: RunConfig
     identity: RunIdentity
     left_out: tuple[EvictionConfig, ...] = ()
@@ -219,7 +220,7 @@ class BoundTightness(Result):
         ]
 
 
-def bound_tightness(trace: Trace, selection: str = "two-stage", step: int = 0) -> BoundTightness:
+def bound_tightness(trace: Trace, selection: str = "two-stage", step: int | None = None) -> BoundTightness:
     """Compare the paper's bounds with the perturbation: how tight they are, and whether they order selections alike.
 
     L is the isolated L1 perturbation; L/θ, L/θ̂, θ/θ̂ and θ̂/θ̂_relax are plain numbers in [0, 1] where σ > 0.5. All
@@ -228,7 +229,7 @@ def bound_tightness(trace: Trace, selection: str = "two-stage", step: int = 0) -
     Args:
         trace: what was measured.
         selection: whose bounds tables and figures show; or a policy, or `policy:selection`.
-        step: decode step.
+        step: decode step, from 0; None: the mean over the steps of each sample.
 
     Raises BoundError where a bound is violated (METHOD: L ≤ θ ≤ θ̂, and θ̂ ≤ θ̂_relax where σ > 0.5), TraceError where
     the trace holds no such configuration, no complete sample or lacks a variable that is needed, ConfigError where it
@@ -242,15 +243,17 @@ def bound_tightness(trace: Trace, selection: str = "two-stage", step: int = 0) -
     """
     trace, left_out = select_evicting(trace)
     measured = Measurements(trace, ANALYSIS, step)
-    bounds, shares = read_bounds(measured), measured.cache_shares
+    bounds, shares, checked = read_bounds(measured), measured.cache_shares, Counter[str]()
+    for one in range(int(measured_steps(trace).max())) if measured.step is None else (measured.step,):
+        checked.update(check_inequalities(read_bounds(Measurements(trace, ANALYSIS, one))))
     return BoundTightness(
         selection=selection,
-        inequalities_checked=check_inequalities(bounds),
+        inequalities_checked=dict(checked),
         configs=tuple(
             tightness(config, float(shares[index]), bounds.select(index)) for index, config in enumerate(bounds.configs)
         ),
         agreements=compare_orders(bounds, trace.run),
-        step=step,
+        step=measured.step,
         run=trace.run,
         identity=identity(trace, [trace.run.configs[index] for index in side_indices(trace.run, selection)], step),
         left_out=left_out,

@@ -277,7 +277,7 @@ def cliff(trace: Trace, *, sides: Sides | None = None, kl: Sequence[float] = THR
     """
     thresholds = check_thresholds(kl)
     named = check_sides(trace, "", "" if sides is None else sides)
-    measured = Measurements(trace, ANALYSIS, None)
+    measured = Measurements(trace, ANALYSIS, by_step=True)
     curves = named_axes(measured, None if sides is None else named)
     axes = [axis for _, axis in curves]
     _check_budgets(axes)

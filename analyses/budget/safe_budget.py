@@ -340,7 +340,7 @@ def safe_budget(
     limits = criteria(max_kl, max_drop, min_top1)
     check_size(for_length, for_batch)
     named = check_sides(trace, "", "" if sides is None else sides)
-    measured = Measurements(trace, ANALYSIS, None)
+    measured = Measurements(trace, ANALYSIS, by_step=True)
     curves = named_axes(measured, None if sides is None else named)
     each = {limit: limit.sample_means(measured) for limit in limits}
     size = None if for_length is None else cache_size(measured, for_length, for_batch)

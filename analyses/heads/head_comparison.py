@@ -17,7 +17,7 @@ from perturbkv.analyses.stats import intervals, permutation
 from perturbkv.analyses.stats.arithmetic import half_share, median, quantiles, ratio
 from perturbkv.analyses.stats.intervals import RATIO, OptionalInterval, share_kind
 from perturbkv.analyses.stats.permutation import SignFlips
-from perturbkv.analyses.text import decimal
+from perturbkv.analyses.text import STEP, decimal
 from perturbkv.analyses.verdicts import distance_of, equal_isolated, equal_propagated, ratio_verdict, verdicts
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.trace import Trace
@@ -244,7 +244,7 @@ class HeadComparison(PairRecord, Record):
     baseline: EvictionConfig = column("what is compared with")
     treatment: EvictionConfig = column("what is compared")
     distance: str = column("l1, l2 or cosine")
-    step: int = column("decode step, from 0")
+    step: int | None = column(STEP)
     isolated: HeadKind = column("each layer cut on its own")
     propagated: HeadKind = column("every earlier layer's error included")
     flagged: NDArray[np.bool_] = column("True where the treatment's mean σ ≤ 0.5", dims=HEADS, json=False)
@@ -340,7 +340,7 @@ class HeadComparison(PairRecord, Record):
 
 
 def summarise(
-    trace: Trace, baseline: EvictionConfig, treatment: EvictionConfig, step: int = 0, distance: str = "l1"
+    trace: Trace, baseline: EvictionConfig, treatment: EvictionConfig, step: int | None = None, distance: str = "l1"
 ) -> HeadComparison:
     """Compare two configurations of a trace head by head, over its complete samples that have the step.
 
@@ -363,7 +363,7 @@ def compare_pair(measured: Measurements, about: RunIdentity, distance: str = "l1
         baseline=baseline,
         treatment=treatment,
         distance=distance,
-        step=measured.step or 0,
+        step=measured.step,
         isolated=isolated,
         propagated=propagated,
         flagged=flagged,

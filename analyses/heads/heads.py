@@ -25,7 +25,7 @@ from perturbkv.analyses.measurements import Measurements
 from perturbkv.analyses.names import pair_columns, pair_names, pairs_of, pairs_title
 from perturbkv.analyses.result import MemberSequence, Result
 from perturbkv.analyses.sides import Sides, choose_sides, configs_of, pairs
-from perturbkv.analyses.verdicts import DISTANCES, non_default_terms
+from perturbkv.analyses.verdicts import DISTANCES, distance_term
 from perturbkv.display import Part, plural
 from perturbkv.errors import ConfigError
 from perturbkv.trace import Trace
@@ -78,7 +78,8 @@ class HeadComparisons(MemberSequence[HeadComparison], Result):
         first = self.members[0]
         heads = text.percent(first.propagated.better_share, first.propagated.better_share_interval)
         share = [f"{heads} of the heads better"] if len(self) == 1 else []
-        return ["propagated, sum over heads", *share, *non_default_terms(first.distance, first.step), *super().scope()]
+        terms = filter(None, [distance_term(first.distance)])
+        return ["propagated, sum over heads", *share, *terms, *super().scope()]
 
     def title(self) -> str:
         """Return the table's title: distance, sides, and the choices that all configurations share."""
@@ -167,7 +168,7 @@ def compare_heads(
     baseline: str | None = None,
     treatments: Sides | None = None,
     *,
-    step: int = 0,
+    step: int | None = None,
     distance: str = "l1",
 ) -> HeadComparisons:
     """Compare selections head by head: perturbation per query head (paper, figure 2; METHOD).
@@ -180,7 +181,7 @@ def compare_heads(
         baseline: a selection (`attention`), a policy (`h2o`), or both (`adakv:attention`); None: attention, or the
             trace's own where it has no two-stage.
         treatments: likewise, one or several; None: two-stage, or all that the trace has.
-        step: which decode step, from 0.
+        step: which decode step, from 0; None: the mean over the steps of each sample.
         distance: `l1`, `l2` or `cosine`: between a head's contribution to the attention output with the full cache and
             with the evicted one, each of d_model numbers; L1 and L2 in the output's own unit, cosine from 0 to 2.
 

@@ -196,7 +196,7 @@ def horizon(trace: Trace, compare: str | Sequence[str] | None = None) -> Horizon
         first, others = choose_sides(trace, None, None)
         compare = (first, *others)
     sides = [compare] if isinstance(compare, str) else list(compare)
-    measured = Measurements(trace, ANALYSIS, None)
+    measured = Measurements(trace, ANALYSIS, by_step=True)
     steps = steps_of(measured.trace)
     indices = list(dict.fromkeys(index for side in sides for index in side_indices(trace.run, side)))
     norm = variable_by_step(measured, "output_norm", steps)

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, Record, column, derived, interval, record
@@ -124,7 +123,7 @@ def budget_curve(measured: Measurements, name: str, indices: Sequence[int], dist
         for array in (drift_values(measured, distance)[:, :, -1], measured["logit_kl"], measured["top1_agreement"])
     )
     configs, same = tuple(measured.trace.run.configs[index] for index in ordered), top1.mean(axis=0)
-    agreement = _share_intervals(top1 > 0)
+    agreement = _share_intervals(top1)
     return BudgetCurve(
         name=name,
         configs=configs,
@@ -143,11 +142,11 @@ def _kept_share(measured: Measurements, index: int) -> float:
     return float((measured["kept_count"][:, index].mean(axis=(1, 2)) / measured["prompt_tokens"]).mean())
 
 
-def _share_intervals(same: NDArray[np.bool_]) -> Band:
-    """Return the exact interval of the share of True at each budget, of (sample, budget); None for a single sample."""
+def _share_intervals(same: Floats) -> Band:
+    """Return the interval of the mean share at each budget, of (sample, budget) shares; None for a single sample."""
     if len(same) < 2:
         return None
-    each = [intervals.of_share(column) for column in same.T]
+    each = [intervals.of_shares(column) for column in same.T]
     low, high = (np.array([getattr(one, end) for one in each]) for end in ("low", "high"))
     return Interval(low, high)
 
@@ -185,7 +184,7 @@ class BudgetCurves(MemberSequence[BudgetCurve], Result):
     members: tuple[BudgetCurve, ...] = column("one per selection and setting", key="curves")
     distance: str = column("distance of the drift: l1, l2 or cosine")
     kl_floor: float = column("median KL with everything kept, which is rounding", unit="nat", key="kl_noise_floor")
-    step: int = column("decode step, from 0")
+    step: int | None = column(text.STEP)
     identity: RunIdentity
 
     def claims(self) -> Sequence[Claim]:
@@ -246,7 +245,7 @@ class BudgetCurves(MemberSequence[BudgetCurve], Result):
             }
 
 
-def summarise(trace: Trace, sides: Sequence[str], distance: str = "l1", step: int = 0) -> BudgetCurves:
+def summarise(trace: Trace, sides: Sequence[str], distance: str = "l1", step: int | None = None) -> BudgetCurves:
     """Return a curve per side (a selection, a policy, or policy:selection) and setting.
 
     Raises TraceError where the trace holds no configuration of a side, and as `drift.summarise`.
@@ -258,7 +257,7 @@ def summarise(trace: Trace, sides: Sequence[str], distance: str = "l1", step: in
     curves = tuple(budget_curve(measured, name, indices, distance) for name, indices in zip(names, groups, strict=True))
     floor = float(np.median(measured["logit_kl_noise_floor"]))
     shown = [config for curve in curves for config in curve.configs]
-    return BudgetCurves(curves, distance, floor, step, identity(trace, shown, step))
+    return BudgetCurves(curves, distance, floor, measured.step, identity(trace, shown, step))
 
 
 def budget_curves(
@@ -266,7 +265,7 @@ def budget_curves(
     baseline: str | None = None,
     treatments: Sides | None = None,
     *,
-    step: int = 0,
+    step: int | None = None,
     distance: str = "l1",
 ) -> BudgetCurves:
     """Return last-layer drift, KL and top-1 agreement over the budgets, a curve per selection (paper, figure 3c).
@@ -278,7 +277,7 @@ def budget_curves(
         baseline: a selection (`attention`), a policy (`h2o`), or both (`adakv:attention`): the first curve; None:
             attention, or the trace's own where it has no two-stage.
         treatments: likewise, one or several: the others; None: two-stage, or all that the trace has.
-        step: which decode step, from 0.
+        step: which decode step, from 0; None: the mean over the steps of each sample.
         distance: of the residual stream after the last decoder layer: `l1`, `l2` (its own unit) or `cosine` (0 to 2).
             Beside it stand KL(full ‖ evicted) of the next token, in nats, and how often the likeliest token is the
             same, as a share of samples.

@@ -41,7 +41,7 @@ class DriftPair(PairRecord, Record):
     baseline: EvictionConfig = column("what is compared with")
     treatment: EvictionConfig = column("what is compared")
     distance: str = column("l1, l2 or cosine")
-    step: int = column("decode step, from 0")
+    step: int | None = column(text.STEP)
     cache_shares: tuple[float, float]
     identity: RunIdentity
 
@@ -128,7 +128,7 @@ class LayerDrift(DriftPair):
 
 
 def summarise(
-    trace: Trace, baseline: EvictionConfig, treatment: EvictionConfig, distance: str = "l1", step: int = 0
+    trace: Trace, baseline: EvictionConfig, treatment: EvictionConfig, distance: str = "l1", step: int | None = None
 ) -> LayerDrift:
     """Compare the drift of two configurations of a trace after each layer.
 
@@ -148,7 +148,7 @@ def compare_layers(measured: Measurements, about: RunIdentity, distance: str = "
         baseline=about.configs[0],
         treatment=about.configs[1],
         distance=distance,
-        step=measured.step or 0,
+        step=measured.step,
         cache_shares=_cache_shares(measured, about),
         identity=about,
         baseline_drift=means[0],
@@ -256,7 +256,7 @@ def compare_samples(measured: Measurements, about: RunIdentity, distance: str = 
         baseline=about.configs[0],
         treatment=about.configs[1],
         distance=distance,
-        step=measured.step or 0,
+        step=measured.step,
         cache_shares=_cache_shares(measured, about),
         identity=about,
         sample_ids=tuple(measured.sample_ids[index] for index in order),

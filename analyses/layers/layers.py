@@ -29,7 +29,7 @@ from perturbkv.analyses.measurements import Measurements
 from perturbkv.analyses.names import pair_columns, pair_names, pairs_title
 from perturbkv.analyses.result import MemberSequence, Result, ResultGroup
 from perturbkv.analyses.sides import Sides, all_series, configs_of
-from perturbkv.analyses.verdicts import DISTANCES, LESS, MORE, non_default_terms
+from perturbkv.analyses.verdicts import DISTANCES, LESS, MORE, distance_term
 from perturbkv.display import Part
 from perturbkv.trace import Trace
 
@@ -59,7 +59,7 @@ class _DriftTable(Generic[Drift], Result):
 
     def scope(self) -> Sequence[str]:
         """Return what the claims are of."""
-        return [*non_default_terms(self.pairs[0].distance, self.pairs[0].step), *super().scope()]
+        return [*filter(None, [distance_term(self.pairs[0].distance)]), *super().scope()]
 
     def title(self) -> str:
         """Return the table's title: distance, baseline, treatments and shared choices."""
@@ -158,7 +158,7 @@ def layer_drift(
     baseline: str | None = None,
     treatments: Sides | None = None,
     *,
-    step: int = 0,
+    step: int | None = None,
     distance: str = "l1",
 ) -> LayerDrifts:
     """Compare how far the residual stream drifts after each layer, baseline against treatments (figures 3a and 5).
@@ -171,7 +171,7 @@ def layer_drift(
         baseline: a selection (`attention`), a policy (`h2o`), or both (`adakv:attention`); None: attention, or the
             trace's own where it has no two-stage.
         treatments: likewise, one or several; None: two-stage, or all that the trace has.
-        step: which decode step, from 0.
+        step: which decode step, from 0; None: the mean over the steps of each sample.
         distance: `l1`, `l2` or `cosine`: between the residual streams of the full and of the evicted run after each
             decoder layer, d_model numbers each; L1 and L2 in the stream's own unit, cosine from 0 to 2.
 
@@ -259,7 +259,7 @@ def last_layer(
     baseline: str | None = None,
     treatments: Sides | None = None,
     *,
-    step: int = 0,
+    step: int | None = None,
     distance: str = "l1",
 ) -> SampleDrifts:
     """Count the samples whose residual stream drifts less after the last layer (paper, figures 3b and 6).

@@ -198,7 +198,7 @@ def needle(trace: Trace) -> Needle:
         >>> pk.needle(trace).full.grid.shape
         (2, 2)
     """
-    measured = Measurements(trace, ANALYSIS, None)
+    measured = Measurements(trace, ANALYSIS, by_step=True)
     lengths, depths = grid_of(trace)
     check_scored(trace)
     full, *evicted = retrieval(measured)

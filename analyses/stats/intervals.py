@@ -143,6 +143,12 @@ def of_share(hits: NDArray[np.bool_]) -> OptionalInterval:
     return Interval(low, high)
 
 
+def of_shares(per_sample: Floats) -> OptionalInterval:
+    """Return the interval of the mean of (sample,) shares: exact, as a share of samples, where all are 0 or 1."""
+    whole = np.isin(per_sample, (0, 1)).all()
+    return of_share(per_sample == 1) if whole else of_mean(per_sample, share_kind(0))
+
+
 def of_mean(per_sample: Floats, kind: StatisticKind) -> OptionalInterval:
     """Return the interval of the mean over samples of (sample,) values; samples that are NaN are left out.
 

@@ -171,8 +171,8 @@ class Shape:
         kept = self.kept_bytes(config, tokens)
         own = kept * _INDEX_BYTES // self._entry_bytes if passing else int(kept * (1 + SLACK))
         cached = own if config.cache_contents.copied else kept
-        states = self.decoder_layers * self.streams * self.d_model
-        recorded = (2 * self.measured * self.d_model + states) * self.itemsize  # queries, head outputs and hidden states
+        states = self.decoder_layers * self.streams
+        recorded = (2 * self.measured + states) * self.d_model * self.itemsize  # queries and head outputs beside states
         logits = 4 * 8 * self.vocab  # a row's divergence in float64, and its terms
         return cached + tails + recorded * steps + logits + self.state * self.itemsize
 

@@ -80,8 +80,8 @@ def kl_floor(trace: Trace) -> float:
 
 def top1_shares(trace: Trace) -> Floats:
     """Return (config, 3): the share of samples with the same next token, with its exact interval."""
-    agrees = Measurements(trace, ANALYSIS)["top1_agreement"] > 0
-    return np.array([with_interval(float(one.mean()), intervals.of_share(one)) for one in agrees.T])
+    agrees = Measurements(trace, ANALYSIS)["top1_agreement"]
+    return np.array([with_interval(float(one.mean()), intervals.of_shares(one)) for one in agrees.T])
 
 
 def drift_values(trace: Trace) -> Floats:

@@ -156,7 +156,7 @@ def means_by_step(trace: Trace, measure: Measure) -> Floats:
     """
     counts = measured_steps(trace)
     most = int(counts.max())
-    stored = Measurements(trace, ANALYSIS, None)[measure.variable][:, :, :most]
+    stored = Measurements(trace, ANALYSIS, by_step=True)[measure.variable][:, :, :most]
     has_step = (np.arange(most) < counts[:, None])[:, None, :, None, None]  # (sample, 1, step, 1, 1)
     return np.asarray(np.where(has_step, stored, 0).sum(axis=0) / has_step.sum(axis=0))
 
