@@ -223,9 +223,14 @@ def _choices_text(words: dict[str, str], of_side: bool) -> str:
     return " ".join(word for choice, word in words.items() if (choice in SIDE) == of_side)
 
 
-def identity(trace: Trace, configs: Sequence[EvictionConfig], step: int | None = None) -> RunIdentity:
-    """Return the identity of a trace's run, for the configurations and the decode step shown; None: all steps."""
-    samples = int((measured_steps(trace) > (step or 0)).sum())
+def identity_at(trace: Trace, configs: Sequence[EvictionConfig], step: int | None) -> RunIdentity:
+    """Return the identity of a run whose numbers are those of one decode step, or, for None, means over all."""
+    return replace(identity(trace, configs, step or 0), steps=_steps_in_words(trace.run.steps, step))
+
+
+def identity(trace: Trace, configs: Sequence[EvictionConfig], step: int = 0) -> RunIdentity:
+    """Return the identity of a trace's run, for the configurations shown and the samples that have a decode step."""
+    samples = int((measured_steps(trace) > step).sum())
     return RunIdentity(
         model=trace.run.model,
         dataset=trace.run.dataset,
@@ -240,8 +245,7 @@ def identity(trace: Trace, configs: Sequence[EvictionConfig], step: int | None =
         ended=int(trace.ok.sum()) - samples,
         measured_layers=trace.attrs.get(MEASURED_LAYERS, ""),
         byte_shares=_trace_byte_shares(trace, configs),
-        steps=_steps_in_words(trace.run.steps, step),
-        unevicted=_unevicted_counts(trace, configs, step or 0),
+        unevicted=_unevicted_counts(trace, configs, step),
     )
 
 

@@ -12,7 +12,7 @@ from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, Record, column, derived, interval, record
 from perturbkv.analyses.heads import head_comparison
 from perturbkv.analyses.heads.head_comparison import HeadComparison
-from perturbkv.analyses.identity import RunIdentity, identity
+from perturbkv.analyses.identity import RunIdentity, identity_at
 from perturbkv.analyses.json_values import config_columns, setting_object
 from perturbkv.analyses.layers import drift
 from perturbkv.analyses.measurements import Measurements, resolve_step
@@ -175,7 +175,7 @@ class SettingsResult(Result):
         """Return the result of a trace's settings; `more` are the fields that a subclass adds."""
         configs = dict.fromkeys(config for setting in settings for config in setting.identity.configs)
         return cls(
-            settings=settings, step=resolve_step(trace, step), identity=identity(trace, list(configs), step), **more
+            settings=settings, step=resolve_step(trace, step), identity=identity_at(trace, list(configs), step), **more
         )
 
     def setting_names(self) -> list[str]:

@@ -8,7 +8,7 @@ from typing import ClassVar
 from perturbkv.analyses.ablation.methods import controls_of_others
 from perturbkv.analyses.columns import Line, column, derived, record
 from perturbkv.analyses.heads import head_comparison
-from perturbkv.analyses.identity import identity
+from perturbkv.analyses.identity import identity_at
 from perturbkv.analyses.names import setting_name
 from perturbkv.analyses.outcomes import BaselineSetting, ComparisonRow, field_values
 from perturbkv.analyses.sides import Pair, budget_order, group_settings
@@ -171,7 +171,7 @@ def _setting(trace: Trace, members: _ByIngredient, step: int | None) -> Setting:
         brings=tuple(compare(name, alpha, *pair) for name, alpha, pair in _gain_pairs(members)),
         absent=tuple(name for name in expected if name not in {name for name, _ in members}),
         controls=tuple(config for (name, _), config in members.items() if name in CONTROLS),
-        identity=identity(trace, list(members.values()), step),
+        identity=identity_at(trace, list(members.values()), step),
     )
 
 

@@ -15,7 +15,7 @@ from perturbkv.analyses.columns import Line, column, derived, interval, record, 
 from perturbkv.analyses.conclusions import COMPARED, Claim
 from perturbkv.analyses.heads import head_comparison
 from perturbkv.analyses.heads.head_comparison import HeadComparison, HeadKind
-from perturbkv.analyses.identity import identity
+from perturbkv.analyses.identity import identity_at
 from perturbkv.analyses.measurements import Measurements
 from perturbkv.analyses.names import common_text, distinct_choices
 from perturbkv.analyses.outcomes import (
@@ -359,7 +359,7 @@ def _setting(
         **relative_sum(trace, baseline, step),
         controls=_compare_with_controls(trace, baseline, baseline, group, step, margin),
         rows=tuple(sorted(_with_distinct_names(rows), key=lambda row: row.propagated.sum_ratio)),
-        identity=identity(trace, group, step),
+        identity=identity_at(trace, group, step),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, derived, record, table
 from perturbkv.analyses.conclusions import COMPARED, Case, Claim
-from perturbkv.analyses.identity import identity
+from perturbkv.analyses.identity import identity_at
 from perturbkv.analyses.names import common_text
 from perturbkv.analyses.outcomes import Outcome, OutcomeSetting, SettingsResult, head_rows, next_token_kl
 from perturbkv.analyses.sides import group_settings
@@ -117,7 +117,7 @@ def _setting(
         baseline=baseline,
         **next_token_kl(trace, ANALYSIS, baseline, step),
         rows=tuple(Row.compare(trace, ANALYSIS, baseline, config, step) for config in treatments),
-        identity=identity(trace, [baseline, *treatments], step),
+        identity=identity_at(trace, [baseline, *treatments], step),
     )
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, Record, column, derived, long_form, record, table
 from perturbkv.analyses.conclusions import Case, Claim
-from perturbkv.analyses.identity import RunIdentity, identity
+from perturbkv.analyses.identity import RunIdentity, identity_at
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements, resolve_step
 from perturbkv.analyses.result import Result
@@ -299,5 +299,5 @@ def assumption(trace: Trace, selection: str = "two-stage", step: int | None = No
     """
     configs = sigmas(trace, selection, step)
     return Assumption(
-        selection, configs, resolve_step(trace, step), identity(trace, [shown.config for shown in configs], step)
+        selection, configs, resolve_step(trace, step), identity_at(trace, [shown.config for shown in configs], step)
     )

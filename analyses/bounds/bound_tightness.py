@@ -22,7 +22,7 @@ from perturbkv.analyses.bounds.ratios import (
 )
 from perturbkv.analyses.columns import Line, column, derived, long_form, record, table
 from perturbkv.analyses.conclusions import Case, Claim
-from perturbkv.analyses.identity import RunIdentity, identity
+from perturbkv.analyses.identity import RunIdentity, identity_at
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Floats, Measurements, measured_steps
 from perturbkv.analyses.names import short_names
@@ -112,7 +112,8 @@ class BoundTightness(Result):
         known = [pair.samples for _, pair in self._theta_hat_pairs() if pair.samples >= MIN_SAMPLES]
         ordered = min(known, default=evicted)
         order = [f"order: n = {plural(ordered, 'sample')}"] if ordered != evicted else []
-        return ["median over heads with σ > 0.5, nine in ten in parentheses", sample_note(evicted), *order]
+        heads = ["median over heads with σ > 0.5, nine in ten in parentheses", self.identity.steps]
+        return [*filter(None, heads), sample_note(evicted), *order]
 
     def title(self) -> str:
         """Return the table's title: the ratios that it shows, and the shared choices."""
@@ -255,7 +256,7 @@ def bound_tightness(trace: Trace, selection: str = "two-stage", step: int | None
         agreements=compare_orders(bounds, trace.run),
         step=measured.step,
         run=trace.run,
-        identity=identity(trace, [trace.run.configs[index] for index in side_indices(trace.run, selection)], step),
+        identity=identity_at(trace, [trace.run.configs[index] for index in side_indices(trace.run, selection)], step),
         left_out=left_out,
     )
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from perturbkv.analyses.columns import Record, column, derived, interval, long_form, record
 from perturbkv.analyses.conclusions import Case
-from perturbkv.analyses.identity import RunIdentity, identity
+from perturbkv.analyses.identity import RunIdentity, identity_at
 from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements
 from perturbkv.analyses.names import PairRecord
 from perturbkv.analyses.stats import intervals, permutation
@@ -347,7 +347,7 @@ def summarise(
     Raises TraceError where the trace has no complete sample, no such configuration, lacks the distance, or holds NaN
     in a complete sample; ConfigError where it has no such step, UnknownNameError for an unknown distance.
     """
-    return compare_pair(Measurements(trace, ANALYSIS, step), identity(trace, (baseline, treatment), step), distance)
+    return compare_pair(Measurements(trace, ANALYSIS, step), identity_at(trace, (baseline, treatment), step), distance)
 
 
 def compare_pair(measured: Measurements, about: RunIdentity, distance: str = "l1") -> HeadComparison:

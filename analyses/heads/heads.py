@@ -10,7 +10,7 @@ from typing import Any, ClassVar, overload
 
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, long_form, record
-from perturbkv.analyses.conclusions import Claim, compare_sides
+from perturbkv.analyses.conclusions import Claim, compare_sides, conclude
 from perturbkv.analyses.heads.head_comparison import (
     ANALYSIS,
     HEADS,
@@ -20,7 +20,7 @@ from perturbkv.analyses.heads.head_comparison import (
     changed_losses,
     compare_pair,
 )
-from perturbkv.analyses.identity import RunIdentity, identity
+from perturbkv.analyses.identity import RunIdentity, identity_at
 from perturbkv.analyses.measurements import Measurements
 from perturbkv.analyses.names import pair_columns, pair_names, pairs_of, pairs_title
 from perturbkv.analyses.result import MemberSequence, Result
@@ -49,6 +49,9 @@ class HeadComparisons(MemberSequence[HeadComparison], Result):
     members: tuple[HeadComparison, ...] = column("one per pair of configurations", key="comparisons")
     identity: RunIdentity
     changed: tuple[ChangedLoss, ...] = column("one per configuration that does more than evict", default=())
+    first_step: tuple[HeadComparison, ...] = column(
+        "the same pairs at the first decode step, where the others are means over several; else empty", default=()
+    )
 
     def __post_init__(self) -> None:
         if not self.members:
@@ -66,7 +69,7 @@ class HeadComparisons(MemberSequence[HeadComparison], Result):
         members = self.members[index]
         shown = configs_of(pairs_of(members))
         changed = tuple(one for one in self.changed if one.config in shown)
-        return HeadComparisons(members, replace(self.identity, configs=tuple(shown)), changed)
+        return HeadComparisons(members, replace(self.identity, configs=tuple(shown)), changed, self.first_step[index])
 
     def claims(self) -> Sequence[Claim]:
         """Return by how much the treatments perturb more or less."""
@@ -95,8 +98,9 @@ class HeadComparisons(MemberSequence[HeadComparison], Result):
         ]
 
     def caveats(self) -> Sequence[str]:
-        """Return notes on parts of a loss, differing isolated perturbation, weak tests, and heads with σ ≤ 0.5."""
+        """Return notes on the first step, parts of a loss, isolated perturbation, weak tests, heads with σ ≤ 0.5."""
         return [
+            *self._first_step_note(),
             *(one.note(self.identity.name_of(one.config)) for one in self.changed),
             *self._disagreement_note(),
             *self._extremes_note(),
@@ -129,6 +133,11 @@ class HeadComparisons(MemberSequence[HeadComparison], Result):
     def _names(self) -> list[str]:
         """A distinct name per pair."""
         return pair_names(self.members)
+
+    def _first_step_note(self) -> list[str]:
+        """Return the claims at the first step alone, as a list; empty where the trace has one, or one is looked at."""
+        cases = [pair.propagated.case(name) for name, pair in zip(self._names, self.first_step, strict=False)]
+        return [conclude(compare_sides(self.first_step, cases), ["first step alone"])] if cases else []
 
     def _disagreement_note(self) -> list[str]:
         """Return the note on pairs with different isolated and propagated verdicts; empty without such."""
@@ -203,9 +212,13 @@ def compare_heads(
     order = list(dict.fromkeys(first for first, _ in chosen))
     chosen.sort(key=lambda pair: order.index(pair[0]))
     measured = Measurements(trace, ANALYSIS, step)
-    members = tuple(compare_pair(measured, identity(trace, pair, step), distance) for pair in chosen)
+    members = tuple(compare_pair(measured, identity_at(trace, pair, step), distance) for pair in chosen)
     configs = configs_of(chosen)
-    return HeadComparisons(members, identity(trace, configs, step), changed_losses(measured, configs))
+    first_step: tuple[HeadComparison, ...] = ()
+    if measured.step is None:
+        alone = Measurements(trace, ANALYSIS, 0)
+        first_step = tuple(compare_pair(alone, identity_at(trace, pair, 0), distance) for pair in chosen)
+    return HeadComparisons(members, identity_at(trace, configs, step), changed_losses(measured, configs), first_step)
 
 
 def _rows(pair: HeadComparison, kind: HeadKind) -> list[dict[str, Any]]:

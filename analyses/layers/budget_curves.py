@@ -10,7 +10,7 @@ import numpy as np
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, Record, column, derived, interval, record
 from perturbkv.analyses.conclusions import Case, Claim
-from perturbkv.analyses.identity import RunIdentity, identity
+from perturbkv.analyses.identity import RunIdentity, identity_at
 from perturbkv.analyses.layers.drift import drift_values
 from perturbkv.analyses.measurements import Floats, Measurements
 from perturbkv.analyses.names import common_text, distinct_names
@@ -257,7 +257,7 @@ def summarise(trace: Trace, sides: Sequence[str], distance: str = "l1", step: in
     curves = tuple(budget_curve(measured, name, indices, distance) for name, indices in zip(names, groups, strict=True))
     floor = float(np.median(measured["logit_kl_noise_floor"]))
     shown = [config for curve in curves for config in curve.configs]
-    return BudgetCurves(curves, distance, floor, measured.step, identity(trace, shown, step))
+    return BudgetCurves(curves, distance, floor, measured.step, identity_at(trace, shown, step))
 
 
 def budget_curves(

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Record, column, derived, interval, record
 from perturbkv.analyses.conclusions import Case
-from perturbkv.analyses.identity import RunIdentity, identity
+from perturbkv.analyses.identity import RunIdentity, identity_at
 from perturbkv.analyses.measurements import Floats, Measurements
 from perturbkv.analyses.names import PairRecord
 from perturbkv.analyses.stats import intervals
@@ -135,7 +135,9 @@ def summarise(
     Raises TraceError where the trace has no complete sample or no such configuration, ConfigError where it has no such
     step, UnknownNameError for an unknown distance.
     """
-    return compare_layers(Measurements(trace, ANALYSIS, step), identity(trace, (baseline, treatment), step), distance)
+    return compare_layers(
+        Measurements(trace, ANALYSIS, step), identity_at(trace, (baseline, treatment), step), distance
+    )
 
 
 def compare_layers(measured: Measurements, about: RunIdentity, distance: str = "l1") -> LayerDrift:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, derived, long_form, record, table
 from perturbkv.analyses.conclusions import Case, Claim, compare_sides
-from perturbkv.analyses.identity import RunIdentity, identity
+from perturbkv.analyses.identity import RunIdentity, identity_at
 from perturbkv.analyses.layers.drift import (
     ANALYSIS,
     LAST_LAYER_ANALYSIS,
@@ -188,9 +188,9 @@ def layer_drift(
     series, measured = all_series(trace, baseline, treatments), Measurements(trace, ANALYSIS, step)
     members = []
     for pairs in series:
-        drifts = tuple(compare_layers(measured, identity(trace, pair, step), distance) for pair in pairs)
-        members.append(DriftSeries(drifts, identity(trace, configs_of(pairs), step)))
-    return LayerDrifts(tuple(members), identity(trace, configs_of(chain(*series)), step))
+        drifts = tuple(compare_layers(measured, identity_at(trace, pair, step), distance) for pair in pairs)
+        members.append(DriftSeries(drifts, identity_at(trace, configs_of(pairs), step)))
+    return LayerDrifts(tuple(members), identity_at(trace, configs_of(chain(*series)), step))
 
 
 class _SampleTable(_DriftTable[LastLayer]):
@@ -276,6 +276,6 @@ def last_layer(
     series, measured = all_series(trace, baseline, treatments), Measurements(trace, LAST_LAYER_ANALYSIS, step)
     members = []
     for pairs in series:
-        drifts = tuple(compare_samples(measured, identity(trace, pair, step), distance) for pair in pairs)
-        members.append(SampleSeries(drifts, identity(trace, configs_of(pairs), step)))
-    return SampleDrifts(tuple(members), identity(trace, configs_of(chain(*series)), step))
+        drifts = tuple(compare_samples(measured, identity_at(trace, pair, step), distance) for pair in pairs)
+        members.append(SampleSeries(drifts, identity_at(trace, configs_of(pairs), step)))
+    return SampleDrifts(tuple(members), identity_at(trace, configs_of(chain(*series)), step))

@@ -49,7 +49,14 @@ class Shape:
 
     def numbers(self, kept: bool = True) -> int:
         """Return bytes of everything else."""
-        sizes = {"config": self.configs, "layer": self.layers, "head": self.heads, "step": 1, "answer_token": 0}
+        sizes = {
+            "config": self.configs,
+            "layer": self.layers,
+            "decoder_layer": self.layers,
+            "head": self.heads,
+            "step": 1,
+            "answer_token": 0,
+        }
         sizes["lost_entry"] = LOST_ENTRIES
         names = VARIABLES.keys() - {*TEXT, *ANSWER_TEXT, *APART, KEPT[2], *({DIGEST} if kept else KEPT)}
         held = [one for one in map(VARIABLES.__getitem__, names) if not one.raw]

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from perturbkv.analyses import text
 from perturbkv.analyses.heads.head_comparison import floor_over_norm
-from perturbkv.analyses.identity import identity
+from perturbkv.analyses.identity import identity, identity_at
 from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements, scores
 from perturbkv.analyses.quality.graded_tasks import terms
 from perturbkv.analyses.stats import intervals
@@ -37,13 +37,14 @@ def trace_title(trace: Trace) -> str:
 
 def run_facts(trace: Trace, sides: Sides) -> tuple[Fact, ...]:
     """Return (label, value) pairs that identify the run; values equal to the default are left out."""
-    run = identity(trace, trace.run.configs)
+    run = identity_at(trace, trace.run.configs, None)
     facts = {
         "Model": run.model,
         "Weights": run.weights,
         "Layers": layer_types.describe_measured(run.measured_layers),
         "Data": run.dataset,
         "Scenario": run.scenario if run.scenario != "regular" else "",
+        "Steps": run.steps,
         "Samples": plural(run.samples, "sample") + (f", {run.failed} failed" if run.failed else ""),
         "Configurations": _configurations_text(trace, sides),
         "Budgets": ", ".join(map(str, sides.budgets)),

@@ -1,0 +1,111 @@
+"""Numbers of a trace of several decode steps: means over those that each sample has, or one step alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import perturbkv as pk
+from perturbkv.analyses.layers.budget_curves import budget_curve
+from perturbkv.analyses.measurements import Measurements
+from perturbkv.analyses.stats import intervals
+from perturbkv.errors import BoundError
+from perturbkv.trace import SampleTrace, Trace
+from tests.support.traces import sample_trace, trace
+
+STEPS, COUNTS = 3, (3, 1, 3, 3, 2, 3)
+"""Steps of the trace, and those that each sample has before its text ends."""
+
+
+def made(**changed: Any) -> Trace:
+    """Six samples whose texts end after different steps, with the bounds in their order at each step."""
+    samples = []
+    for place, count in enumerate(COUNTS):
+        arrays = dict(sample_trace(f"s{place}", steps=STEPS, seed=place, optional=True).arrays)
+        arrays["steps_measured"], arrays["evicted"] = np.asarray(count), np.ones(2, dtype=np.uint8)
+        for name in ("sigma_stage1", "sigma_topk", "retained_mass"):
+            arrays[name] = np.random.default_rng(place).uniform(0.2, 0.9, arrays[name].shape)
+        for factor, name in enumerate(("theta", "theta_hat", "theta_hat_relax"), start=2):
+            arrays[name] = factor * arrays["perturbation_isolated"]
+        samples.append(SampleTrace(f"s{place}", arrays | {name: make(arrays) for name, make in changed.items()}))
+    return trace(*samples, steps=STEPS)
+
+
+def by_hand(found: Trace, name: str, where: tuple[int, ...]) -> list[float]:
+    """Of each sample the mean over its steps, at a configuration and what follows the step."""
+    config, *rest = where
+    return [
+        sum(found.arrays[name][(sample, config, step, *rest)] for step in range(count)) / count
+        for sample, count in enumerate(COUNTS)
+    ]
+
+
+def test_a_samples_number_is_the_mean_over_the_steps_that_it_has() -> None:
+    found = made()
+    mean = Measurements(found, "heads")["perturbation_propagated"]
+    for config, layer, head in np.ndindex(2, 2, 2):
+        expected = by_hand(found, "perturbation_propagated", (config, layer, head))
+        np.testing.assert_allclose(mean[:, config, layer, head], expected, rtol=1e-12)
+    heads = pk.compare_heads(found)
+    np.testing.assert_allclose(heads[0].propagated.baseline_mean, mean[:, 0].mean(axis=0), rtol=1e-12)
+    drift = pk.layer_drift(found)[0][0].treatment_drift
+    np.testing.assert_allclose(drift[1], np.mean(by_hand(found, "hidden_drift_l1", (1, 1))), rtol=1e-12)
+    assert heads[0].step is None and heads[0].samples == 6
+    assert "mean over 3 steps" in heads.conclusion() and "mean over 3 steps" in heads.identity.run_line()
+
+
+def test_the_first_step_stands_beside_the_mean_and_is_what_looking_at_it_alone_gives() -> None:
+    found = made()
+    beside, alone = pk.compare_heads(found).first_step[0], pk.compare_heads(found, step=0)
+    np.testing.assert_array_equal(beside.propagated.verdict, alone[0].propagated.verdict)
+    np.testing.assert_array_equal(beside.propagated.baseline_mean, alone[0].propagated.baseline_mean)
+    assert alone.first_step == () and "first step alone" in alone.conclusion()
+    assert pk.compare_heads(found).caveats()[0].endswith("(first step alone).")
+    assert not any("first step" in note for note in alone.caveats())
+    assert pk.compare_heads(found, step=2)[0].samples == 4
+
+
+def test_a_trace_of_one_step_has_no_other_numbers() -> None:
+    found = trace(sample_trace("s0"), sample_trace("s1", seed=1))
+    heads, first = pk.compare_heads(found), pk.compare_heads(found, step=0)
+    assert heads.to_dict() == first.to_dict()
+    assert heads[0].step == 0 and heads.first_step == () and heads.identity.steps == ""
+
+
+def test_sigma_is_counted_by_the_share_of_steps() -> None:
+    found = made()
+    above = [
+        np.mean(found.arrays["sigma_stage1"][sample, 1, :count] > 0.5, axis=0) for sample, count in enumerate(COUNTS)
+    ]
+    reading = pk.assumption(found).configs[0].sigma_stage1
+    assert reading.share == pytest.approx(float(np.mean(above)), rel=1e-12)
+    np.testing.assert_allclose(reading.layer_share, np.mean(above, axis=(0, 2)), rtol=1e-12)
+    np.testing.assert_array_equal(reading.below, (np.array(above) < 0.5).sum(axis=0))
+
+
+def test_bounds_are_checked_at_every_step() -> None:
+    def loud(arrays: dict[str, Any]) -> Any:
+        theta = 2 * arrays["perturbation_isolated"]
+        theta[0, 1, 0, 0] = 0.5 * arrays["perturbation_isolated"][0, 1, 0, 0]
+        theta[0, 0, 0, 0] *= 1e6
+        return theta
+
+    checked = pk.bound_tightness(made()).inequalities_checked
+    assert checked["L ≤ θ"] == sum(COUNTS) * 2 * 2 * 2
+    with pytest.raises(BoundError):
+        pk.bound_tightness(made(theta=loud, theta_hat=lambda a: a["perturbation_isolated"] * 1e9,
+                                theta_hat_relax=lambda a: a["perturbation_isolated"] * 2e9))  # fmt: skip
+
+
+def test_agreement_over_steps_is_a_share_of_each_sample() -> None:
+    found = made()
+    measured = Measurements(found, "layers")
+    shares = np.array(by_hand(found, "top1_agreement", (0,)))
+    assert 0 < shares.min() or set(shares) - {0, 1}
+    curve = budget_curve(measured, "attention", [0], "l1")
+    assert curve.medians.top1[0] == pytest.approx(shares.mean())
+    expected = intervals.of_mean(shares, intervals.share_kind(0))
+    assert expected is not None
+    assert (curve.intervals.top1.low[0], curve.intervals.top1.high[0]) == (expected.low, expected.high)
