@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from perturbkv.analyses.budget.budget_axis import Axis
 from perturbkv.analyses.columns import Record, column, derived, record
-from perturbkv.analyses.measurements import Floats, Measurements, measured_steps, scores
+from perturbkv.analyses.conclusions import NOTHING_TO_LOSE, cut_off_claim
+from perturbkv.analyses.measurements import Floats, Measurements, is_cut_off, measured_steps, scores
 from perturbkv.analyses.stats import one_sided
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.configs.entry_counts import Budget
@@ -119,11 +120,14 @@ def _drop(measured: Measurements) -> Floats:
     """Return the score lost by eviction, (sample, config). Raises TraceError where the full cache scores nothing."""
     graded = scores(measured.trace, ANALYSIS)
     if not graded.full.any():
-        source = measured.trace.source or "this trace"
+        source, cut_off = measured.trace.source or "this trace", int(is_cut_off(measured.trace).sum())
+        who, why = "the full cache", f"{NOTHING_TO_LOSE}; "
+        if cut_off:
+            who = f"{cut_off_claim(cut_off, len(graded.full), [measured.trace.run.generate]).clause()}, and it"
+            why = "allow longer answers (quality --max-new-tokens), "
         raise TraceError(
-            f"the full cache answers none of the {len(graded.full)} prompts of {source} (score 0): "
-            "there is nothing that eviction can lose; limit KL or the same token, or take prompts that the model "
-            "answers"
+            f"{who} answers none of the {len(graded.full)} prompts of {source} (score 0): {why}limit KL or the same "
+            "token, or take prompts that the model answers"
         )
     return graded.drop
 
