@@ -6,8 +6,8 @@ verdict. The sentence says what the verdicts allow, in how many cases, and the l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import isnan
 from typing import NamedTuple
 
@@ -176,6 +176,27 @@ def conclude(claims: Sequence[Claim], scope: Sequence[str]) -> str:
     clauses = "; ".join(claim.clause() for claim in claims)
     names = tuple(claim.subject for claim in claims[:1] if claim.is_name)
     return f"{capitalise(clauses, *names)} ({'; '.join(scope)})."
+
+
+def cut_off_claim(count: int, samples: int, limits: Iterable[int]) -> Claim:
+    """Return the claim that `count` answers of the full cache were cut off at the largest number of tokens.
+
+    `limits` are these numbers, one per data set.
+    """
+    cases = [Case("", limit, plural(limit, "token")) for limit in limits]
+    subject = f"{count} of {plural(samples, 'answer')} of the full cache"
+    return Claim(subject, "was cut off at" if count == 1 else "were cut off at", cases)
+
+
+def unanswered_claims(claim: Claim, fails: str, cut_off: int, samples: int, limits: Iterable[int]) -> list[Claim]:
+    """Return a claim on evicted caches with why it cannot be made: `fails`, what the full cache does not answer.
+
+    Answers that were cut off come first, as in `cut_off_claim`; without any, eviction has nothing to lose.
+    """
+    if not cut_off:
+        return [replace(claim, missing=f"{fails}, so {NOTHING_TO_LOSE}")]
+    unanswered = replace(claim, missing=f"{fails}; --max-new-tokens allows longer answers")
+    return [cut_off_claim(cut_off, samples, limits), unanswered]
 
 
 def compare_sides(

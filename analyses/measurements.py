@@ -304,6 +304,17 @@ def has_only_first_token(trace: Trace) -> NDArray[np.bool_]:
     return np.asarray((tokens >= 0).sum(axis=1) <= 1)
 
 
+def is_cut_off(trace: Trace) -> NDArray[np.bool_]:
+    """Return, per complete sample, True if the full cache's answer has the run's largest number of tokens.
+
+    No end token ended it. False where the trace holds no answers.
+    """
+    if "generated_full" not in trace.arrays:
+        return np.zeros(int(trace.ok.sum()), dtype=bool)
+    tokens = np.asarray(trace.arrays["generated_full"][trace.ok], dtype=np.int64)
+    return np.asarray((tokens >= 0).all(axis=1))
+
+
 def first_token_caveat(count: int, samples: int) -> list[str]:
     """Return the short note on `count` answers that eviction cannot change, as a list; empty for 0."""
     note = f"In {count} of {plural(samples, 'sample')} the full cache's answer is one token or none, alike for all."

@@ -4,6 +4,12 @@ Budgets are tested from the largest down, until one fails. The order is fixed be
 may take the whole risk of 5 %: the first budget that is really unsafe is reached at most once, and passes with at most
 that probability (fixed-sequence testing). A search in an order that follows the numbers would need other samples for
 its verdict. What lies below the first failure is not tested, even where it would pass.
+
+So a larger budget that fails takes their verdict from all smaller ones, and must not fail for being better. A
+lognormal's bound is larger for KL far below the limit than for KL close below it where it goes over more powers of ten.
+Therefore KL below a hundredth of the limit counts as that much, and a budget whose KL is no larger than a smaller one's
+on any prompt has at most the smaller one's bound: adding it never takes that one's verdict. Mean KL is assumed not to
+rise with the budget, so that the smaller one's bound is one of the larger one's mean too.
 """
 
 from __future__ import annotations
@@ -18,7 +24,8 @@ from numpy.typing import NDArray
 
 from perturbkv.analyses.budget.budget_axis import Axis
 from perturbkv.analyses.columns import Record, column, derived, record
-from perturbkv.analyses.measurements import Floats, Measurements, measured_steps, scores
+from perturbkv.analyses.conclusions import NOTHING_TO_LOSE, cut_off_claim
+from perturbkv.analyses.measurements import Floats, Measurements, is_cut_off, measured_steps, scores
 from perturbkv.analyses.stats import one_sided
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.configs.entry_counts import Budget
@@ -31,6 +38,8 @@ _QUANTITIES = {"kl": "mean KL", "drop": "mean drop of the score", "top1": "mean 
 _SHORT = {"kl": "KL", "drop": "drop of score", "top1": "same token"}
 """Name of a limited quantity in a narrow table."""
 _UNITS = {"kl": " nat", "drop": " points", "top1": ""}
+_NEGLIGIBLE = 0.01
+"""Share of a limit on KL: less counts as that much, as it hardly bears on the mean, and much on its bound."""
 _SMALLEST = 1e-12
 """Least KL in nat: less is rounding, whose logarithm means nothing."""
 
@@ -99,12 +108,23 @@ class Criterion:
         `samples`: as if there were that many.
         """
         if self.name == "kl":
-            return one_sided.mean_at_most(each, samples)
+            return one_sided.mean_at_most(np.maximum(each, _NEGLIGIBLE * self.limit), samples)
         if self.name == "drop":  # a drop lies in [−1, 1], and its upper bound mirrors a lower one in [0, 1]
             return 1 - 2 * one_sided.mean_at_least((1 - each) / 2, samples)
         if np.isin(each, (0, 1)).all():
             return one_sided.share_at_least(each > 0, samples)
         return one_sided.mean_at_least(each, samples)
+
+    def bound_last(self, each: Floats) -> float:
+        """Return the bound of the mean at the last budget of (sample, budget) values, the smallest budget first.
+
+        Of KL the least bound of those budgets whose KL is no less on any prompt. Other bounds never rise where values
+        fall: their own is the least.
+        """
+        if self.name != "kl":
+            return self.bound(each[:, -1])
+        counted = np.maximum(each, _NEGLIGIBLE * self.limit)
+        return min(self.bound(values) for values in counted.T if (values >= counted[:, -1]).all())
 
     def bound_share_above(self, each: Floats) -> float | None:
         """Return the upper 95 % bound of the share of samples with KL above the limit; None if it is not on KL."""
@@ -119,11 +139,14 @@ def _drop(measured: Measurements) -> Floats:
     """Return the score lost by eviction, (sample, config). Raises TraceError where the full cache scores nothing."""
     graded = scores(measured.trace, ANALYSIS)
     if not graded.full.any():
-        source = measured.trace.source or "this trace"
+        source, cut_off = measured.trace.source or "this trace", int(is_cut_off(measured.trace).sum())
+        who, why = "the full cache", f"{NOTHING_TO_LOSE}; "
+        if cut_off:
+            who = f"{cut_off_claim(cut_off, len(graded.full), [measured.trace.run.generate]).clause()}, and it"
+            why = "allow longer answers (quality --max-new-tokens), "
         raise TraceError(
-            f"the full cache answers none of the {len(graded.full)} prompts of {source} (score 0): "
-            "there is nothing that eviction can lose; limit KL or the same token, or take prompts that the model "
-            "answers"
+            f"{who} answers none of the {len(graded.full)} prompts of {source} (score 0): {why}limit KL or the same "
+            "token, or take prompts that the model answers"
         )
     return graded.drop
 
@@ -178,7 +201,10 @@ class TestedBudget(Record):
     config: EvictionConfig = column("the configuration")
     cache_share: float = column("entries of its cache over those of the full cache", key="held")
     mean: float = column("mean over samples of the limited quantity")
-    bound: float = column("one-sided 95 % bound of the mean, of KL if it is lognormal; null of fewer than five samples")
+    bound: float = column(
+        "one-sided 95 % bound of the mean, of KL if it is lognormal and its mean does not rise with the budget; null "
+        "of fewer than five samples"
+    )
     above: float | None = column(
         "of KL: exact one-sided 95 % bound of the share of samples whose own exceeds the limit; else null"
     )
@@ -283,13 +309,13 @@ def judge_curve(criterion: Criterion, each: Floats, curve: Axis) -> Verdict:
     `each` is the limited quantity (sample, config) of all configurations of the trace.
     """
     budgets: list[TestedBudget] = []
-    for config, index, share in list(zip(curve.configs, curve.indices, curve.cache_shares, strict=True))[::-1]:
-        values, is_tested = each[:, index], all(larger.holds for larger in budgets)
-        bound = criterion.bound(values)
+    for place in reversed(range(len(curve.configs))):
+        values, is_tested = each[:, curve.indices[place]], all(larger.holds for larger in budgets)
+        bound = criterion.bound_last(each[:, list(curve.indices[: place + 1])])
         budgets.append(
             TestedBudget(
-                config=config,
-                cache_share=float(share),
+                config=curve.configs[place],
+                cache_share=float(curve.cache_shares[place]),
                 mean=float(values.mean()),
                 bound=bound,
                 above=criterion.bound_share_above(values),

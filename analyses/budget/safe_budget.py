@@ -38,11 +38,13 @@ from perturbkv.trace import Trace
 _GIB = 2**30
 _ORDER = (
     "Budgets are tested from the largest down, up to the first that fails, so that each selection's verdict errs no "
-    "more often than one bound does; verdicts on several selections are not corrected for their number."
+    "more often than one bound does; verdicts on several selections are not corrected for their number. A budget whose "
+    "KL is no larger on any prompt than a smaller one's has at most its bound."
 )
 _BOUNDS = {
-    "kl": "KL: the larger bound of Student's t and of a lognormal. It holds a lognormal's mean in 95 % of simulated "
-    "draws of 8 to 40 samples, but only in 74 to 90 % where one sample in ten carries the mean.",
+    "kl": "KL: the larger bound of Student's t and of a lognormal, where less than a hundredth of the limit counts as "
+    "that much. It holds a lognormal's mean in 95 % of simulated draws of 8 to 40 samples, but only in 74 to 90 % "
+    "where one sample in ten carries the mean.",
     "drop": "Drop: a bound for any distribution of scores; {few}.",
     "top1": "Same token: exact for single steps, for means over steps a bound for any distribution.",
 }
@@ -216,8 +218,10 @@ class SafeBudgets(MemberSequence[SafeBudget], Result):
     def scope(self) -> Sequence[str]:
         """Return what is safe, the kind of bounds, and the number of samples."""
         limits = " and ".join(str(verdict.criterion) for verdict in self[0].verdicts)
+        bounds_answers = any(verdict.criterion_name == "drop" for verdict in self[0].verdicts)
         samples = f"n = {plural(self.identity.samples, 'sample')}"
-        return [f"safe: {limits}", f"95 % bounds{_kl_assumption(self)}", samples]
+        safe = f"safe: {limits}{'' if bounds_answers else ', which bounds no answer'}"
+        return [safe, f"95 % bounds{_kl_assumption(self)}", samples]
 
     def title(self) -> str:
         """Return the table's title, with the caches whose bytes are counted."""
@@ -238,13 +242,11 @@ class SafeBudgets(MemberSequence[SafeBudget], Result):
         return f"n = {plural(self.identity.samples, 'sample')}; bounds are one-sided, 95 %{_kl_assumption(self)}."
 
     def caveats(self) -> Sequence[str]:
-        """Return notes on answers that eviction cannot change, cache shares above 1, and what limits do not bound."""
-        names = [verdict.criterion_name for verdict in self[0].verdicts]
+        """Return notes on answers that eviction cannot change, and on cache shares above 1."""
         shares = [tested.cache_share for selection in self for tested in selection.verdicts[0].budgets]
         return [
             *measurements.first_token_caveat(self.alike, self.identity.samples),
             *above_full_caveat(shares),
-            *([] if "drop" in names else ["Limits of decoding steps do not bound answers; --max-drop does."]),
         ]
 
     def details(self) -> Sequence[Part]:

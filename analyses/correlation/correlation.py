@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from perturbkv.analyses import measurements, text
 from perturbkv.analyses.columns import Line, column, record
-from perturbkv.analyses.conclusions import NOTHING_TO_LOSE, Case, Claim
+from perturbkv.analyses.conclusions import Case, Claim, unanswered_claims
 from perturbkv.analyses.correlation import correlation_tables
 from perturbkv.analyses.correlation.correlation_settings import (
     ANALYSIS,
@@ -121,9 +121,10 @@ class Correlation(Result):
     def claims(self) -> Sequence[Claim]:
         """Return the correlation of propagated L1 with scores and lost answers, also less the identity baseline."""
         if not self._total("answered"):
-            prompts = plural(self._total("samples"), "prompt")
-            none = f"the full cache answers none of {prompts} (score > {self.rule.right:g})"
-            return [Claim(_WHO, "score", [], _SCORE, missing=f"{none}, so {NOTHING_TO_LOSE}")]
+            samples, limits = self._total("samples"), [part.answer_tokens for part in self.parts]
+            none = f"the full cache answers none of {plural(samples, 'prompt')} (score > {self.rule.right:g})"
+            claim = Claim(_WHO, "score", [], _SCORE)
+            return unanswered_claims(claim, none, self._total("cut_off"), samples, limits)
         return [*self._rank_claims(), *self._area_claims()]
 
     def _rank_claims(self) -> list[Claim]:

@@ -38,7 +38,7 @@ from perturbkv.analyses.correlation.method_identity import (
     mark_significant,
     strengths,
 )
-from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements, has_only_first_token, scores
+from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements, has_only_first_token, is_cut_off, scores
 from perturbkv.analyses.multi_trace import check_combinable
 from perturbkv.analyses.sides import LEAST_CONFIGS, sweeps
 from perturbkv.analyses.stats.arithmetic import median, ratio
@@ -65,6 +65,8 @@ class GradedTrace(Record):
     alike: int = column(
         "those of these whose full answer is one token or none, alike for all caches (regular scenario)"
     )
+    answer_tokens: int = column("largest number of tokens of an answer")
+    cut_off: int = column("complete samples whose full answer was cut off there, without an end token")
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,8 @@ def _answered_prompts(
         answered=int(answered.sum()),
         median_full=median(graded.full[answered]),
         alike=int(has_only_first_token(trace)[answered].sum()),
+        answer_tokens=trace.run.generate,
+        cut_off=int(is_cut_off(trace).sum()),
     )
     return part, arrays, [name for name, counts in zip(measured.sample_ids, answered, strict=True) if counts]
 

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, Record, column, record, table
-from perturbkv.analyses.conclusions import NOTHING_TO_LOSE, Case, Claim
+from perturbkv.analyses.conclusions import Case, Claim, unanswered_claims
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns
-from perturbkv.analyses.measurements import Floats, Measurements
+from perturbkv.analyses.measurements import Floats, Measurements, is_cut_off
 from perturbkv.analyses.needle.retrieval import (
     ANALYSIS,
     RankedBudget,
@@ -78,6 +78,8 @@ class Needle(Result):
     depths: tuple[float, ...] = column("where the fact lies, 0 to 1")
     haystack: str = column("prose or noise")
     scenario: str = column("regular or context-only")
+    answer_tokens: int = column("largest number of tokens of an answer")
+    cut_off: int = column("samples whose full answer was cut off there, without an end token")
     full: Retrieval = column("the full cache's; its `config` is null")
     methods: tuple[Retrieval, ...] = column("one per configuration, in the run's order")
     measured: dict[str, Floats]
@@ -86,8 +88,10 @@ class Needle(Result):
     def claims(self) -> Sequence[Claim]:
         """Return the shares of numbers found by the best and worst method, and whether perturbation predicts it."""
         if not self.full.score:
-            missing = f"the full cache finds no number, so {NOTHING_TO_LOSE}"
-            return [Claim("evicted caches", "find", [], missing=missing)]
+            claim, samples = Claim("evicted caches", "find", []), len(self.samples)
+            return unanswered_claims(
+                claim, "the full cache finds no number", self.cut_off, samples, [self.answer_tokens]
+            )
         found = [Case.number(name, one.score, one.score_interval, text.percent) for name, one in self._named_methods()]
         evicted = Claim("an evicted cache", "finds the number in", found[1:])
         return [evicted, Claim("the full cache", "finds it in", found[:1]), self._prediction()]
@@ -211,6 +215,8 @@ def needle(trace: Trace) -> Needle:
         depths=depths,
         haystack=str(trace.run.dataset_options["haystack"]),
         scenario=trace.run.scenario,
+        answer_tokens=trace.run.generate,
+        cut_off=int(is_cut_off(trace).sum()),
         full=full,
         methods=tuple(evicted),
         measured=by_measure,

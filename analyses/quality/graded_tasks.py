@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from perturbkv.analyses.measurements import Floats, Measurements, has_only_first_token, scores
+from perturbkv.analyses.measurements import Floats, Measurements, has_only_first_token, is_cut_off, scores
 from perturbkv.analyses.multi_trace import check_no_duplicate_prompts
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import METRICS, RunConfig
@@ -173,6 +173,7 @@ class Task:
         propagated: (sample, config) propagated L1 of the first step over the norms of the full run's heads.
         kl: (sample, config) KL(full ‖ evicted) of the first step, in nat.
         one_token_answers: number of samples whose full answer is one token or none, alike for all caches.
+        cut_off: number of samples whose full answer was cut off at `terms.answer` tokens.
     """
 
     name: str
@@ -187,6 +188,7 @@ class Task:
     propagated: Floats
     kl: Floats
     one_token_answers: int
+    cut_off: int
 
 
 def tasks(traces: Sequence[Trace], configs: Sequence[EvictionConfig]) -> tuple[Task, ...]:
@@ -218,6 +220,7 @@ def _task(name: str, trace: Trace, indices: list[int]) -> Task:
         propagated=np.asarray(perturbation / norms[:, None])[:, indices],
         kl=measured["logit_kl"][:, indices],
         one_token_answers=int(has_only_first_token(trace).sum()),
+        cut_off=int(is_cut_off(trace).sum()),
     )
 
 

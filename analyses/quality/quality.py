@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from perturbkv.analyses import columns, measurements, text
 from perturbkv.analyses.columns import Line, Record, column, derived, record
-from perturbkv.analyses.conclusions import NOTHING_TO_LOSE, Case, Claim
+from perturbkv.analyses.conclusions import Case, Claim, cut_off_claim, unanswered_claims
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.multi_trace import as_traces
@@ -112,7 +112,7 @@ class Quality(Result):
         """Return the full cache's score, the least and the largest of the evicted ones, and whether treatments gain."""
         average = self.average
         if not average.full:
-            return [Claim("evicted caches", "score", [], missing=f"the full cache scores 0, so {NOTHING_TO_LOSE}")]
+            return unanswered_claims(Claim("evicted caches", "score", []), "the full cache scores 0", *self._cut_off)
         full = Case.number("", average.full, average.full_interval, text.points)
         named = zip(self.identity.names, average.methods, strict=True)
         evicted = [Case.number(name, one.score, one.score_interval, text.points) for name, one in named]
@@ -151,6 +151,8 @@ class Quality(Result):
         """Return notes on terms that are not the data sets' own, left-out configurations, and unchangeable answers."""
         left = f"Left out: {plural(len(self.left_out), 'configuration')} that not all data sets have."
         terms = score_tables.terms_notes(self.datasets)
+        if self.average.full and self.average.cut_off:  # else the conclusion begins with it
+            terms = [*terms, f"{cut_off_claim(*self._cut_off).clause()}."]
         return [
             *([" ".join(terms)] if terms else []),
             *([left] if self.left_out else []),
@@ -196,6 +198,11 @@ class Quality(Result):
         """Return the layouts by kind, if any kind holds several data sets, and by data set."""
         kinds = [self.kinds] if 1 < len(self.kinds) < len(self.datasets) else []
         return tuple(lay_out(self.configs, shown, self.average) for shown in [*kinds, self.datasets])
+
+    @property
+    def _cut_off(self) -> tuple[int, int, list[int]]:
+        """Answers of the full cache that were cut off, all of them, and each data set's largest number of tokens."""
+        return self.average.cut_off, self.average.samples, [task.terms.answer for task in self.tasks]
 
     def _caption(self) -> str:
         """Return the caption of the exported tables: the run, metrics and intervals."""

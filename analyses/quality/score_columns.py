@@ -113,6 +113,11 @@ class ScoreColumn(Record):
         """Complete samples of all these data sets."""
         return sum(len(task.samples) for task in self.tasks)
 
+    @derived()
+    def cut_off(self) -> int:
+        """Samples whose full answer was cut off at the largest number of tokens, without an end token."""
+        return sum(task.cut_off for task in self.tasks)
+
 
 @record
 class FirstStep(Record):

@@ -89,8 +89,8 @@ def load_prompts(
         lengths: lengths of needle's and RULER's prompts, tokens.
         depths: positions of needle's fact, 0 to 1.
         haystack: needle's filler text, `prose` or `noise`.
-        metric: the metric that grades answers: `f1`, `exact-match`, `rouge-l` or `exact-number`; empty: that of the
-            data set, and f1 for other prompts with accepted answers.
+        metric: the metric that grades answers: `f1`, `exact-match`, `rouge-l`, `exact-number`, `contains` or
+            `string_match_all`; empty: that of the data set, and f1 for other prompts with accepted answers.
         max_tokens: longer prompts are cut in the middle.
         chat_template: use the model's chat template; None: where the tokenizer has one and the data set suits it.
 

@@ -1,7 +1,8 @@
 """Samples from a jsonl file: a `prompt`, used verbatim, a chat's `messages`, or `context` and `question`, all checked.
 
 Errors name file and line. In a row with `messages`, as chat services write them, the last user's turn is the question.
-LongBench's word for the question is `input`, which a row may have instead.
+LongBench's word for the question is `input`, which a row may have instead. In a row with `outputs`, as NVIDIA's RULER
+writes them, `input` is the whole prompt, and `outputs` are graded by RULER's match.
 """
 
 from __future__ import annotations
@@ -34,6 +35,11 @@ FIELDS = (
     *("dataset", "all_classes", "_id", "length", "language"),
 )
 """All fields of a row; the last five are LongBench's, and `length` and `language` are never read."""
+RULER_FIELDS = (
+    *("index", "input", "outputs", "answer_prefix", "metric"),
+    *("length", "length_w_model_temp", "token_position_answer"),
+)
+"""All fields of a row of RULER; the last three are never read."""
 _KINDS = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list"}
 
 
@@ -50,6 +56,11 @@ class Row:
     fields: Mapping[str, Any]
     index: int
     where: str
+
+    @property
+    def is_ruler(self) -> bool:
+        """True of a row as NVIDIA's RULER writes it, which alone has `outputs`."""
+        return "outputs" in self.fields
 
     def text(self, name: str) -> str:
         """Return a text field; empty if the row lacks the field."""
@@ -167,12 +178,13 @@ def _check_fields(row: Row) -> None:
         raise row.refusal(
             "expected a prompt, got the run with which a file of results begins; `perturbkv list FILE` says of which"
         )
-    if unknown := next((name for name in row.fields if name not in FIELDS), None):
-        close, shown = difflib.get_close_matches(unknown, FIELDS, n=1), escape_line(unknown)[:40]
+    known = RULER_FIELDS if row.is_ruler else FIELDS
+    if unknown := next((name for name in row.fields if name not in known), None):
+        close, shown = difflib.get_close_matches(unknown, known, n=1), escape_line(unknown)[:40]
         raise row.refusal(
             f"unknown field `{shown}`; did you mean `{close[0]}`?"
             if close
-            else f"expected the fields {', '.join(FIELDS)}, got `{shown}`; take it out"
+            else f"expected the fields {', '.join(known)}, got `{shown}`; take it out"
         )
     # the first field of each way to say the prompt that the row takes
     given = [next(name for name in way if name in row.fields) for way in WAYS if row.fields.keys() & set(way)]
@@ -180,7 +192,8 @@ def _check_fields(row: Row) -> None:
         raise row.refusal(f"expected `{given[0]}` or `{given[1]}`, got both; leave one out")
     if not given:
         got = [*row.fields] or "none that is not null"
-        raise row.refusal(f"expected the field `prompt`, `messages`, or `context` and `question`; got {got}")
+        ways = "`input`, RULER's prompt" if row.is_ruler else "`prompt`, `messages`, or `context` and `question`"
+        raise row.refusal(f"expected the field {ways}; got {got}")
     _check_effects(row, given[0])
 
 
@@ -196,8 +209,9 @@ def _check_effects(row: Row, way: str) -> None:
         )
     if "all_classes" in row.fields and "dataset" not in row.fields:
         raise row.refusal("`all_classes` has no effect without `dataset`, one of LongBench's names; leave it out")
-    if "metric" in row.fields and not row.texts("answers"):
-        raise row.refusal("`metric` has no effect without `answers`; give some, or leave it out")
+    answers = "outputs" if row.is_ruler else "answers"
+    if "metric" in row.fields and not row.texts(answers):
+        raise row.refusal(f"`metric` has no effect without `{answers}`; give some, or leave it out")
 
 
 def _parse_row(content: str, index: int, where: str) -> Row:
@@ -336,8 +350,8 @@ def _add_wording(row: Row, wordings: dict[str, Wording]) -> None:
 
 
 def _metric(row: Row) -> str:
-    """Return the field `metric`, empty without it. Raises DatasetError for an unknown metric."""
-    name = row.text("metric")
+    """Return the field `metric`; without it RULER's match for its rows, else empty. Raises DatasetError if unknown."""
+    name = row.text("metric") or (metrics.STRING_MATCH_ALL if row.is_ruler else "")
     try:
         if name:
             metrics.check_name(name)
@@ -364,11 +378,12 @@ def _sample(row: Row, wordings: Mapping[str, Wording]) -> Sample:
     """Return a row's sample, made from its `messages`, its `prompt`, or its `context` and `question`."""
     if "messages" in row.fields:
         return _chat_sample(row)
-    if "prompt" in row.fields:
+    if row.is_ruler or "prompt" in row.fields:
+        sample_id, prompt, answers = ("index", "input", "outputs") if row.is_ruler else ("id", "prompt", "answers")
         return row.sample(
-            id=row.id_text("id"),
-            context=row.text("prompt"),
-            answers=row.texts("answers"),
+            id=row.id_text(sample_id),
+            context=row.text(prompt),
+            answers=row.texts(answers),
             answer_prefix=row.text("answer_prefix"),
         )
     dataset_wording = wordings.get(str(row.fields.get("dataset")))

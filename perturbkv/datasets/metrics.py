@@ -1,4 +1,4 @@
-"""Metrics of answers, from 0 to 1: exact match, F1, numbers and leading digits, and the metrics of the datasets.
+"""Metrics of answers, from 0 to 1: exact match, F1, RULER's matches, numbers, and the metrics of the datasets.
 
 LongBench's metrics, and ROUGE-L with them, come from the installed lm-eval; the others have no dependency. Exact match
 and F1 follow SQuAD (Rajpurkar et al., 2016, https://arxiv.org/abs/1606.05250, section 6.1): both compare lower-case
@@ -25,7 +25,7 @@ from typing import Any
 from perturbkv.configs.task_kinds import RULER_PREFIX
 from perturbkv.datasets import wording
 from perturbkv.datasets.external_code import run_file
-from perturbkv.datasets.ruler.tasks import grader
+from perturbkv.datasets.ruler import tasks
 from perturbkv.errors import DatasetError, UnknownNameError
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
@@ -63,6 +63,16 @@ _NORMALISATIONS: tuple[Callable[[str], list[str]], ...] = (
 """Normalisations of a text to lower-case words: without punctuation and articles, without punctuation, with both."""
 
 
+def string_match_all(text: str, answers: Sequence[str]) -> float:
+    """Return the share, in [0, 1], of the accepted answers that occur in a text, ignoring case, as RULER grades."""
+    return sum(answer.lower() in text.lower() for answer in answers) / len(answers)
+
+
+def contains(text: str, answers: Sequence[str]) -> float:
+    """Return 1 if an accepted answer occurs in a text, ignoring case, else 0, as RULER grades its QA tasks."""
+    return float(string_match_all(text, answers) > 0)
+
+
 _NUMBER = re.compile(r"\d[\d,]*")
 
 
@@ -98,6 +108,7 @@ def _first_number(text: str) -> str:
 
 Grade = Callable[[str, Sequence[str], Sequence[str]], float]
 """(text of an answer, accepted answers, classes to choose from) -> score from 0 to 1."""
+CONTAINS, STRING_MATCH_ALL = "contains", "string_match_all"
 DEFAULT = "f1"
 """Metric for accepted answers without a dataset's metric and without a choice."""
 _DEEPEST = 10**6
@@ -124,8 +135,11 @@ def find_metric(name: str) -> Metric | None:
     if not name:
         return None
     if name.startswith(RULER_PREFIX):
-        metric_name, grade = grader(name)
-        return Metric(metric_name, _ignoring_classes(grade))
+        ruler = tasks.read(name)
+        return Metric(  # of a single answer lm-eval's string_match_part is its string_match_all
+            ruler.metric,
+            lambda text, answers, classes: string_match_all(wording.cut_answer(text, ruler.until), answers),
+        )
     task = wording.read(name)
     return Metric(task.metric, _longbench_grade(task.function, task.until))
 
@@ -143,8 +157,11 @@ def check_gradable(metric: Metric, answers: Sequence[str], classes: Sequence[str
     """
     needs = ""
     try:  # on an empty text, before a model is loaded
-        if math.isnan(metric.grade("", answers, classes)):
+        score = metric.grade("", answers, classes)
+        if math.isnan(score):
             needs = "answers that are numbers"
+        elif score and metric.name in (CONTAINS, STRING_MATCH_ALL):
+            needs = "answers that are not empty"
     except KeyError as error:
         needs = f"the field {error}"
     except IndexError:
@@ -164,6 +181,8 @@ CHOICES: Mapping[str, Callable[[], Grade]] = {
     "exact-match": lambda: _ignoring_classes(exact_match),
     "rouge-l": lambda: _longbench_grade("get_rouge_with_score"),
     "exact-number": lambda: _ignoring_classes(exact_number),
+    CONTAINS: lambda: _ignoring_classes(contains),
+    STRING_MATCH_ALL: lambda: _ignoring_classes(string_match_all),
 }
 """Name of a metric that suits any accepted answers -> function that returns how it grades one."""
 

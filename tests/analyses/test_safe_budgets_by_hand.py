@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import math
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import perturbkv as pk
 from perturbkv.analyses import verdicts
 from perturbkv.analyses.budget.budget_axis import Axis
 from perturbkv.analyses.budget.criteria import FEW, NONE, SAFE, Criterion, judge_curve
+from perturbkv.analyses.stats import one_sided
 from perturbkv.errors import ConfigError, TraceError
 from perturbkv.selection.grid import configuration
 from tests.support.swept import BUDGETS, TOKEN_BYTES, swept
@@ -76,6 +78,77 @@ def test_the_fixed_order_keeps_the_level_and_taking_the_smallest_that_passes_wou
         searched += any(limit.allows(one.bound) for one in found.budgets)
     assert fixed / draws <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / draws)
     assert searched / draws > 0.08
+
+
+TIGHT = np.array([0.006, 0.004, 0.003, 0.008, 0.004, 0.003])
+"""KL of six prompts close to one another."""
+SPREAD = np.array([5e-3, 2e-7, 1e-5, 3e-7, 4e-4, 1e-6])
+"""KL of the same prompts at a better budget, over four powers of ten."""
+
+
+NEEDLES = np.array([
+    [1.766e-3, 5.059e-4, 5.030e-3, 8.825e-4, 6.385e-4, 1.933e-3],
+    [2.170e-3, 3.136e-3, 7.909e-3, 1.905e-4, 9.868e-4, 1.745e-3],
+    [5.419e-4, 1.168e-4, 9.824e-4, 1.492e-5, 3.614e-5, 1.148e-4],
+]).T  # fmt: skip
+"""KL of six needle prompts of 400 tokens (SnapKV, granularity kv) at budgets 64, 128 and 256."""
+
+
+def test_what_was_measured_of_a_larger_budget_leaves_the_smallest_one_safe() -> None:
+    for count in (1, 2, 3):
+        assert [one.holds for one in judge_curve(KL, NEEDLES[:, :count], curve(count)).budgets] == [True] * count
+    assert one_sided.mean_at_most(NEEDLES[:, 2]) == pytest.approx(3.15, rel=0.01)  # and the mean is 0.0003
+
+
+def test_a_larger_budget_that_is_better_takes_no_verdict_from_a_smaller_one() -> None:
+    alone, both = judge_curve(KL, TIGHT[:, None], curve(1)), judge_curve(KL, np.stack([TIGHT, SPREAD], 1), curve(2))
+    assert [one.holds for one in alone.budgets] == [True]
+    assert [one.holds for one in both.budgets] == [True, True]
+    assert both.budgets[0].mean == pytest.approx(SPREAD.mean())
+    tight = Criterion("kl", 0.015)  # whose hundredth is less than much of the KL
+    assert tight.bound(TIGHT) <= 0.015 < tight.bound(SPREAD)
+    assert [one.holds for one in judge_curve(tight, np.stack([TIGHT, SPREAD], 1), curve(2)).budgets] == [True, True]
+    worse = np.where(np.arange(6) == 3, 0.02, SPREAD)  # on one prompt
+    assert [one.tested for one in judge_curve(tight, np.stack([TIGHT, worse], 1), curve(2)).budgets] == [True, False]
+
+
+def test_kl_below_a_hundredth_of_the_limit_counts_as_that_much() -> None:
+    quiet = SPREAD / 10
+    assert KL.bound(quiet) == KL.bound(np.maximum(quiet, 0.001)) == pytest.approx(0.001)
+    assert one_sided.mean_at_most(quiet) > 0.1
+
+
+@pytest.mark.slow
+def test_a_budget_that_joins_never_makes_another_ones_verdict_worse_where_kl_falls_on_every_prompt() -> None:
+    source = np.random.default_rng(9)
+    for _ in range(60):
+        spread = source.uniform(0.2, 2.5)
+        steps = source.exponential(source.choice([0.3, 1, 3]), (6, 3)) * (source.random((6, 3)) < 0.7)
+        smallest = np.log(0.03) + spread * source.standard_normal((6, 1))
+        each = np.exp(np.concatenate([smallest, smallest - steps.cumsum(axis=1)], axis=1))
+        passed = {}
+        for places in (list(some) for count in range(1, 5) for some in combinations(range(4), count)):
+            found = judge_curve(KL, each[:, places], curve(len(places)))
+            passed[tuple(places)] = {place for place, one in zip(places, found.budgets[::-1], strict=True) if one.holds}
+        for fewer, safe in passed.items():
+            assert all(safe <= passed[more] for more in passed if {*fewer} <= {*more})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("together", [0.5, 0.9])
+@pytest.mark.parametrize("spreads", [(1.0,) * 4, (2.0,) * 4, (0.2, 0.5, 1.0, 2.0)], ids=str)
+def test_an_unsafe_budget_is_called_safe_in_no_more_than_5_percent_of_worlds(
+    spreads: tuple[float, ...], together: float
+) -> None:
+    """Mean KL falls to the limit at the largest of four budgets; a prompt's KL at all of them has a part in common."""
+    source, draws, samples, sigma = np.random.default_rng(11), 1000, 8, np.array(spreads)
+    means = 1.5 ** np.arange(3, -1, -1)
+    limit, wrong = Criterion("kl", 1 - 1e-9), 0
+    for _ in range(draws):
+        own, common = source.standard_normal((samples, 4)), source.standard_normal((samples, 1))
+        logs = math.sqrt(1 - together) * own + math.sqrt(together) * common
+        wrong += judge_curve(limit, means * np.exp(sigma * logs - sigma**2 / 2), curve(4)).safe is not None
+    assert wrong / draws <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / draws)
 
 
 def test_a_drop_is_in_points_and_its_bound_that_of_a_bet() -> None:
@@ -157,7 +230,11 @@ def test_of_too_few_samples_the_headline_says_that_nothing_can_be_told_and_how_m
         "Too few samples to decide whether attention has a safe budget: at 0.8, the largest, mean KL is 0.01, n ≥ 5 "
         "has a bound; "
     )
-    assert found.scope() == ["safe: mean KL ≤ 0.1 nat", "95 % bounds, of KL if lognormal", "n = 3 samples"]
+    assert found.scope() == [
+        "safe: mean KL ≤ 0.1 nat, which bounds no answer",
+        "95 % bounds, of KL if lognormal",
+        "n = 3 samples",
+    ]
     assert [one.verdicts[0].failure for one in found] == ["0.8: 0.01;\nn ≥ 5 has a bound"] * 2
     assert "∞" not in repr(found)
     assert "n unknown" not in repr(found)
@@ -194,8 +271,14 @@ def test_the_room_that_samples_without_a_loss_leave_is_the_bound_shown_beside_it
 def test_limits_of_single_steps_are_not_taken_for_whole_answers() -> None:
     kl, score = np.full((8, 2, 5), 0.01), np.zeros((8, 2, 5))
     made = swept(kl, score=score)  # the next token is safe, and every answer is lost
-    assert len(pk.safe_budget(made, max_kl=0.1).caveats()) == 1
-    assert pk.safe_budget(made, max_kl=0.1, max_drop=50).caveats() == []
+    said = (
+        "mean KL ≤ 0.1 nat, which bounds no answer; ",
+        "mean share of the same token ≥ 0.1, which bounds no answer; ",
+    )
+    assert said[0] in pk.safe_budget(made, max_kl=0.1).conclusion()
+    made.arrays["top1_agreement"] = np.ones_like(made.arrays["top1_agreement"])  # type: ignore[index]
+    assert said[1] in pk.safe_budget(made, min_top1=0.1).conclusion()
+    assert "bounds no answer" not in pk.safe_budget(made, max_kl=0.1, max_drop=50).conclusion()
 
 
 def test_a_budget_that_never_fails_is_not_one_that_was_not_measured() -> None:

@@ -27,6 +27,7 @@ import pytest
 from perturbkv.datasets import metrics
 from perturbkv.datasets.dataset_registry import DatasetOptions, LoadedDataset, load
 from perturbkv.datasets.needle import sentences
+from perturbkv.errors import DatasetError
 from tests.support import lm_eval_ruler, ruler_data
 
 ANSWERS = 200
@@ -202,11 +203,24 @@ def test_words_are_compared_as_a_loop_over_them_does() -> None:
         ("f1", "a cat and the dog", ["cat", "dog and cat"], 1),
         ("f1", "", ["cat"], 0),
         ("exact-number", "It is 1,042.", ["1042"], 1),
+        ("contains", "Marta keeps it Under the blue flowerpot.", ["under the blue flowerpot"], 1),
+        ("contains", "It leaves at 12:00.", ["at noon", "12:00"], 1),
+        ("contains", "flowerpot", ["under the blue flowerpot"], 0),
+        ("contains", "", ["noon"], 0),
+        ("string_match_all", "FOO and bar", ["foo", "Bar", "baz", "bat"], 0.5),
     ],
 )
 def test_what_is_chosen_gives_what_it_gives_by_hand(choice: str, text: str, answers: list[str], score: float) -> None:
     metric: Any = metrics.find_metric(choice)
     assert metric.grade(text, answers, ()) == pytest.approx(score)
+
+
+@pytest.mark.parametrize("name", ["contains", "string_match_all"])
+def test_an_empty_answer_which_every_text_contains_is_refused(name: str) -> None:
+    metric: Any = metrics.find_metric(name)
+    metrics.check_gradable(metric, ["a"], (), "s")
+    with pytest.raises(DatasetError, match=f"sample 's': the metric {name} needs answers that are not empty; got"):
+        metrics.check_gradable(metric, ["a", ""], (), "s")
 
 
 def test_grading_imports_nothing_of_lm_eval() -> None:

@@ -174,6 +174,22 @@ def test_longbench_fields_in_any_file_get_their_wording(tmp_path: Path) -> None:
     assert list(data.options["wording"]) == ["multi_news"]
 
 
+def test_rows_as_nvidias_ruler_writes_them_are_prompts_graded_by_its_match(tmp_path: Path) -> None:
+    row = {"index": 9, "input": "A number is 7. What is it?", "outputs": ["7", "8"], "length": 40}
+    more = {"length_w_model_temp": 60, "answer_prefix": " It is", "token_position_answer": None, "index": 0}
+    rows = [row, {**row, **more}, {**row, "index": 4, "metric": "contains"}, {"input": "q", "outputs": ["a"]}]
+    first, prefixed, qa, bare = loaded(jsonl(tmp_path / "validation.jsonl", *rows), 4).samples
+    assert (first.id, first.prompt, first.question, first.answers) == ("9", row["input"], "", ("7", "8"))
+    assert (prefixed.id, prefixed.prompt, prefixed.answer_prefix) == ("0", row["input"], " It is")
+    assert [sample.metric for sample in (first, prefixed, qa)] == ["string_match_all", "string_match_all", "contains"]
+    assert bare.id == "3"
+    match = metrics.find_metric(first.metric)
+    assert match is not None
+    assert [match.grade(text, first.answers, ()) for text in ("7 and 8", "It is 7.", "none")] == [1, 0.5, 0]
+    (graded,) = loaded(tmp_path / "validation.jsonl", metric="contains").samples
+    assert graded.metric == "contains"
+
+
 @pytest.mark.parametrize("way", [{"prompt": "p"}, {"context": "c", "question": "q"},
                                  {"messages": [{"role": "user", "content": "m"}]}])  # fmt: skip
 def test_null_is_a_field_that_is_missing(tmp_path: Path, way: dict[str, Any]) -> None:
@@ -206,6 +222,13 @@ def test_null_is_a_field_that_is_missing(tmp_path: Path, way: dict[str, Any]) ->
         (['{"prompt": "a", "all_classes": ["b"]}'], "line 1: `all_classes` has no effect beside `prompt`"),
         (['{"context": "a", "all_classes": ["b"]}'], "line 1: `all_classes` has no effect without `dataset`"),
         (['{"prompt": "a", "metric": "f1", "answers": []}'], "line 1: `metric` has no effect without `answers`"),
+        (['{"index": 0, "outputs": ["a"]}'], r"line 1: expected the field `input`, RULER's prompt; got"),
+        (['{"input": "a", "outputs": "b"}'], "line 1: expected `outputs` to be a list of texts, got text"),
+        (['{"input": 7, "outputs": ["b"]}'], "line 1: expected `input` to be text, got a number"),
+        (['{"input": "a", "outputs": ["b"], "context": "c"}'], "line 1: expected the fields index, .*got `context`"),
+        (['{"input": "a", "outputs": [], "metric": "f1"}'], "line 1: `metric` has no effect without `outputs`"),
+        (['{"input": "a", "output": ["b"]}'], "line 1: expected the fields prompt, .*, got `output`; take it out"),
+        (['{"index": 1, "input": "a", "outputs": ["b"]}'] * 2, "line 2: expected every id once, got '1' again"),
         (['{"prompt": 7}'], "line 1: expected `prompt` to be text, got a number"),
         (['{"prompt": "a"}', '{"prompt": ["b"]}'], "line 2: expected `prompt` to be text, got a list"),
         (['{"prompt": "\\ud800"}'], "line 1: expected `prompt` to be text, got half of a surrogate pair"),

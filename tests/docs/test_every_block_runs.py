@@ -54,7 +54,7 @@ TASK = "SLURM_ARRAY_TASK_ID=1\n"
 LANGUAGES = {"sh", "tex", "bash", "python", "console", "json", "text", "toml", "yaml", "{toctree}"}
 CODES = {"audit examples/my_cache.py:evict_wrongly": (1,), "audit kept.npz": (2,), "budget": (0, 1)}
 """Command, by how it begins -> exit codes that its page tells of."""
-UNABLE = "there is nothing that eviction can lose"
+UNABLE = "(score 0)"
 """What `budget --max-drop` says of random weights, which answer nothing; exit code 2."""
 MAKEFILE = (ROOT / "Makefile").read_text()
 TEMPLATE = "{% for turn in messages %}{{ turn['role'] }}: {{ turn['content'] }}\n{% endfor %}A:"

@@ -1,19 +1,16 @@
 """RULER's tasks as lm-eval 0.4.13 defines them: the function of their rows, answer length, and metric.
 
-The files `tasks/ruler/*.yaml` are read with the files that they include. RULER's metrics, the share of the accepted
-answers that occur in the text, ignoring case, are lm-eval's own functions.
+The files `tasks/ruler/*.yaml` are read with the files that they include.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from perturbkv.configs.task_kinds import RULER_PREFIX
@@ -39,7 +36,7 @@ class Task:
         name: name, with `ruler:` before it.
         maker: file and function that make its rows: `vt_utils`, `get_vt_dataset`.
         template: the prompt and mostly the beginning of its answer, with `{context}` in it.
-        grader: the function of `common_utils` that grades an answer.
+        metric: name of its metric, `string_match_all` or `string_match_part`.
         generation_length: longest answer in tokens.
         until: texts before which an answer ends.
         delimiter: text between prompt and answer's beginning, where no chat template separates them.
@@ -49,16 +46,11 @@ class Task:
     name: str
     maker: tuple[str, str]
     template: str
-    grader: str
+    metric: str
     generation_length: int
     until: tuple[str, ...]
     delimiter: str
     version: str
-
-    @property
-    def metric(self) -> str:
-        """Name of the metric, `string_match_all` or `string_match_part`."""
-        return METRICS[self.grader]
 
     @property
     def question_start(self) -> str:
@@ -97,13 +89,12 @@ def read(name: str) -> Task:
             name,
             (file, function),
             str(code["TEMPLATE"]),
-            str(document["process_results"]).removeprefix("common_utils."),
+            METRICS[str(document["process_results"]).removeprefix("common_utils.")],
             int(answer["max_gen_toks"]),
             tuple(answer["until"]),
             str(document["target_delimiter"]),
             importlib.metadata.version("lm_eval"),
         )
-        _ = task.metric  # KeyError for an unknown grader
         if not task.question_start:
             raise ValueError(f"no question behind {CONTEXT} in its template")
     return task
@@ -141,30 +132,3 @@ def _read_merged(path: Path) -> dict[str, Any]:
     document = dict(wording.read_yaml(path))
     included = document.pop("include", None)
     return {**_read_merged(path.parent / str(included)), **document} if included else document
-
-
-_LENGTH = 4096
-"""Any prompt length: lm-eval stores a score under it."""
-
-
-def grader(task: str) -> tuple[str, Callable[[str, Sequence[str]], float]]:
-    """Return a task's metric name, and its function from answer text and accepted answers to a score in [0, 1].
-
-    Raises DatasetError where lm-eval is missing or of an unknown version.
-    """
-    definition = read(task)
-    function = _grading_functions()[definition.grader]
-
-    def grade(text: str, answers: Sequence[str]) -> float:
-        text = wording.cut_answer(text, definition.until)
-        row = {"outputs": list(answers), "max_length": _LENGTH}
-        return float(function(row, [text])[str(_LENGTH)])
-
-    return definition.metric, grade
-
-
-@functools.cache
-def _grading_functions() -> dict[str, Any]:
-    """Return name -> grading function of lm-eval's RULER file, without importing transformers."""
-    unused = SimpleNamespace(AutoTokenizer=None)
-    return run_file(folder() / "common_utils.py", lambda name: unused if name == "transformers" else None)
