@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
 import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -51,15 +53,27 @@ def is_caused_by_interrupt(error: BaseException) -> bool:
     return cause is not None
 
 
+_AGAIN_S = 0.1
+"""Seconds until an interrupt that was swallowed comes again, when Python has left the finaliser."""
+
+
 @contextmanager
 def sigterm_as_interrupt() -> Iterator[SigtermRecord]:
-    """Turn a SIGTERM within the block into a KeyboardInterrupt; yield the record of it."""
-    sigterm = SigtermRecord()
-    previous = signal.signal(signal.SIGTERM, sigterm._terminate)
+    """Turn a SIGTERM within the block into a KeyboardInterrupt, which no finaliser swallows; yield the record of it."""
+    sigterm, previous_hook = SigtermRecord(), sys.unraisablehook
+
+    def interrupt_again(lost: Any) -> None:
+        if isinstance(lost.exc_value, KeyboardInterrupt):  # it came while a library's __del__ ran
+            threading.Timer(_AGAIN_S, _thread.interrupt_main).start()
+        else:
+            previous_hook(lost)
+
+    previous, sys.unraisablehook = signal.signal(signal.SIGTERM, sigterm._terminate), interrupt_again
     try:
         yield sigterm
     finally:
         signal.signal(signal.SIGTERM, previous)
+        sys.unraisablehook = previous_hook
 
 
 _BROKEN_PIPE = 128 + 13

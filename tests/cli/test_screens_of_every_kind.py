@@ -6,8 +6,10 @@ import errno
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -181,3 +183,20 @@ def test_a_run_says_itself_what_it_kept(monkeypatch: pytest.MonkeyPatch, capsys:
 
     assert ended(monkeypatch, run) == 130
     assert "2 of 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_that_a_finaliser_swallows_interrupts_all_the_same(sent: signal.Signals) -> None:
+    class Finalised:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), sent)
+            while True:  # until the handler has raised
+                pass
+
+    with main.sigterm_as_interrupt() as sigterm:
+        hook = sys.unraisablehook
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012 (the handler runs at a later instruction)
+            Finalised()
+            time.sleep(10)
+        assert sigterm.exit_code(130) == (143 if sent == signal.SIGTERM else 130)
+    assert sys.unraisablehook is not hook
