@@ -225,7 +225,9 @@ def _choices_text(words: dict[str, str], of_side: bool) -> str:
 
 def identity_at(trace: Trace, configs: Sequence[EvictionConfig], step: int | None) -> RunIdentity:
     """Return the identity of a run whose numbers are those of one decode step, or, for None, means over all."""
-    return replace(identity(trace, configs, step or 0), steps=_steps_in_words(trace.run.steps, step))
+    of_one = f"step {step} alone" if step else "first step alone"
+    steps = f"mean over {trace.run.steps} steps" if step is None else of_one
+    return replace(identity(trace, configs, step or 0), steps=steps if trace.run.steps > 1 else "")
 
 
 def identity(trace: Trace, configs: Sequence[EvictionConfig], step: int = 0) -> RunIdentity:
@@ -247,13 +249,6 @@ def identity(trace: Trace, configs: Sequence[EvictionConfig], step: int = 0) -> 
         byte_shares=_trace_byte_shares(trace, configs),
         unevicted=_unevicted_counts(trace, configs, step),
     )
-
-
-def _steps_in_words(count: int, step: int | None) -> str:
-    """Return the decode steps shown, of `count`, in words; empty where there is one. None: their mean."""
-    if count == 1:
-        return ""
-    return f"mean over {count} steps" if step is None else f"step {step} alone" if step else "first step alone"
 
 
 def _unevicted_counts(trace: Trace, configs: Sequence[EvictionConfig], step: int) -> tuple[tuple[str, int], ...]:

@@ -48,9 +48,9 @@ def distance_of(name: str) -> Distance:
     return DISTANCES[name]
 
 
-def distance_term(distance: str) -> str:
-    """Return the distance as text; empty for L1, the default."""
-    return "" if distance == "l1" else str(DISTANCES[distance])
+def distance_terms(distance: str) -> list[str]:
+    """Return the distance as text, as a list; empty for L1, the default."""
+    return [] if distance == "l1" else [str(DISTANCES[distance])]
 
 
 LESS, MORE, ALIKE, EQUIVALENT, UNDECIDED, FEW = "less", "more", "alike", "equivalent", "undecided", "few"

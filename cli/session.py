@@ -31,6 +31,7 @@ from perturbkv.cli.planned_run import (
 from perturbkv.configs import layer_types
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.display import plural
 from perturbkv.errors import ConfigError, FailedRunError, TraceError
 from perturbkv.escaping import escape_line
 from perturbkv.schema import MEASURED_LAYERS
@@ -160,8 +161,6 @@ class Session:
 
     def _title(self, result: Result) -> tuple[str, str]:
         """Return a one-line title of the run, and a line on the measured layers, which is empty if all are measured."""
-        from perturbkv.display import plural
-
         if not self.traces:
             return result.identity.lines()[0], ""
         run = self.trace.run

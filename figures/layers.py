@@ -158,7 +158,7 @@ def _draw_drift(axes: Axes, result: LayerDrift, colour: object) -> None:
                 alpha=0.1,
                 linewidth=0,
             )
-    axes.set_xlim(layers[0] - 0.5, layers[-1] + 0.5)  # with a usual margin, ticks stand beyond the last of many layers
+    axes.set_xlim(-0.5, len(layers) - 0.5)  # with a usual margin, ticks stand beyond the last of many layers
 
 
 def _draw_percent(axes: Axes, result: LayerDrift, colour: object) -> None:
@@ -172,7 +172,7 @@ def _draw_percent(axes: Axes, result: LayerDrift, colour: object) -> None:
         axes.fill_between(layers, low, high, color=colour, alpha=0.13, linewidth=0)
     tied = result.verdict == 0
     axes.plot(layers[tied], percent[tied], linestyle="", marker="x", markersize=3, color="0.5", gid="ties")
-    axes.set_xlim(layers[0] - 0.5, layers[-1] + 0.5)
+    axes.set_xlim(-0.5, len(layers) - 0.5)
 
 
 def _finish_drift_panel(axes: Axes, percent: bool) -> None:

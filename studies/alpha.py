@@ -226,8 +226,7 @@ def alpha_table(sweep: Sweep, level: str, indices: NDArray[np.intp]) -> dict[str
     """Return chosen shares as `two-stage(alpha=FILE)` reads them."""
     shares = sweep.alphas[indices]
     alpha = {"global": shares[0, 0], "layer": shares[:, 0], "head": shares}[level]
-    layers = sweep.trace.layers
-    return {"by": level, "alpha": alpha.tolist(), "layers": layers}
+    return {"by": level, "alpha": alpha.tolist(), "layers": list(sweep.trace.layers)}
 
 
 def write_table(path: Path, sweep: Sweep, level: str, indices: NDArray[np.intp], **more: Any) -> Path:

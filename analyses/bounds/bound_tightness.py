@@ -112,8 +112,8 @@ class BoundTightness(Result):
         known = [pair.samples for _, pair in self._theta_hat_pairs() if pair.samples >= MIN_SAMPLES]
         ordered = min(known, default=evicted)
         order = [f"order: n = {plural(ordered, 'sample')}"] if ordered != evicted else []
-        heads = ["median over heads with σ > 0.5, nine in ten in parentheses", self.identity.steps]
-        return [*filter(None, heads), sample_note(evicted), *order]
+        heads = "median over heads with σ > 0.5, nine in ten in parentheses"
+        return list(filter(None, [heads, self.identity.steps, sample_note(evicted), *order]))
 
     def title(self) -> str:
         """Return the table's title: the ratios that it shows, and the shared choices."""

@@ -277,14 +277,14 @@ def cliff(trace: Trace, *, sides: Sides | None = None, kl: Sequence[float] = THR
     """
     thresholds = check_thresholds(kl)
     named = check_sides(trace, "", "" if sides is None else sides)
-    measured = Measurements(trace, ANALYSIS, by_step=True)
+    measured = Measurements(trace, ANALYSIS)
     curves = named_axes(measured, None if sides is None else named)
     axes = [axis for _, axis in curves]
     _check_budgets(axes)
     each = Criterion("kl", thresholds[0]).sample_means(measured)
     members = tuple(method_cliff(measured, name, axis, axes[0], each, thresholds) for name, axis in curves)
     configs = [config for axis in axes for config in axis.configs]
-    floor = float(np.median(measured["logit_kl_noise_floor"]))
+    floor = float(np.median(Measurements(trace, ANALYSIS, by_step=True)["logit_kl_noise_floor"]))
     return Cliffs(thresholds, measured.trace.run.steps, floor, members, identity(measured.trace, configs))
 
 

@@ -20,12 +20,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from perturbkv.analyses.budget.budget_axis import Axis
 from perturbkv.analyses.columns import Record, column, derived, record
 from perturbkv.analyses.conclusions import NOTHING_TO_LOSE, cut_off_claim
-from perturbkv.analyses.measurements import Floats, Measurements, is_cut_off, measured_steps, scores
+from perturbkv.analyses.measurements import Floats, Measurements, is_cut_off, scores
 from perturbkv.analyses.stats import one_sided
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.configs.entry_counts import Budget
@@ -90,17 +89,15 @@ class Criterion:
     def sample_means(self, measured: Measurements) -> Floats:
         """Return the limited quantity of each sample, (sample, config): a mean over its steps, or its drop of score.
 
-        KL below its noise floor counts as the floor. `measured` is of all steps. Raises TraceError where the trace
-        lacks the quantity, and for a drop where the full cache scores nothing.
+        KL below its noise floor counts as the floor. Raises TraceError where the trace lacks the quantity, and for a
+        drop where the full cache scores nothing.
         """
         if self.name == "drop":
             return _drop(measured)
-        steps = np.arange(measured.trace.run.steps) < measured_steps(measured.trace)[:, None]
         if self.name == "top1":
-            return _mean_over_steps(measured["top1_agreement"], steps[:, None])
-        floor = _mean_over_steps(measured["logit_kl_noise_floor"], steps)
-        kl = _mean_over_steps(measured["logit_kl"], steps[:, None])
-        return np.asarray(np.maximum(kl, np.maximum(floor, _SMALLEST)[:, None]))
+            return measured["top1_agreement"]
+        floor = np.maximum(measured["logit_kl_noise_floor"], _SMALLEST)
+        return np.asarray(np.maximum(measured["logit_kl"], floor[:, None]))
 
     def bound(self, each: Floats, samples: int | None = None) -> float:
         """Return the one-sided 95 % bound of the mean of (sample,) values: lower for a lower limit, else upper.
@@ -149,14 +146,6 @@ def _drop(measured: Measurements) -> Floats:
             "token, or take prompts that the model answers"
         )
     return graded.drop
-
-
-def _mean_over_steps(array: Floats, measured: NDArray[np.bool_]) -> Floats:
-    """Return means over the last axis, of steps, and there over those that each sample has.
-
-    `measured` is True at these; its axes are (sample, step), or as many as the array's.
-    """
-    return np.asarray(np.mean(array, axis=-1, where=np.broadcast_to(measured, array.shape)))
 
 
 def criteria(max_kl: float | None, max_drop: float | None, min_top1: float | None) -> tuple[Criterion, ...]:

@@ -39,7 +39,7 @@ _GIB = 2**30
 _ORDER = (
     "Budgets are tested from the largest down, up to the first that fails, so that each selection's verdict errs no "
     "more often than one bound does; verdicts on several selections are not corrected for their number. A budget whose "
-    "KL is no larger on any prompt than a smaller one's has at most its bound."
+    "KL is no larger on any prompt than a smaller one's has at most that one's bound."
 )
 _BOUNDS = {
     "kl": "KL: the larger bound of Student's t and of a lognormal, where less than a hundredth of the limit counts as "
@@ -342,7 +342,7 @@ def safe_budget(
     limits = criteria(max_kl, max_drop, min_top1)
     check_size(for_length, for_batch)
     named = check_sides(trace, "", "" if sides is None else sides)
-    measured = Measurements(trace, ANALYSIS, by_step=True)
+    measured = Measurements(trace, ANALYSIS)
     curves = named_axes(measured, None if sides is None else named)
     each = {limit: limit.sample_means(measured) for limit in limits}
     size = None if for_length is None else cache_size(measured, for_length, for_batch)

@@ -123,8 +123,7 @@ class Correlation(Result):
         if not self._total("answered"):
             samples, limits = self._total("samples"), [part.answer_tokens for part in self.parts]
             none = f"the full cache answers none of {plural(samples, 'prompt')} (score > {self.rule.right:g})"
-            claim = Claim(_WHO, "score", [], _SCORE)
-            return unanswered_claims(claim, none, self._total("cut_off"), samples, limits)
+            return unanswered_claims(Claim(_WHO, "score", [], _SCORE), none, self._total("cut_off"), samples, limits)
         return [*self._rank_claims(), *self._area_claims()]
 
     def _rank_claims(self) -> list[Claim]:

@@ -25,7 +25,7 @@ from perturbkv.analyses.measurements import Measurements
 from perturbkv.analyses.names import pair_columns, pair_names, pairs_of, pairs_title
 from perturbkv.analyses.result import MemberSequence, Result
 from perturbkv.analyses.sides import Sides, choose_sides, configs_of, pairs
-from perturbkv.analyses.verdicts import DISTANCES, distance_term
+from perturbkv.analyses.verdicts import DISTANCES, distance_terms
 from perturbkv.display import Part, plural
 from perturbkv.errors import ConfigError
 from perturbkv.trace import Trace
@@ -81,8 +81,7 @@ class HeadComparisons(MemberSequence[HeadComparison], Result):
         first = self.members[0]
         heads = text.percent(first.propagated.better_share, first.propagated.better_share_interval)
         share = [f"{heads} of the heads better"] if len(self) == 1 else []
-        terms = filter(None, [distance_term(first.distance)])
-        return ["propagated, sum over heads", *share, *terms, *super().scope()]
+        return ["propagated, sum over heads", *share, *distance_terms(first.distance), *super().scope()]
 
     def title(self) -> str:
         """Return the table's title: distance, sides, and the choices that all configurations share."""
@@ -211,14 +210,17 @@ def compare_heads(
     chosen = [pair for treatment in names for pair in pairs(trace.run, first, treatment)]
     order = list(dict.fromkeys(first for first, _ in chosen))
     chosen.sort(key=lambda pair: order.index(pair[0]))
-    measured = Measurements(trace, ANALYSIS, step)
-    members = tuple(compare_pair(measured, identity_at(trace, pair, step), distance) for pair in chosen)
-    configs = configs_of(chosen)
-    first_step: tuple[HeadComparison, ...] = ()
-    if measured.step is None:
-        alone = Measurements(trace, ANALYSIS, 0)
-        first_step = tuple(compare_pair(alone, identity_at(trace, pair, 0), distance) for pair in chosen)
-    return HeadComparisons(members, identity_at(trace, configs, step), changed_losses(measured, configs), first_step)
+    measured, configs = Measurements(trace, ANALYSIS, step), configs_of(chosen)
+
+    def compare(measured: Measurements) -> tuple[HeadComparison, ...]:
+        return tuple(compare_pair(measured, identity_at(trace, pair, measured.step), distance) for pair in chosen)
+
+    return HeadComparisons(
+        compare(measured),
+        identity_at(trace, configs, step),
+        changed_losses(measured, configs),
+        compare(Measurements(trace, ANALYSIS, 0)) if measured.step is None else (),
+    )
 
 
 def _rows(pair: HeadComparison, kind: HeadKind) -> list[dict[str, Any]]:

@@ -35,7 +35,8 @@ class Quantities(Record):
 
     drift: Floats = column("drift after the last layer, in the distance's unit", dims=BUDGET)
     kl: Floats = column("KL(full ‖ evicted) of the next token", unit="nat", dims=BUDGET)
-    top1: Floats = column("share of samples whose next token is the full run's", unit="share", dims=BUDGET)
+    top1: Floats = column("share of steps whose next token is the full run's, mean over samples", unit="share",
+                          dims=BUDGET)  # fmt: skip
 
 
 @record
@@ -44,7 +45,7 @@ class Bands(Record):
 
     drift: Band = column("intervals of the drift")
     kl: Band = column("intervals of KL")
-    top1: Band = column("exact intervals of the share of samples")
+    top1: Band = column("intervals of that share, exact for one step")
 
 
 @record
@@ -60,8 +61,9 @@ class BudgetPoint(Record):
     kl: float = column("KL(full ‖ evicted) of the next token, median over samples", unit="nat",
                        heading="#KL, nat,\nmedian", text=text.three_digits)  # fmt: skip
     kl_interval: OptionalInterval = interval()
-    top1: float = column("share of samples whose next token is the full run's", unit="share", heading="#same\ntoken")
-    top1_interval: OptionalInterval = interval("exact (Clopper–Pearson)")
+    top1: float = column("share of steps whose next token is the full run's, mean over samples", unit="share",
+                         heading="#same\ntoken")  # fmt: skip
+    top1_interval: OptionalInterval = interval("exact (Clopper–Pearson) for one step")
 
 
 @record
@@ -76,7 +78,7 @@ class BudgetCurve(Record):
         key="held",
         dims=BUDGET,
     )
-    medians: Quantities = column("medians over samples; top1 is a share of samples")
+    medians: Quantities = column("medians over samples; of top1 the mean")
     means: Quantities = column("means over samples, most of which a single prompt can make")
     intervals: Bands = column("intervals of the medians, and of top1")
     mean_intervals: Bands = column("intervals of the means, and of top1")
@@ -108,7 +110,7 @@ def budget_curve(measured: Measurements, name: str, indices: Sequence[int], dist
     """Return the curve through the configurations at `indices`, which differ in budget alone, in any order.
 
     Args:
-        measured: of one decode step.
+        measured: of one decode step, or the mean over all.
         name: of the curve.
         indices: of the configurations along the axis `config`.
         distance: of the drift: l1, l2 or cosine.
@@ -280,7 +282,7 @@ def budget_curves(
         step: which decode step, from 0; None: the mean over the steps of each sample.
         distance: of the residual stream after the last decoder layer: `l1`, `l2` (its own unit) or `cosine` (0 to 2).
             Beside it stand KL(full ‖ evicted) of the next token, in nats, and how often the likeliest token is the
-            same, as a share of samples.
+            same, as a share of steps.
 
     Returns the curves as one result. Arrays of a `BudgetCurve` are (budget,), medians or shares over samples.
 

@@ -29,7 +29,7 @@ from perturbkv.analyses.measurements import Measurements
 from perturbkv.analyses.names import pair_columns, pair_names, pairs_title
 from perturbkv.analyses.result import MemberSequence, Result, ResultGroup
 from perturbkv.analyses.sides import Sides, all_series, configs_of
-from perturbkv.analyses.verdicts import DISTANCES, LESS, MORE, distance_term
+from perturbkv.analyses.verdicts import DISTANCES, LESS, MORE, distance_terms
 from perturbkv.display import Part
 from perturbkv.trace import Trace
 
@@ -59,7 +59,7 @@ class _DriftTable(Generic[Drift], Result):
 
     def scope(self) -> Sequence[str]:
         """Return what the claims are of."""
-        return [*filter(None, [distance_term(self.pairs[0].distance)]), *super().scope()]
+        return [*distance_terms(self.pairs[0].distance), *super().scope()]
 
     def title(self) -> str:
         """Return the table's title: distance, baseline, treatments and shared choices."""

@@ -88,10 +88,8 @@ class Needle(Result):
     def claims(self) -> Sequence[Claim]:
         """Return the shares of numbers found by the best and worst method, and whether perturbation predicts it."""
         if not self.full.score:
-            claim, samples = Claim("evicted caches", "find", []), len(self.samples)
-            return unanswered_claims(
-                claim, "the full cache finds no number", self.cut_off, samples, [self.answer_tokens]
-            )
+            claim, fails = Claim("evicted caches", "find", []), "the full cache finds no number"
+            return unanswered_claims(claim, fails, self.cut_off, len(self.samples), [self.answer_tokens])
         found = [Case.number(name, one.score, one.score_interval, text.percent) for name, one in self._named_methods()]
         evicted = Claim("an evicted cache", "finds the number in", found[1:])
         return [evicted, Claim("the full cache", "finds it in", found[:1]), self._prediction()]

@@ -56,8 +56,8 @@ class Shape:
             "head": self.heads,
             "step": 1,
             "answer_token": 0,
+            "lost_entry": LOST_ENTRIES,
         }
-        sizes["lost_entry"] = LOST_ENTRIES
         names = VARIABLES.keys() - {*TEXT, *ANSWER_TEXT, *APART, KEPT[2], *({DIGEST} if kept else KEPT)}
         held = [one for one in map(VARIABLES.__getitem__, names) if not one.raw]
         return sum(math.prod(sizes[axis] for axis in one.dims) * np.dtype(one.dtype).itemsize for one in held)

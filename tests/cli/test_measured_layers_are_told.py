@@ -13,6 +13,7 @@ import pyarrow.parquet
 import pytest
 
 import perturbkv as pk
+from perturbkv.analyses.layers.layers import LayerDrifts
 from perturbkv.storage.trace.trace_file import read_trace
 from tests.support.artists import words
 from tests.support.folders import model_folder
@@ -66,8 +67,8 @@ def test_analyses_name_layers_by_their_indices(perturbkv: Run, options: list[obj
     perturbkv("trace", *options, "-o", "t.h5")
     trace = read_trace("t.h5")
     for found in (pk.compare_heads(trace), pk.layer_drift(trace), pk.assumption(trace), pk.bound_tightness(trace)):
-        layers = set(range(6)) if isinstance(found, type(pk.layer_drift(trace))) else {2, 5}
-        assert {row["layer"] for row in found.records()} == layers
+        expected = set(range(6)) if isinstance(found, LayerDrifts) else {2, 5}
+        assert {row["layer"] for row in found.records()} == expected
         assert "2 5 of 6" in " ".join(repr(found).split())
     flagged = pk.compare_heads(trace)[0].to_dict()["flagged_heads"]
     assert {name.split("-")[0] for name in flagged} <= {"2", "5"}

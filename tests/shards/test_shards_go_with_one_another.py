@@ -178,7 +178,7 @@ def test_an_unfinished_shard_says_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"every sample of shard 1/2 in .*, got all but 2; run the same command"):
         shard.finish()
     shutil.rmtree(shard.shard.journal.folder)
-    with pytest.raises(TraceError, match="got it removed meanwhile; run the same command"):
+    with pytest.raises(TraceError, match="got a folder that was removed meanwhile; run the same command"):
         shard.finish()
 
 
@@ -191,7 +191,9 @@ def test_a_shard_whose_journal_was_removed_is_not_done(tmp_path: Path, measured_
         if place == measured_before:
             shutil.rmtree(shard.shard.journal.folder)
         shard.append(measured(name, CONFIGS), CONFIGS)
-    with pytest.raises(TraceError, match="shard 1/2 in .*, got it removed meanwhile; run the same command again"):
+    with pytest.raises(
+        TraceError, match="shard 1/2 in .*, got a folder that was removed meanwhile; run the same command again"
+    ):
         shard.finish()
     assert not shard.shard.is_done()
     assert list(ShardWriter(path, record("1/2"), {}).missing()) == ["s0", "s2", "s4"][:measured_before]

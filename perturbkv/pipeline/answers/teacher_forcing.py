@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import Cache
 
 from perturbkv import theory
-from perturbkv.cache.compact import CompactCache, PromptStates, SharedCache, rebuild_cache
+from perturbkv.cache.compact import CompactCache, SharedCache, rebuild_cache
 from perturbkv.devices import to_device
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.forward import run_with_cache
@@ -59,8 +59,8 @@ def teacher_force(
     is the cache's; `check` records all logits.
     """
     cache, finite = prompt.cache, check or FiniteCheck()
-    rows, states = cache.rows, cache.prompt_states
-    reference = SharedCache(prompt.full or _full_cache_of_first_row(adapter, cache, states), states, rows)
+    rows = cache.rows
+    reference = SharedCache(prompt.full or _full_cache_of_first_row(adapter, cache), cache.prompt_states, rows)
     observer = Observer() if compressor is None else compressor.observer()
 
     def read(ids: Int[Tensor, " token"]) -> tuple[Tensor, Tensor]:
@@ -94,7 +94,7 @@ def check_first_row(adapter: Adapter, prompt: EvictedPrompt, question: Sequence[
     """
     cache = prompt.cache.fork()
     cache.keep_rows([0])
-    full = prompt.full or _full_cache_of_first_row(adapter, cache, cache.prompt_states)
+    full = prompt.full or _full_cache_of_first_row(adapter, cache)
     ids = to_device(list(question), adapter.device) if question else prompt.logits.argmax().view(1)
 
     def free(number: int, hidden: Tensor) -> None:
@@ -108,10 +108,10 @@ def check_first_row(adapter: Adapter, prompt: EvictedPrompt, question: Sequence[
     check_everything_kept(check, adapter, expected, found)
 
 
-def _full_cache_of_first_row(adapter: Adapter, cache: CompactCache, states: PromptStates) -> Cache:
-    """Return a plain cache of the model with row 0's entries, which are all entries and not copied, and the states."""
+def _full_cache_of_first_row(adapter: Adapter, cache: CompactCache) -> Cache:
+    """Return a plain cache of the model with row 0's entries, all and not copied, and the prompt's states."""
     rows = (layer.borrowed_rows[0] for layer in cache.evicted_layers)
-    return rebuild_cache(adapter, [row.rectangle for row in rows if row.rectangle is not None], states)
+    return rebuild_cache(adapter, [row.rectangle for row in rows if row.rectangle is not None], cache.prompt_states)
 
 
 def _read_tokens(

@@ -266,10 +266,11 @@ def _sample_bytes(planned: Plan, context: int, tokens: int) -> tuple[int, int]:
     The sample has `tokens` tokens, of which the `context` first ones are compressed.
     """
     run, shape = planned.run, planned.shape
-    layers = {"layer": shape.measured, "decoder_layer": shape.decoder_layers}
-    heads = {"head": shape.heads, "d_value": shape.d_value, "d_model": shape.streams * shape.d_model}
-    counts = {"config": len(run.configs), "step": run.steps, "answer_token": run.generate, "lost_entry": LOST_ENTRIES}
-    sizes = {**layers, **heads, **counts, "key": tokens + run.steps}  # by axis
+    sizes = {  # by axis
+        "config": len(run.configs), "step": run.steps, "answer_token": run.generate, "lost_entry": LOST_ENTRIES,
+        "layer": shape.measured, "decoder_layer": shape.decoder_layers, "head": shape.heads, "d_value": shape.d_value,
+        "d_model": shape.streams * shape.d_model, "key": tokens + run.steps,
+    }  # fmt: skip
     codes = _kept_set_bytes(run, shape, context) if planned.kept else 0
     answers = (1 + len(run.configs)) * (_ANSWER_BYTES + _ANSWER_TOKEN_BYTES * run.generate) if run.generate else 0
     text = _TOKEN_BYTES * tokens + answers if planned.text else 0

@@ -250,7 +250,7 @@ class ShardWriter:
         folder = self.shard.journal.folder
         was_removed = self.shard.record() is None  # a sample that came later made the folder anew, without the record
         if was_removed or self._missing:
-            got = "it removed meanwhile" if was_removed else f"all but {len(self._missing)}"
+            got = "a folder that was removed meanwhile" if was_removed else f"all but {len(self._missing)}"
             raise TraceError(
                 f"expected every sample of shard {self._record.shard} in {folder}, got {got}; run the same command "
                 "again to measure what is missing"
