@@ -16,6 +16,7 @@ import numpy as np
 
 import perturbkv as pk
 from perturbkv.errors import PerturbkvError
+from perturbkv.schema import FORMAT_VERSION
 from tests.attack.case import MAIN, Case, Flaw, Outcome, refused, run
 from tests.attack.materials import MODEL, PROMPTS
 
@@ -174,7 +175,7 @@ def another_program(content: bytes, draw: Draw) -> bytes:
 def another_version(content: bytes, draw: Draw) -> bytes:
     made = io.BytesIO(content)
     with h5py.File(made, "r+", track_order=True) as file:
-        file.attrs["format_version"] = int(draw.choice([1, 3, 5, 99]))
+        file.attrs["format_version"] = int(draw.choice([1, FORMAT_VERSION - 1, FORMAT_VERSION + 1, 99]))
     return made.getvalue()
 
 
