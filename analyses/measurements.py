@@ -162,8 +162,8 @@ def _drop_ended_samples(trace: Trace, analysis: str, step: int) -> Trace:
 
 
 def resolve_step(trace: Trace, step: int | None) -> int | None:
-    """Return the step itself, and 0 for no step in a trace of one: its mean is that step."""
-    return 0 if step is None and trace.run.steps == 1 else step
+    """Return the step itself, and 0 for no step where no sample has more than one: the mean is that step."""
+    return 0 if step is None and measured_steps(trace).max(initial=0) <= 1 else step
 
 
 def measured_steps(trace: Trace) -> NDArray[np.int64]:
