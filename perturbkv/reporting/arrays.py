@@ -79,7 +79,7 @@ def kl_floor(trace: Trace) -> float:
 
 
 def top1_shares(trace: Trace) -> Floats:
-    """Return (config, 3): the share of samples with the same next token, with its exact interval."""
+    """Return (config, 3): the mean share of steps with the same next token, with its interval."""
     agrees = Measurements(trace, ANALYSIS)["top1_agreement"]
     return np.array([with_interval(float(one.mean()), intervals.of_shares(one)) for one in agrees.T])
 

@@ -59,7 +59,8 @@ function quantities(view, chosen) {
     ];
   });
   const [layer, index] = view.choice.head.split("-");
-  return table(`Layer ${layer}, head ${index} (${view.of}, first decode step)`,
+  const steps = view.data.steps > 1 ? "mean over decode steps" : "first decode step";
+  return table(`Layer ${layer}, head ${index} (${view.of}, ${steps})`,
     ["", ...sides, ...(view.paired ? ["#change", ""] : []), "#noise floor"], rows);
 }
 

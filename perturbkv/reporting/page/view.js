@@ -90,7 +90,7 @@ export class View {
   }
 
   /**
-   * Return (head,) numbers of a configuration at the first decode step, of the chosen sample or the mean.
+   * Return (head,) numbers of a configuration, means over decode steps, of the chosen sample or the mean.
    * @param {number} config
    * @param {number} [measure] the one that is chosen, or another
    * @returns {Float32Array}
