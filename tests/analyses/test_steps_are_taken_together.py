@@ -109,6 +109,24 @@ def test_bounds_are_checked_at_every_step() -> None:
                                 theta_hat_relax=lambda a: a["perturbation_isolated"] * 2e9))  # fmt: skip
 
 
+def test_bounds_are_evidence_where_sigma_exceeds_one_half_at_every_step() -> None:
+    """Where it does not at a step, θ̂ exceeds θ̂_relax there, and the means may, too."""
+
+    def sigma(arrays: dict[str, Any]) -> Any:
+        held = np.full(arrays["sigma_stage1"].shape, 0.9)
+        held[:, 1, 0] = 0.3
+        return held
+
+    def relaxed(arrays: dict[str, Any]) -> Any:
+        bound = 2 * arrays["theta_hat"]
+        bound[:, 1, 0] = 1e-3 * arrays["theta_hat"][:, 1, 0]
+        return bound
+
+    shown = pk.bound_tightness(made(sigma_stage1=sigma, theta_hat_relax=relaxed)).configs[0]
+    assert shown.spreads["θ̂/θ̂_relax"].evidence.max() <= 1
+    np.testing.assert_allclose(shown.flagged_heads, [[5 / 6] * 2, [0] * 2])  # one text ends after the first step
+
+
 def test_agreement_over_steps_is_a_share_of_each_sample() -> None:
     found = made()
     measured = Measurements(found, "layers")
