@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from perturbkv.analyses import text
-from perturbkv.analyses.measurements import Measurements, measured_steps
+from perturbkv.analyses.measurements import Measurements, measured_steps, resolve_step
 from perturbkv.analyses.names import SIDE, common_choices, common_text, distinct_choices, distinct_names
 from perturbkv.configs import layer_types
 from perturbkv.configs.cache_contents import WITHOUT_EVICTION
@@ -225,9 +225,7 @@ def _choices_text(words: dict[str, str], of_side: bool) -> str:
 
 def identity_at(trace: Trace, configs: Sequence[EvictionConfig], step: int | None) -> RunIdentity:
     """Return the identity of a run whose numbers are those of one decode step, or, for None, means over all."""
-    of_one = f"step {step} alone" if step else "first step alone"
-    steps = f"mean over {trace.run.steps} steps" if step is None else of_one
-    return replace(identity(trace, configs, step or 0), steps=steps if trace.run.steps > 1 else "")
+    return replace(identity(trace, configs, step or 0), steps=_steps_in_words(trace, step))
 
 
 def identity(trace: Trace, configs: Sequence[EvictionConfig], step: int = 0) -> RunIdentity:
@@ -249,6 +247,17 @@ def identity(trace: Trace, configs: Sequence[EvictionConfig], step: int = 0) -> 
         byte_shares=_trace_byte_shares(trace, configs),
         unevicted=_unevicted_counts(trace, configs, step),
     )
+
+
+def _steps_in_words(trace: Trace, step: int | None) -> str:
+    """Return the decode steps shown in words; empty where the trace has one. None: the mean over those of a sample."""
+    step = resolve_step(trace, step)
+    if trace.run.steps == 1:
+        return ""
+    if step is not None:
+        return f"step {step} alone" if step else "first step alone"
+    counts = measured_steps(trace)
+    return f"mean over {'up to ' if counts.min() < counts.max() else ''}{counts.max()} steps"
 
 
 def _unevicted_counts(trace: Trace, configs: Sequence[EvictionConfig], step: int) -> tuple[tuple[str, int], ...]:

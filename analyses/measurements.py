@@ -69,6 +69,10 @@ class Measurements:
         """
         return self._read(name, threshold)
 
+    def least(self, name: str) -> Floats:
+        """Return the least number of a variable over the decode steps of each sample. Raises as `__getitem__`."""
+        return self._read(name, least=True)
+
     def __contains__(self, name: str) -> bool:
         return name in self.trace.arrays
 
@@ -124,10 +128,10 @@ class Measurements:
         own, full = (self.trace.arrays[name][self.trace.ok] for name in ("prefill_seconds", "prefill_seconds_full"))
         return np.asarray(own.mean(axis=0)), float(full.mean())
 
-    def _read(self, name: str, threshold: float | None = None) -> Floats:
+    def _read(self, name: str, threshold: float | None = None, least: bool = False) -> Floats:
         """Return a variable of the complete samples as the object reads it, or 1 where it exceeds a threshold, else 0.
 
-        Raises as `__getitem__`.
+        `least`: its least number over the steps in place of the mean. Raises as `__getitem__`.
         """
         array = np.asarray(self.trace.get(name, self.analysis), dtype=np.float64)
         dims = VARIABLES[name].dims
@@ -146,6 +150,8 @@ class Measurements:
         if self.by_step:
             return np.moveaxis(by_step, 1, axis)
         where = measured.reshape(*measured.shape, *[1] * (by_step.ndim - 2))
+        if least:
+            return np.asarray(by_step.min(axis=1, where=where, initial=np.inf))
         return np.asarray(by_step.mean(axis=1, where=where))
 
 
@@ -162,8 +168,8 @@ def _drop_ended_samples(trace: Trace, analysis: str, step: int) -> Trace:
 
 
 def resolve_step(trace: Trace, step: int | None) -> int | None:
-    """Return the step itself, and 0 for no step in a trace of one: its mean is that step."""
-    return 0 if step is None and trace.run.steps == 1 else step
+    """Return the step itself, and 0 for no step where no sample has more than one: the mean is that step."""
+    return 0 if step is None and measured_steps(trace).max(initial=0) <= 1 else step
 
 
 def measured_steps(trace: Trace) -> NDArray[np.int64]:

@@ -61,10 +61,13 @@ _AGAIN_S = 0.1
 def sigterm_as_interrupt() -> Iterator[SigtermRecord]:
     """Turn a SIGTERM within the block into a KeyboardInterrupt, which no finaliser swallows; yield the record of it."""
     sigterm, previous_hook = SigtermRecord(), sys.unraisablehook
+    timers: list[threading.Timer] = []
 
     def interrupt_again(lost: Any) -> None:
         if isinstance(lost.exc_value, KeyboardInterrupt):  # it came while a library's __del__ ran
-            threading.Timer(_AGAIN_S, _thread.interrupt_main).start()
+            number = signal.SIGTERM if sigterm.terminated else signal.SIGINT  # which a shell's background job ignores
+            timers.append(threading.Timer(_AGAIN_S, _thread.interrupt_main, [number]))
+            timers[-1].start()
         else:
             previous_hook(lost)
 
@@ -72,6 +75,8 @@ def sigterm_as_interrupt() -> Iterator[SigtermRecord]:
     try:
         yield sigterm
     finally:
+        for timer in timers:
+            timer.cancel()
         signal.signal(signal.SIGTERM, previous)
         sys.unraisablehook = previous_hook
 

@@ -36,7 +36,7 @@ class Bounds:
     Attributes:
         perturbation: L, isolated.
         theta, theta_hat, theta_hat_relax: its bounds.
-        sigma: of stage 1 and the always-kept entries.
+        sigma: of stage 1 and the always-kept entries, the least of a sample's steps.
         mass: S.
         scale: ‖o_h‖₁, with an axis for `config` of length 1.
         evicted: (sample, config) True where the configuration evicted anything of the sample.
@@ -102,12 +102,12 @@ def read_bounds(measured: Measurements) -> Bounds:
         "theta": "theta",
         "theta_hat": "theta_hat",
         "theta_hat_relax": "theta_hat_relax",
-        "sigma": "sigma_stage1",
         "mass": "retained_mass",
     }
     arrays = {field: measured[name] for field, name in names.items()}
     return Bounds(
         **arrays,
+        sigma=measured.least("sigma_stage1"),  # below 0.5 a step's θ̂ exceeds its θ̂_relax, and bears most on the mean
         scale=measured["output_norm"][:, None],
         evicted=measured["evicted"] > 0,
         configs=trace.run.configs,

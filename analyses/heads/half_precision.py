@@ -78,7 +78,7 @@ def compare(exact: Trace, rounded: Trace, baseline: str, treatment: str) -> tupl
         for distance in DISTANCES
         if all(f"perturbation_{kind}{DISTANCES[distance].suffix}" in trace.arrays for trace in (exact, rounded))
     ]
-    traces = Measurements(exact, ANALYSIS), Measurements(rounded, ANALYSIS)
+    traces = Measurements(exact, ANALYSIS, 0), Measurements(rounded, ANALYSIS, 0)  # later ones may read other tokens
     return tuple(
         _compare(*traces, same, *measure, pair)
         for pair in pairs(exact.run, baseline, treatment)

@@ -132,7 +132,7 @@ def available_measures(trace: Trace) -> tuple[Measure, ...]:
 
 
 def sample_values(trace: Trace, measure: Measure) -> Floats:
-    """Return a measure's values (sample, config, layer, head), means over decode steps.
+    """Return a measure's values (sample, config, layer, head), means over the decode steps of each sample.
 
     Raises the TraceError of `Measurements`.
     """

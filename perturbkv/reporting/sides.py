@@ -253,7 +253,7 @@ def _pair_drift_ratios(values: Floats, pair: IndexPair, equal: NDArray[np.bool_]
 
 
 def conclusions(trace: Trace, sides: Sides, baseline: int) -> dict[str, str]:
-    """Return 'a-b' -> conclusion on heads in L1 at the first step, for configuration indices a and b of one budget.
+    """Return 'a-b' -> conclusion on heads in L1, for configuration indices a and b of one budget.
 
     a is a configuration of the side `baseline`, b any other one of its budget.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,9 @@ def test_a_samples_number_is_the_mean_over_the_steps_that_it_has() -> None:
     drift = pk.layer_drift(found)[0][0].treatment_drift
     np.testing.assert_allclose(drift[1], np.mean(by_hand(found, "hidden_drift_l1", (1, 1))), rtol=1e-12)
     assert heads[0].step is None and heads[0].samples == 6
-    assert "mean over 3 steps" in heads.conclusion() and "mean over 3 steps" in heads.identity.run_line()
+    told = "mean over up to 3 steps"  # as some texts end before
+    assert told in heads.conclusion() and told in heads.identity.run_line()
+    assert "mean over 3 steps" in pk.compare_heads(made().sel(sample=["s0", "s2"])).conclusion()
 
 
 def test_the_first_step_stands_beside_the_mean_and_is_what_looking_at_it_alone_gives() -> None:
@@ -72,6 +75,13 @@ def test_a_trace_of_one_step_has_no_other_numbers() -> None:
     heads, first = pk.compare_heads(found), pk.compare_heads(found, step=0)
     assert heads.to_dict() == first.to_dict()
     assert heads[0].step == 0 and heads.first_step == () and heads.identity.steps == ""
+
+
+def test_a_trace_whose_texts_all_end_after_the_first_step_has_no_other_numbers() -> None:
+    found = dataclasses.replace(made(), arrays={**made().arrays, "steps_measured": np.ones(6, dtype=np.int64)})
+    heads = pk.compare_heads(found)
+    assert heads.to_dict() == pk.compare_heads(found, step=0).to_dict()
+    assert heads.first_step == () and "first step alone" in heads.conclusion()
 
 
 def test_sigma_is_counted_by_the_share_of_steps() -> None:
@@ -97,6 +107,24 @@ def test_bounds_are_checked_at_every_step() -> None:
     with pytest.raises(BoundError):
         pk.bound_tightness(made(theta=loud, theta_hat=lambda a: a["perturbation_isolated"] * 1e9,
                                 theta_hat_relax=lambda a: a["perturbation_isolated"] * 2e9))  # fmt: skip
+
+
+def test_bounds_are_evidence_where_sigma_exceeds_one_half_at_every_step() -> None:
+    """Where it does not at a step, θ̂ exceeds θ̂_relax there, and the means may, too."""
+
+    def sigma(arrays: dict[str, Any]) -> Any:
+        held = np.full(arrays["sigma_stage1"].shape, 0.9)
+        held[:, 1, 0] = 0.3
+        return held
+
+    def relaxed(arrays: dict[str, Any]) -> Any:
+        bound = 2 * arrays["theta_hat"]
+        bound[:, 1, 0] = 1e-3 * arrays["theta_hat"][:, 1, 0]
+        return bound
+
+    shown = pk.bound_tightness(made(sigma_stage1=sigma, theta_hat_relax=relaxed)).configs[0]
+    assert shown.spreads["θ̂/θ̂_relax"].evidence.max() <= 1
+    np.testing.assert_allclose(shown.flagged_heads, [[5 / 6] * 2, [0] * 2])  # one text ends after the first step
 
 
 def test_agreement_over_steps_is_a_share_of_each_sample() -> None:

@@ -15,6 +15,7 @@ from perturbkv.analyses.verdicts import equal_isolated, equal_propagated, equal_
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 from tests.support.measured import config, hand_made
+from tests.support.traces import sample_trace, trace
 
 CONFIGS = (config("attention"), config("two-stage"))
 
@@ -65,6 +66,17 @@ def test_a_sample_that_decodes_another_token_is_counted_and_left_out() -> None:
     neither = tied([[5.0] * 4] * 2, [[4.0] * 4] * 2, 0.1, [8, 8])
     with pytest.raises(TraceError, match="got none"):
         compare(EXACT, neither, "attention", "two-stage")
+
+
+def test_later_steps_which_may_read_other_tokens_are_not_compared() -> None:
+    samples = [sample_trace(f"s{place}", steps=2, seed=place) for place in range(6)]
+    exact = trace(*samples, steps=2)
+    later = {name: array.copy() for name, array in exact.arrays.items()}
+    later["token_id"][:, 1] += 1
+    later["perturbation_isolated"][:, :, 1] = later["perturbation_isolated"][:, ::-1, 1] * 9
+    rounded = dataclasses.replace(exact, arrays=later)
+    for ties in compare(exact, rounded, "attention", "two-stage"):
+        assert ties.by_difference.agreeing == ties.by_difference.decided > 0
 
 
 def test_equal_kept_sets_tie_whatever_rounding_says() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 import perturbkv as pk
 from perturbkv.analyses.heads.head_comparison import summarise
+from perturbkv.analyses.measurements import Measurements
 from perturbkv.analyses.tokens.fates import BASELINE, BOTH, NEITHER, QUESTION, TREATMENT
 from perturbkv.analyses.verdicts import DISTANCES
 from tests.browser.conftest import watched
@@ -106,7 +107,8 @@ def test_hovering_tells_both_means_and_a_click_opens_the_head(shown: Any) -> Non
         assert word in said
         shown.page.mouse.click(*at)
         settle(shown)
-        assert text(shown, "#head table caption").startswith(f"Layer {layer}, head {head} ")
+        of = "mean of 5 samples, mean over decode steps"
+        assert text(shown, "#head table caption") == f"Layer {layer}, head {head} ({of})"
 
 
 def test_hatched_cells_are_the_tied_heads(shown: Any) -> None:
@@ -134,7 +136,7 @@ def test_the_table_of_a_head_is_what_the_trace_holds(shown: Any) -> None:
         "S": "retained_mass",
         "σ, stage 1": "sigma_stage1",
     }.items():
-        means = held.arrays[variable][:, places, 0, 12, 4].mean(axis=0)
+        means = Measurements(held, "report")[variable][:, places, 12, 4].mean(axis=0)
         assert told[name][:2] == [number(float(mean)) for mean in means], name
 
 

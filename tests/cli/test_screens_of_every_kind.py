@@ -185,18 +185,40 @@ def test_a_run_says_itself_what_it_kept(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "2 of 3" in capsys.readouterr().err
 
 
+class Finalised:
+    """Something whose finaliser swallows a signal, which it sends itself."""
+
+    def __init__(self, sent: signal.Signals) -> None:
+        self.sent = sent
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), self.sent)
+        while True:  # until the handler has raised
+            pass
+
+
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_that_a_finaliser_swallows_interrupts_all_the_same(sent: signal.Signals) -> None:
-    class Finalised:
-        def __del__(self) -> None:
-            os.kill(os.getpid(), sent)
-            while True:  # until the handler has raised
-                pass
-
     with main.sigterm_as_interrupt() as sigterm:
         hook = sys.unraisablehook
         with pytest.raises(KeyboardInterrupt):  # noqa: PT012 (the handler runs at a later instruction)
-            Finalised()
+            Finalised(sent)
             time.sleep(10)
         assert sigterm.exit_code(130) == (143 if sent == signal.SIGTERM else 130)
     assert sys.unraisablehook is not hook
+
+
+def test_a_swallowed_sigterm_interrupts_a_background_job_which_ignores_ctrl_c() -> None:
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with main.sigterm_as_interrupt(), pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            Finalised(signal.SIGTERM)
+            time.sleep(2)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def test_a_swallowed_interrupt_does_not_outlive_the_command() -> None:
+    with main.sigterm_as_interrupt():
+        Finalised(signal.SIGINT)
+    time.sleep(3 * main._AGAIN_S)
