@@ -48,8 +48,8 @@ class Measurements:
     def __init__(self, trace: Trace, analysis: str, step: int | None = None, by_step: bool = False) -> None:
         self.trace: Trace = _drop_ended_samples(trace, analysis, step or 0)
         self.analysis = analysis
-        self.step = resolve_step(trace, step)
-        self.by_step = by_step
+        self.step: int | None = resolve_step(trace, step)
+        self.by_step: bool = by_step
         self._arrays: dict[str, Floats] = {}
 
     def __getitem__(self, name: str) -> Floats:
