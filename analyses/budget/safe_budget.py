@@ -38,8 +38,8 @@ from perturbkv.trace import Trace
 _GIB = 2**30
 _ORDER = (
     "Budgets are tested from the largest down, up to the first that fails, so that each selection's verdict errs "
-    "about as often as one bound does; verdicts on several selections are not corrected for their number. A budget whose "
-    "KL is no larger on any prompt than a smaller one's has at most that one's bound."
+    "about as often as one bound does; verdicts on several selections are not corrected for their number. A budget "
+    "whose KL is no larger on any prompt than a smaller one's has at most that one's bound."
 )
 _BOUNDS = {
     "kl": "KL: the larger bound of Student's t and of a lognormal, where less than a hundredth of the limit counts as "
