@@ -32,7 +32,7 @@ Along = Callable[[int, list[Array], list[list[Array]], list[list[Array]]], list[
 
 @dataclass
 class Step:
-    """Per measured layer: query (head, d_head), head_output (head, d_value), hidden (d_model); then final and logits.
+    """Per measured layer: query (head, d_head), head_output (head, d_value); hidden (d_model) per layer; final, logits.
 
     `gates` are γ (head, d_value) of every measured layer, 1 where there are none; head outputs are multiplied by them.
     """
@@ -126,8 +126,7 @@ class Decoder:
             more = None if extras is None or mask is None else extras[self.places.index(layer)]
             made = self._attention(layer, normed, mask, in_cache, record, held, more)
             hidden = self._behind(layer, hidden, made)
-            if layer in self.places:
-                record.hidden.append(hidden.copy())
+            record.hidden.append(hidden.copy())
         record.final = self._norm(hidden, "model.norm.weight")
         head = self.weights.get("lm_head.weight", self.weights["model.embed_tokens.weight"])
         logits = head @ record.final / getattr(config, "logits_scaling", 1.0)

@@ -182,7 +182,8 @@ def test_what_a_prefill_along_lines_leaves_is_decoded_from(case: Case) -> None:
             for head, (u, v) in enumerate(zip(full.head_output[layer], own.head_output[layer], strict=True)):
                 projection = theory.head_slice(decoder.w_o(layer), head, decoder.d_head)
                 same(arrays["perturbation_propagated"][place, 0, layer, head], theory.l1((u - v) @ projection))
-            same(arrays["hidden_drift_l1"][place, 0, layer], theory.l1(full.hidden[layer] - own.hidden[layer]))
+        for layer, (u, v) in enumerate(zip(full.hidden, own.hidden, strict=True)):
+            same(arrays["hidden_drift_l1"][place, 0, layer], theory.l1(u - v))
         same(arrays["final_drift_l1"][place, 0], theory.l1(full.final - own.final))
         assert float(arrays["logit_kl"][place, 0]) == pytest.approx(
             theory.kl(full.logits, own.logits), rel=1e-4, abs=1e-12
