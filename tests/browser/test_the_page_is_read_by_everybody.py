@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from perturbkv.analyses.measurements import Measurements
 from perturbkv.storage.trace.trace_file import read_trace
 from perturbkv.trace import SampleTrace, Trace
 from tests.browser.conftest import watched
@@ -276,7 +277,7 @@ def test_a_bound_that_is_no_evidence_is_not_coloured(opened: Open) -> None:
     shown = ready(opened(html()))
     choose(shown, baseline="attention", treatment="two-stage", budget="48", measure="theta_hat", sample="")
     held = measured()
-    sigma = held.arrays["sigma_stage1"][:, :, 0].mean(axis=0)
+    sigma = Measurements(held, "report")["sigma_stage1"].mean(axis=0)
     places = [place for place, one in enumerate(held.run.configs)
               if one.budget.value == 48 and one.selection.name in ("attention", "two-stage")]  # fmt: skip
     silent = int((sigma[places].min(axis=0) <= 0.5).sum())
