@@ -318,9 +318,15 @@ def _read_settings(source: Source, tokenizer: Any = None) -> tuple[Any, Any]:
 
 
 def _read_tokenizer(source: Source) -> Any:
-    """Return a source's tokenizer. Raises ModelError."""
+    """Return a source's tokenizer. Raises ModelError.
+
+    Where its files are missing, transformers makes for some families one that knows its special tokens alone.
+    """
     with explain_errors(source, "the tokenizer (tokenizer.json)"):
-        return AutoTokenizer.from_pretrained(source.location, **source.arguments)
+        tokenizer = AutoTokenizer.from_pretrained(source.location, **source.arguments)
+        if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+            raise ValueError("there is none, or its vocabulary has no token but special ones")
+    return tokenizer
 
 
 @quiet()

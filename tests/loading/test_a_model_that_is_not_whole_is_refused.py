@@ -105,6 +105,14 @@ def test_a_broken_folder_is_refused_in_one_line(case: str, tmp_path: Path) -> No
     assert str(raised.value)[-1] not in ":,("
 
 
+def test_a_tokenizer_made_up_of_special_tokens_is_none(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model", "qwen2")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    with pytest.raises(ModelError, match="tokenizer.json.* no token but special ones"):
+        load_model(str(folder), device="cpu")
+
+
 @pytest.mark.parametrize("more", [{}, {"tie_word_embeddings": True}], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "phi3"])
 def test_a_whole_folder_is_not(family: str, more: dict[str, Any], tmp_path: Path) -> None:
