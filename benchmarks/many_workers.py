@@ -120,7 +120,7 @@ def demo_plan(model: str, samples: int) -> Plan:
     prompts = tuple(replace(demo[0], sample_id=f"{number:05}") for number in range(samples))
     configs = grid(128, selection=("attention", "two-stage"))
     placement = Placement(pick_dtype("auto", _CPU), _CPU)
-    return plan(files, placement, replace(demo, prompts=prompts), configs, Settings(), Resources())
+    return plan(files, placement, replace(demo, prompts=prompts), configs, Settings(1), Resources())
 
 
 def store_one_sample(model: str, folder: str) -> Result:

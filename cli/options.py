@@ -15,6 +15,7 @@ from typer import Argument, Option
 from perturbkv.cli import data_options
 from perturbkv.cli.choices import check_choice, check_distinct
 from perturbkv.cli.data_options import DataOptions
+from perturbkv.configs.cache_contents import DEFAULT_STEPS
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import check_number
@@ -194,7 +195,8 @@ class RunOptions(DataOptions):
         str, _rare_option(_EVICT, metavar="NAME", help=f"Layout of evicted caches: {', '.join(CACHES)}")
     ] = "ragged"
     steps: Annotated[
-        int | None, _run_option(metavar="N", help="Decode steps measured, along the full run's text", show_default="1")
+        int | None,
+        _run_option(metavar="N", help="Decode steps, along the full run's text", show_default=str(DEFAULT_STEPS)),
     ] = None
     dtype: Annotated[str, _run_option(metavar="NAME", help="auto, float32, bfloat16, float16")] = "auto"
     device: Annotated[str, _run_option(metavar="NAME", help="auto, cpu, cuda, cuda:1, …")] = "auto"
@@ -290,11 +292,6 @@ class RunOptions(DataOptions):
         """The memory that the run may use, and its norm kernel. Raises ConfigError for text that is not a size."""
         max_bytes = None if self.max_memory is None else parse_size("--max-memory", self.max_memory)
         return Resources(self.chunk_mib * 2**20, max_bytes, self.norm_kernel)
-
-    @property
-    def step_count(self) -> int:
-        """The number of measured decode steps; 1 by default."""
-        return 1 if self.steps is None else self.steps
 
     def with_budgets(self, budgets: tuple[str, ...]) -> RunOptions:
         """Return the options with `budgets` as default budgets; budgets that the user chose stay."""

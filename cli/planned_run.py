@@ -147,11 +147,11 @@ def check_same_run(run: RunOptions, path: Path) -> None:
         return
     journal = journal_path(path)
     stored = {path: read_run(path) if path.exists() else None, journal: Journal(journal).run()}
-    same = ("model", "dataset", "scenario", "cache", "max_tokens")
+    same = ("model", "dataset", "scenario", "cache", "max_tokens", *(["steps"] if run.steps is not None else []))
     chosen: dict[str, Any] = {name: getattr(run, name) for name in same}
     for place, old in stored.items():
         if old is not None:
-            check_extends(dataclasses.replace(old, **chosen, steps=run.step_count), old, place)
+            check_extends(dataclasses.replace(old, **chosen), old, place)
 
 
 def warn_of_missing_budgets(plans: Sequence[Plan], name: str) -> None:
@@ -304,7 +304,7 @@ def plan(
         options.head_scores, files.config, needed[0] if needed else None, compatibility.describe_compatible_choices()
     )
     settings = Settings(
-        steps=options.step_count,
+        steps=options.steps,
         scenario=options.scenario,
         cache=options.cache,
         save=tuple(options.save or ()),

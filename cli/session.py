@@ -311,7 +311,7 @@ def _open_new_traces(analysis: Analysis, look: FigureOptions, options: Mapping[s
     planned = plan_all(
         runs, configs, analysis.leave_out_unfit, analysis.generate, analysis.metric, files=analysis.files
     )
-    _check_step(getattr(look, "step", None) or 0, run, planned[0])
+    _check_step(getattr(look, "step", None) or 0, planned[0])
     if analysis.by_dataset:
         warn_of_missing_budgets(planned, analysis.name)
     if run.dry_run:
@@ -364,14 +364,14 @@ def _check_complete(session: Session) -> None:
         console.note(f"left out: every sample of {trace.run.dataset} failed, see {trace.source}")
 
 
-def _check_step(step: int, run: RunOptions, planned: Plan) -> None:
+def _check_step(step: int, planned: Plan) -> None:
     """Raise ConfigError for a decode step beyond those that the run measures."""
-    if step < run.step_count:
+    if step < planned.run.steps:
         return
     tokens = max(len(prompt.token_ids) for prompt in planned.prompts)
     fits = tokens + step < int(planned.files.config.max_position_embeddings)
     advice = f"; --steps {step + 1} records it" if fits else ""
-    raise ConfigError(f"expected a step from 0 to {run.step_count - 1}, got {step}{advice}")
+    raise ConfigError(f"expected a step from 0 to {planned.run.steps - 1}, got {step}{advice}")
 
 
 def sides_check(names: Sequence[str]) -> Callable[[Trace], object]:

@@ -206,11 +206,10 @@ def horizon(run: RunOptions, look: LookOptions, compare: CompareOption = DEFAULT
     Teacher-forced on the full cache's own text: does the error grow, and does one selection stay ahead?
     """
     names = parse_compare(compare)
-    wanted = dataclasses.replace(run, steps=_HORIZON_STEPS if run.steps is None else run.steps)
-    if look.trace is None and wanted.step_count < _LEAST_HORIZON_STEPS:
-        raise ConfigError(
-            f"horizon needs at least {_LEAST_HORIZON_STEPS} decode steps, got --steps {wanted.step_count}"
-        )
+    steps = _HORIZON_STEPS if run.steps is None else run.steps
+    if look.trace is None and steps < _LEAST_HORIZON_STEPS:
+        raise ConfigError(f"horizon needs at least {_LEAST_HORIZON_STEPS} decode steps, got --steps {steps}")
+    wanted = dataclasses.replace(run, steps=steps)
 
     def analyse(session: Session) -> Result:
         from perturbkv.analyses.horizon.horizon import horizon

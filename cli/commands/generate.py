@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -130,7 +131,7 @@ def generate(
     output = OutputFolder(path.parent, run.overwrite, run.wait)
     if not run.dry_run:
         output.claim(resumable_file(path), writer=path)
-    planned = plan(run, configs, generate=max_new_tokens, metric=metric, scored=False)
+    planned = plan(dataclasses.replace(run, steps=1), configs, generate=max_new_tokens, metric=metric, scored=False)
     if run.dry_run:
         from perturbkv.cli import dry_run
 

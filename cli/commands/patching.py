@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,7 @@ from typer import Option
 from perturbkv.analyses.json_values import run_object
 from perturbkv.cli import console, dry_run, option_refusals
 from perturbkv.cli.choices import DEFAULT_COMPARE, parse_compare
-from perturbkv.cli.command_line import hide_options, with_options, without_options
+from perturbkv.cli.command_line import hide_options, show_defaults, with_options, without_options
 from perturbkv.cli.options import LOOK, FigureOptions, RunOptions
 from perturbkv.cli.planned_run import plan, run_folder
 from perturbkv.cli.session import Session
@@ -28,6 +29,7 @@ _COMMAND = "patching"
 _GAME_OPTIONS = ("by", "layers", "outcome", "exact")
 
 
+@show_defaults(steps="--step + 1")
 @hide_options("preset", "alpha", "precision", "max_tokens", "dtype")
 @without_options(
     "save",
@@ -85,6 +87,7 @@ def patching(
     )  # fmt: skip
     configs = _compared_configs(run, compare)
     option_refusals.check_effects(_COMMAND, configs, run)
+    run = run if run.steps is not None else dataclasses.replace(run, steps=step + 1)
     folder = run_folder(run, run.output)
     if not run.dry_run:
         OutputFolder(folder, wait=run.wait).claim(resumable_file(folder / FILE), writer=folder / FILE)

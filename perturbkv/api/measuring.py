@@ -138,7 +138,7 @@ def generate(
 
     chosen = as_tuple(EvictionConfig, configs, CONFIGS)
     check_answer_options(chosen, max_new_tokens, compress_every)
-    settings = Settings(scenario=scenario, cache=cache, generate=max_new_tokens, head_scores=head_scores, scored=False)
+    settings = Settings(1, scenario, cache, generate=max_new_tokens, head_scores=head_scores, scored=False)
     ready = make_plan(model, prompts, chosen, settings, resources)
     metrics_of(ready.prompts)
     with user_model.eval_mode(model.model):

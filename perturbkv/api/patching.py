@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,7 +58,7 @@ def patching(
         baseline: the configuration whose kept sets are everywhere at first.
         treatment: a configuration of the same granularity.
         question: the layers or heads that are switched, and the outcome.
-        settings: as in `measure`; answers are graded.
+        settings: as in `measure`, but that the steps end with the one looked at unless given; answers are graded.
         path: a file of the measurements, each written at once; the same call resumes from it, and other players,
             orders, outcomes and steps of the same run reuse them.
         overwrite: replace the measurements of another run.
@@ -82,6 +83,8 @@ def patching(
     (['treatment everywhere', 'treatment in 0'], 4)
     """
     check_sides(baseline, treatment)
+    if settings.steps is None:
+        settings = replace(settings, steps=question.step + 1)
     ready = make_plan(model, prompts, (baseline, treatment), settings, resources, resumable=path is not None)
     with bar("mixtures", shown=progress) as progress_bar, user_model.eval_mode(model.model):
         return run_patching(ready, question, None if path is None else Path(path), overwrite, wait, progress_bar.update)

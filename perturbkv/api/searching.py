@@ -79,7 +79,9 @@ def search_kept_sets(
     searches = SearchSettings(heads, proven, seconds, seed=seed)
     chosen = as_tuple(EvictionConfig, configs, CONFIGS)
     searching.check_search(chosen, searches)
-    ready = make_plan(model, prompts, chosen, Settings(scenario=scenario), resources, resumable=path is not None)
+    ready = make_plan(
+        model, prompts, chosen, Settings(steps=1, scenario=scenario), resources, resumable=path is not None
+    )
     header = {"run": json.loads(ready.run.to_json()), "searches": asdict(searches)}
     with (
         bar("samples", shown=progress) as progress_bar,

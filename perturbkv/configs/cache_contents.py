@@ -105,6 +105,8 @@ class WholeCache(CacheContents):
         return kv_heads * tokens
 
 
+DEFAULT_STEPS = 8
+"""Decode steps of a run that is not told how many (METHOD: the protocol, 2)."""
 EVICTED, PAGES_READ, SPARSE_PREFILL = CacheContents(), PagedCache(), WholeCache()
 WITHOUT_EVICTION: Mapping[str, CacheContents] = {"quest": PAGES_READ, "vertical-slash": SPARSE_PREFILL}
 """Policy that evicts nothing -> the contents of its cache."""
@@ -113,6 +115,11 @@ WITHOUT_EVICTION: Mapping[str, CacheContents] = {"quest": PAGES_READ, "vertical-
 def contents_of(policy: Choice) -> CacheContents:
     """Return the contents of a policy's cache."""
     return WITHOUT_EVICTION.get(policy.name, EVICTED)
+
+
+def default_steps(policies: Sequence[Choice]) -> int:
+    """Return the decode steps of a run that is not told how many: 1 with a sparse prefill, which has no others."""
+    return 1 if any(contents_of(policy) is SPARSE_PREFILL for policy in policies) else DEFAULT_STEPS
 
 
 def check_sparse_prefill(policies: Sequence[Choice], steps: int, generate: int, model_config: Any, model: str) -> None:

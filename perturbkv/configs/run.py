@@ -50,7 +50,8 @@ class Settings:
     """Settings of a measurement that hold for every prompt and configuration.
 
     Attributes:
-        steps: number of decode steps, teacher-forced on the full run.
+        steps: number of decode steps, teacher-forced on the full run; None: 8, or 1 where a policy reads the
+            prompt in a prefill of its own.
         scenario: `regular`, or `context-only`, which compresses the context before the question is known.
         cache: layout of evicted caches, `ragged` or `rectangular`.
         save: `outputs` keeps head outputs, hidden states and attention too.
@@ -65,7 +66,7 @@ class Settings:
         leave_out_unfit: whether a budget that some prompt makes no larger than the window is left out, not refused.
     """
 
-    steps: int = 1
+    steps: int | None = None
     scenario: str = "regular"
     cache: str = "ragged"
     save: tuple[str, ...] = ()

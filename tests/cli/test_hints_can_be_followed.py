@@ -82,16 +82,16 @@ def test_head_scores_names_an_option_that_it_has(perturbkv: Run, model: Path) ->
 
 
 def test_the_steps_that_record_one_are_taken(perturbkv: Run, tiny: list[object]) -> None:
-    ran = perturbkv("heads", *tiny, "--step", 2, "--dry-run")
+    ran = perturbkv("heads", *tiny, "--step", 9, "--dry-run")
     steps = suggested(ran, "--steps")
-    assert perturbkv("heads", *tiny, "--step", 2, "--steps", steps, "--dry-run").code == 0
+    assert perturbkv("heads", *tiny, "--step", 9, "--steps", steps, "--dry-run").code == 0
 
 
 def test_a_model_of_too_few_positions_suggests_no_negative_number(
     perturbkv: Run, tiny: list[object], tmp_path: Path
 ) -> None:
     short = model_folder(tmp_path / "short", positions=3)
-    most = suggested(perturbkv("trace", *instead(tiny, "--model", short)), "--max-tokens")
+    most = suggested(perturbkv("trace", *instead(tiny, "--model", short, "--steps", 1)), "--max-tokens")
     assert int(most) == 2
     ran = perturbkv("trace", *instead(tiny, "--model", short, "--steps", 3))
     refused(ran, "decode at most 1, and use --max-tokens")

@@ -148,10 +148,10 @@ def plan(
     if loaded is not None:  # else, when the first prompt is read
         compatibility.check_gates(resolved, loaded.has_gates, files.name)
     generate = _answer_length(prompts) if settings.generate is None else settings.generate
-    cache_contents.check_sparse_prefill(
-        [config.policy for config in configs], settings.steps, generate, files.config, files.name
-    )
-    _check_prompts(prompts, settings.scenario, files.config, max(settings.steps, generate), files.name)
+    policies = [config.policy for config in configs]
+    steps = cache_contents.default_steps(policies) if settings.steps is None else settings.steps
+    cache_contents.check_sparse_prefill(policies, steps, generate, files.config, files.name)
+    _check_prompts(prompts, settings.scenario, files.config, max(steps, generate), files.name)
     if generate and settings.scored:
         check_answers(prompts)
     grading = {METRICS: sorted({metric.name for metric in metrics_of(prompts).values()})} if generate else {}
@@ -165,7 +165,7 @@ def plan(
         dataset_options={**prompts.options, **grading},
         samples=len(prompts),
         seed=prompts.seed,
-        steps=settings.steps,
+        steps=steps,
         max_tokens=prompts.max_tokens,
         chat_template=prompts.chat_template,
         dtype=dtype_name(placement.dtype),
