@@ -13,6 +13,8 @@ GPU_PY ?= $(PY)
 # Compiled once and read by every process of a run, also where the environment says to compile anew each time.
 export PYTHONDONTWRITEBYTECODE =
 
+# The pages' tables are of the first decode step; a run takes eight unless told.
+FIRST  = --steps 1
 NEWS   = --dataset multi_news --data-dir $(LONGBENCH) --samples 40 --max-tokens 1500
 SIXTEEN = $(subst --samples 40,--samples 16,$(NEWS))
 INSIDE = --lengths 1000 --depths 0,0.2,0.4,0.6,0.8 --samples 10 --compare attention,two-stage
@@ -228,10 +230,10 @@ examples: develop
 	$(PY) examples/remake.py
 
 figures: demo
-	$(BIN) bound-tightness --dataset needle --samples 8 --length 2000 --output runs/tour --overwrite
+	$(BIN) bound-tightness $(FIRST) --dataset needle --samples 8 --length 2000 --output runs/tour --overwrite
 	$(BIN) assumption runs/tour/trace.h5
 	$(BIN) layers runs/tour/trace.h5 --per-sample --budgets
-	$(BIN) ablation --dataset needle --samples 8 --length 2000 --output runs/tour/ablation --overwrite
+	$(BIN) ablation $(FIRST) --dataset needle --samples 8 --length 2000 --output runs/tour/ablation --overwrite
 	$(BIN) export runs/demo/trace.h5 --overwrite
 	$(PY) studies/readings.py runs/tour/trace.h5 --output runs/tour
 	cp runs/demo/heads.png runs/tour/*.png runs/tour/ablation/*.png docs/figures/
@@ -249,16 +251,16 @@ longbench:
 	@test -n "$(LONGBENCH)" || { echo "$(MAKECMDGOALS) needs LongBench's jsonl files: make $(MAKECMDGOALS) LONGBENCH=folder"; exit 2; }
 
 tables: longbench develop
-	$(BIN) heads $(NEWS) --preset paper --preset paper-v2 --preset released-v2 --compare $(CHAIN) --output runs/news/heads --overwrite
-	$(BIN) bound-tightness $(NEWS) --window 8 $(SHARES) --output runs/news --overwrite
+	$(BIN) heads $(FIRST) $(NEWS) --preset paper --preset paper-v2 --preset released-v2 --compare $(CHAIN) --output runs/news/heads --overwrite
+	$(BIN) bound-tightness $(FIRST) $(NEWS) --window 8 $(SHARES) --output runs/news --overwrite
 	$(BIN) assumption runs/news/trace.h5
 	$(BIN) layers runs/news/trace.h5 --per-sample
-	$(BIN) bound-tightness $(NEWS) --output runs/news/window32 --overwrite
+	$(BIN) bound-tightness $(FIRST) $(NEWS) --output runs/news/window32 --overwrite
 	$(BIN) assumption runs/news/window32/trace.h5
 	$(BIN) layers runs/news/window32/trace.h5 --per-sample --compare attention,two-stage,two-stage-uniform
-	$(BIN) layers $(NEWS) --window 4 --budgets --budget 0.01 $(SHARES) --output runs/news/budgets --overwrite
-	$(BIN) ablation $(NEWS) --output runs/news/ablation --overwrite
-	$(BIN) ablation --methods all $(METHODS) --output runs/news/methods --overwrite
+	$(BIN) layers $(FIRST) $(NEWS) --window 4 --budgets --budget 0.01 $(SHARES) --output runs/news/budgets --overwrite
+	$(BIN) ablation $(FIRST) $(NEWS) --output runs/news/ablation --overwrite
+	$(BIN) ablation $(FIRST) --methods all $(METHODS) --output runs/news/methods --overwrite
 	$(BIN) horizon $(NEWS) --output runs/news/horizon --overwrite
 	cp runs/news/horizon/horizon.png docs/figures/
 	cp runs/news/methods/ablation-methods.png docs/figures/methods.png
@@ -280,12 +282,12 @@ needle: install
 
 # Some hours on two cores: docs/results/scores.md.
 scores: longbench develop
-	$(BIN) quality --dataset multi_news --data-dir $(LONGBENCH) --samples 40 --max-tokens 1500 --max-new-tokens 128 $(EVICTED) --output runs/scores/news
-	$(BIN) quality --dataset needle --length 500,1000,2000 --samples 36 --depth 0,0.2,0.4,0.6,0.8,1 --max-new-tokens 12 $(EVICTED) --output runs/scores/needle
-	$(BIN) quality --dataset $(OFFLINE) --length 1000 --samples 20 $(EVICTED) --output runs/scores/ruler
-	$(BIN) quality --dataset $(OFFLINE) --length 2000 --samples 20 $(EVICTED) --output runs/scores/ruler2000
-	$(BIN) quality --dataset ruler:niah_single_1 --length 1000 --samples 40 $(POOLING) --output runs/scores/pooling
-	$(BIN) quality --dataset ruler:niah_single_1 --length 1000 --samples 40 $(SAVING) --output runs/scores/saving
+	$(BIN) quality $(FIRST) --dataset multi_news --data-dir $(LONGBENCH) --samples 40 --max-tokens 1500 --max-new-tokens 128 $(EVICTED) --output runs/scores/news
+	$(BIN) quality $(FIRST) --dataset needle --length 500,1000,2000 --samples 36 --depth 0,0.2,0.4,0.6,0.8,1 --max-new-tokens 12 $(EVICTED) --output runs/scores/needle
+	$(BIN) quality $(FIRST) --dataset $(OFFLINE) --length 1000 --samples 20 $(EVICTED) --output runs/scores/ruler
+	$(BIN) quality $(FIRST) --dataset $(OFFLINE) --length 2000 --samples 20 $(EVICTED) --output runs/scores/ruler2000
+	$(BIN) quality $(FIRST) --dataset ruler:niah_single_1 --length 1000 --samples 40 $(POOLING) --output runs/scores/pooling
+	$(BIN) quality $(FIRST) --dataset ruler:niah_single_1 --length 1000 --samples 40 $(SAVING) --output runs/scores/saving
 	$(PY) studies/savings.py runs/scores/saving/ruler-niah_single_1/trace.h5 --output runs/scores/saving
 	$(BIN) budget runs/scores/saving/ruler-niah_single_1/trace.h5 --max-kl 0.1 --max-drop 15 --for-length 1000 --output runs/scores/budget --overwrite
 	for made in runs/scores/*/*/trace.h5; do $(BIN) correlation $$made --output $$(dirname $$made)/link --overwrite; done
@@ -301,9 +303,9 @@ questions: longbench develop
 	$(BIN) patching --samples 8 --baseline-in 0 --baseline-in 18-23 --output runs/questions/swap
 	$(PY) studies/alpha.py $(SIXTEEN) --output runs/questions/alpha
 	$(PY) studies/split.py $(SIXTEEN) --budget 128 --output runs/questions/split
-	$(BIN) heads $(SIXTEEN) --compare 'quest:attention,quest:two-stage(alpha=0),quest:hindsight-attention,snapkv:attention' --output runs/questions/quest
-	$(BIN) heads $(SIXTEEN) --compare '$(ALONG)' --output runs/questions/lines
-	$(BIN) budget --cliff $(SIXTEEN) --output runs/questions/cliff
+	$(BIN) heads $(FIRST) $(SIXTEEN) --compare 'quest:attention,quest:two-stage(alpha=0),quest:hindsight-attention,snapkv:attention' --output runs/questions/quest
+	$(BIN) heads $(FIRST) $(SIXTEEN) --compare '$(ALONG)' --output runs/questions/lines
+	$(BIN) budget --cliff $(FIRST) $(SIXTEEN) --output runs/questions/cliff
 
 # docs/results/paper.md: every claim of the paper, in steps of at most 20 minutes of one core, under two hours; killed, it goes on.
 paper: export OMP_NUM_THREADS := 1
@@ -326,13 +328,13 @@ second-model: longbench develop
 	$(PY) studies/readings.py $(SECOND)/$(GEMMA)/heads/trace.h5 --token 5 1 23 --output $(SECOND)
 
 define measured
-	$(BIN) heads $(TEXTS) --model $(1) --preset paper --preset paper-v2 --preset released-v2 --compare $(CHAIN) --output $(SECOND)/$(1)/heads --overwrite
-	$(BIN) ablation $(TEXTS) --model $(1) --output $(SECOND)/$(1)/ablation --overwrite
-	$(BIN) bound-tightness $(TEXTS) --model $(1) --window 8 $(foreach share,0.025 0.1 0.4,--budget $(share)) --output $(SECOND)/$(1)/shares --overwrite
+	$(BIN) heads $(FIRST) $(TEXTS) --model $(1) --preset paper --preset paper-v2 --preset released-v2 --compare $(CHAIN) --output $(SECOND)/$(1)/heads --overwrite
+	$(BIN) ablation $(FIRST) $(TEXTS) --model $(1) --output $(SECOND)/$(1)/ablation --overwrite
+	$(BIN) bound-tightness $(FIRST) $(TEXTS) --model $(1) --window 8 $(foreach share,0.025 0.1 0.4,--budget $(share)) --output $(SECOND)/$(1)/shares --overwrite
 	$(BIN) assumption $(SECOND)/$(1)/shares/trace.h5
 	$(BIN) layers $(SECOND)/$(1)/shares/trace.h5 --per-sample
 	$(BIN) horizon $(TEXTS) --model $(1) --output $(SECOND)/$(1)/horizon --overwrite
-	$(BIN) quality $(NUMBERS) --model $(1) --compare attention,two-stage,attention-unpooled,random --granularity query --granularity kv --budget 64 --budget 128 --output $(SECOND)/$(1)/needle --overwrite
+	$(BIN) quality $(FIRST) $(NUMBERS) --model $(1) --compare attention,two-stage,attention-unpooled,random --granularity query --granularity kv --budget 64 --budget 128 --output $(SECOND)/$(1)/needle --overwrite
 
 endef
 

@@ -35,6 +35,8 @@ EVIDENCE = 0.5
 STYLE = "perturbkv.figures.perturbkv"
 """The style sheet of the package's figures, as matplotlib finds it."""
 
+ONE_STEP = pk.Settings(steps=1)
+"""Of the pages' tables: they are of the first new token."""
 SHORT = {"dataset": "needle", "samples": 4, "length": [300], "max_tokens": None}
 """Options of `--short`, which `make studies` gives: enough to see a study work, too little to conclude from."""
 
@@ -102,16 +104,17 @@ def read_or_measure(asked: argparse.Namespace, configs: Iterable[pk.EvictionConf
         if len(asked.trace) > 1:
             raise pk.PerturbkvError(f"expected one trace, got {len(asked.trace)}")
         return pk.read_trace(asked.trace[0])
-    model = load_model(asked)
-    return measure(asked, "trace.h5", model, prompts(asked, model), configs, settings=pk.Settings(**settings))
+    model, chosen = load_model(asked), dataclasses.replace(ONE_STEP, **settings)
+    return measure(asked, "trace.h5", model, prompts(asked, model), configs, settings=chosen)
 
 
 def measure(
-    asked: argparse.Namespace, name: str, model: Any, prompts: Any, configs: Iterable[pk.EvictionConfig], **more: Any
-) -> pk.Trace:
+    asked: argparse.Namespace, name: str, model: Any, prompts: Any, configs: Iterable[pk.EvictionConfig],
+    settings: pk.Settings = ONE_STEP, **more: Any,
+) -> pk.Trace:  # fmt: skip
     """Measure the configurations into a file of the output folder, with further arguments of `pk.measure`."""
     asked.written.append(asked.output / name)
-    trace: pk.Trace = pk.measure(model, prompts, configs, path=asked.written[-1], **more)
+    trace: pk.Trace = pk.measure(model, prompts, configs, settings=settings, path=asked.written[-1], **more)
     return trace
 
 

@@ -114,6 +114,7 @@ _CHAIN = "attention,two-stage,two-stage-uniform,attention-unpooled"
 _SYSTEMS = ",".join(f"{one}:{way}" for one in ("snapkv", "pyramidkv", "adakv") for way in ("attention", "two-stage"))
 _ASKED = f"--budget 128 --budget 256 --compare {_SYSTEMS},streaming-llm:position"
 _LATER = "--preset paper-v2 --window 32 --budget 128 --budget 256 --compare attention,two-stage"
+_NUMBERS = "quality --steps 1 --dataset needle,ruler:niah_single_1 --length 1000 --samples 16 --max-new-tokens 24"
 _PAGES = "quest:attention,quest:two-stage(alpha=0),quest:hindsight-attention"
 _SPARSE = ",".join(
     f"{one}:{way}"
@@ -122,30 +123,28 @@ _SPARSE = ",".join(
 )
 _ANSWERED = "{output}/quality"
 STEPS = (
-    Step("heads", (f"heads {_NEWS} --policy snapkv --policy adakv --compare {_CHAIN}",)),
-    Step("heads-v2", (f"heads {_NEWS} --preset paper-v2 {_SHARES} --compare attention,two-stage",)),
+    Step("heads", (f"heads --steps 1 {_NEWS} --policy snapkv --policy adakv --compare {_CHAIN}",)),
+    Step("heads-v2", (f"heads --steps 1 {_NEWS} --preset paper-v2 {_SHARES} --compare attention,two-stage",)),
     Step(
         "context-only",
-        (f"heads {_NEWS} --scenario context-only --preset paper-v2 {_SHARES} --compare attention,two-stage",),
+        (f"heads --steps 1 {_NEWS} --scenario context-only --preset paper-v2 {_SHARES} --compare attention,two-stage",),
     ),
     Step(
         "shares",
         (
-            f"bound-tightness {_NEWS} {_SHARES} --compare attention,two-stage,two-stage-uniform,random",
+            f"bound-tightness --steps 1 {_NEWS} {_SHARES} --compare attention,two-stage,two-stage-uniform,random",
             f"assumption {_TRACE}",
             f"layers {_TRACE} --per-sample",
         ),
     ),
-    Step("summaries", (f"quality {_SIXTEEN} --max-new-tokens 96 {_ASKED},snapkv:two-stage(alpha=0)",)),
-    Step("quality", (f"quality --dataset needle,ruler:niah_single_1 --length 1000 --samples 16 --max-new-tokens 24 "
-                     f"{_ASKED}",)),
-    Step("summaries-v2", (f"quality {_SIXTEEN} --max-new-tokens 96 {_LATER}",)),
-    Step("quality-v2", (f"quality --dataset needle,ruler:niah_single_1 --length 1000 --samples 16 --max-new-tokens 24 "
-                        f"{_LATER}",)),
+    Step("summaries", (f"quality --steps 1 {_SIXTEEN} --max-new-tokens 96 {_ASKED},snapkv:two-stage(alpha=0)",)),
+    Step("quality", (f"{_NUMBERS} {_ASKED}",)),
+    Step("summaries-v2", (f"quality --steps 1 {_SIXTEEN} --max-new-tokens 96 {_LATER}",)),
+    Step("quality-v2", (f"{_NUMBERS} {_LATER}",)),
     Step(
         "savings",
         (
-            "quality --dataset ruler:niah_single_1 --length 1000 --samples 20 --compare attention,two-stage "
+            "quality --steps 1 --dataset ruler:niah_single_1 --length 1000 --samples 20 --compare attention,two-stage "
             "--budget 0.05 --budget 0.1 --budget 0.2 --budget 0.4 --budget 0.6",
             "studies/savings.py {folder}/ruler-niah_single_1/trace.h5 --by score --by kl",
         ),
@@ -160,9 +159,9 @@ STEPS = (
     Step("split", (f"studies/split.py {_SIXTEEN} --budget 128",)),
     Step("first-layer", (f"patching {_NEWS} --baseline-in 0 --permutations 0 --greedy 0",)),
     Step("swap", (f"patching {_SIXTEEN} --permutations 8 --greedy 0",)),
-    Step("pages", (f"heads {_SIXTEEN} --compare {_PAGES}",)),
-    Step("lines", (f"heads {_TEXTS} --samples 8 --compare {_SPARSE}",)),
-    Step("cliff", (f"budget --cliff {_SIXTEEN}",)),
+    Step("pages", (f"heads --steps 1 {_SIXTEEN} --compare {_PAGES}",)),
+    Step("lines", (f"heads --steps 1 {_TEXTS} --samples 8 --compare {_SPARSE}",)),
+    Step("cliff", (f"budget --cliff --steps 1 {_SIXTEEN}",)),
     Step("stability", (f"studies/stability.py {{output}}/heads/trace.h5 {_ANSWERED}/needle/trace.h5 --budget 128 "
                        "--selection snapkv:two-stage --baseline snapkv:attention",)),
 )  # fmt: skip

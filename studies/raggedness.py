@@ -133,7 +133,13 @@ def measure(run: Run, longbench: Path) -> pk.Trace:
     path = RUNS / f"{run.name}.h5"
     path.parent.mkdir(parents=True, exist_ok=True)
     print(f"{run.name}: {len(prompts)} prompts", flush=True)
-    return pk.measure(loaded, prompts, [config for made in configs().values() for config in made.values()], path=path)
+    return pk.measure(
+        loaded,
+        prompts,
+        [config for made in configs().values() for config in made.values()],
+        settings=common.ONE_STEP,
+        path=path,
+    )
 
 
 def rows(trace: pk.Trace, run: Run) -> Iterator[dict[str, Any]]:

@@ -201,7 +201,7 @@ def measure(run: Run, longbench: Path) -> pk.Trace:
     ends = [loaded.tokenizer.decode(part) for part in (prompts[0].token_ids[:20], prompts[0].token_ids[-20:])]
     print(f"{path.stem}: {len(prompts)} prompts, {ends[0]!r} … {ends[1]!r}", flush=True)
     configs = [config for made in configs_by_preset().values() for config in made]
-    return pk.measure(loaded, prompts, configs, path=path)
+    return pk.measure(loaded, prompts, configs, settings=common.ONE_STEP, path=path)
 
 
 def commit_hash() -> str:
@@ -416,7 +416,7 @@ def measure_short(folder: Path, configs: Iterable[Any], length: int = 300) -> tu
     """Return a run of four short prompts, and its trace."""
     run = Run(next(iter(SAMPLES)), False, "needle")
     prompts = pk.load_prompts(run.dataset, model(run.model), samples=4, lengths=(length,), chat_template=False)
-    return run, pk.measure(model(run.model), prompts, configs, path=folder / "trace.h5")
+    return run, pk.measure(model(run.model), prompts, configs, settings=common.ONE_STEP, path=folder / "trace.h5")
 
 
 if __name__ == "__main__":

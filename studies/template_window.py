@@ -90,7 +90,7 @@ def measure(name: str, asked: argparse.Namespace) -> Iterator[tuple[list[str], l
         print(f"{name}: no window of {WINDOWS} holds the template's tokens and others.", flush=True)
         return
     configs = pk.grid(BUDGET, window=windows, selection=SELECTIONS, window_queries=("all", "text"))
-    trace = pk.measure(model, prompts, configs, progress=False)
+    trace = pk.measure(model, prompts, configs, settings=common.ONE_STEP, progress=False)
     shares = template_shares(model, prompts, trace, windows)
     for window in windows:
         here, label, count = trace.sel(window=window), Path(name).name, str(len(prompts))
