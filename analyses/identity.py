@@ -23,6 +23,7 @@ from perturbkv.storage.answers_file import WrittenAnswers
 from perturbkv.trace import Trace
 
 _BYTE_HEADINGS = ("", "#bits", "#bytes /\nfull")
+FIRST_STEP = "first step alone"
 MOST_NAMED = 12
 """Largest number of configurations that a figure's foot names; its metadata names all."""
 
@@ -47,6 +48,7 @@ class RunIdentity:
         byte_shares: bytes of each configuration over those of the full cache in 16 bits, mean over samples; empty where
             none is quantised or corrected, or where they are unknown.
         steps: the decode steps shown, in words; empty where the trace has one.
+        first_step: the conclusion at the first step alone, where the numbers are means over several; else empty.
         unevicted: budgets, or configurations, that leave the cache whole in some samples, with the number of these.
     """
 
@@ -66,6 +68,7 @@ class RunIdentity:
     measured_layers: str = ""
     byte_shares: tuple[float, ...] = ()
     steps: str = ""
+    first_step: str = ""
     unevicted: tuple[tuple[str, int], ...] = ()
 
     @cached_property
@@ -255,7 +258,7 @@ def _steps_in_words(trace: Trace, step: int | None) -> str:
     if trace.run.steps == 1:
         return ""
     if step is not None:
-        return f"step {step} alone" if step else "first step alone"
+        return f"step {step} alone" if step else FIRST_STEP
     counts = measured_steps(trace)
     return f"mean over {'up to ' if counts.min() < counts.max() else ''}{counts.max()} steps"
 

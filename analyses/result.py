@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from perturbkv.analyses import columns, text
 from perturbkv.analyses.columns import Line, Record
 from perturbkv.analyses.conclusions import Claim, conclude
-from perturbkv.analyses.identity import RunIdentity
+from perturbkv.analyses.identity import FIRST_STEP, RunIdentity
 from perturbkv.display import Part, Table, as_html, as_text
 from perturbkv.errors import ConfigError
 
@@ -112,7 +112,8 @@ class Result(Record, ABC):
     def _remarks(self) -> list[str]:
         """Return the notes under the table, most important first."""
         samples = " ".join(filter(None, [self.interval_note(), self.identity.whole_caches_note()]))
-        return list(filter(None, [samples, self.identity.cache_share_note(), *self.caveats()]))
+        about = self.identity
+        return list(filter(None, [samples, about.cache_share_note(), about.first_step, *self.caveats()]))
 
     def plot(self, width_mm: float | None = None, style: str = "screen") -> CaptionedFigure:
         """Return the result's figure, a matplotlib `Figure` with an attribute `caption`.
@@ -161,6 +162,22 @@ class Result(Record, ABC):
     def screen(self) -> list[Part]:
         """Return the displayed parts: the conclusion, the run in one line, the table, the notes."""
         return [self.conclusion(), self.identity.run_line(), *self.body(), self.notes()]
+
+
+AnyResult = TypeVar("AnyResult", bound=Result)
+
+
+def beside_first_step(result: AnyResult, step: int | None, again: Callable[[], AnyResult]) -> AnyResult:
+    """Return a result of means over several steps with its conclusion at the first step alone, which `again` measures.
+
+    A result of one `step` is returned as it is.
+    """
+    if step is not None:
+        return result
+    first = conclude(again().claims(), [FIRST_STEP])
+    record: Any = result
+    beside: AnyResult = replace(record, identity=replace(result.identity, first_step=first))
+    return beside
 
 
 Member = TypeVar("Member")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 from perturbkv.analyses import text
@@ -11,6 +12,7 @@ from perturbkv.analyses.ablation.ingredients import BASELINE, GAINS, Setting, le
 from perturbkv.analyses.columns import column, record
 from perturbkv.analyses.conclusions import COMPARED, Case, Claim
 from perturbkv.analyses.outcomes import SettingsResult, head_rows
+from perturbkv.analyses.result import beside_first_step
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Part, plural
 from perturbkv.trace import Trace
@@ -127,7 +129,8 @@ def ablation(trace: Trace, step: int | None = None) -> Ablation:
         >>> pk.ablation(trace).settings[0].rows[0].isolated.baseline_mean.shape
         (2, 2)
     """
-    return Ablation.from_settings(trace, settings(trace, step), step, left_out=left_out_configs(trace.run))
+    result = Ablation.from_settings(trace, settings(trace, step), step, left_out=left_out_configs(trace.run))
+    return beside_first_step(result, result.step, partial(ablation, trace, 0))
 
 
 def _setting_notes(name: str, setting: Setting) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from perturbkv.analyses import text
@@ -26,6 +27,7 @@ from perturbkv.analyses.outcomes import (
     head_rows,
     next_token_kl,
 )
+from perturbkv.analyses.result import beside_first_step
 from perturbkv.analyses.sides import group_settings, matches, sides_text
 from perturbkv.analyses.stats import equivalence, intervals
 from perturbkv.analyses.stats.arithmetic import ratio
@@ -514,4 +516,5 @@ def methods(trace: Trace, step: int | None = None, only: Sequence[str] = (), mar
     """
     check_margin(margin)
     check_names(trace, only)
-    return MethodRanking.from_settings(trace, settings(trace, step, only, margin), step, margin=margin)
+    result = MethodRanking.from_settings(trace, settings(trace, step, only, margin), step, margin=margin)
+    return beside_first_step(result, result.step, partial(methods, trace, 0, only, margin))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 from perturbkv.analyses import text
@@ -11,6 +12,7 @@ from perturbkv.analyses.conclusions import COMPARED, Case, Claim
 from perturbkv.analyses.identity import identity_at
 from perturbkv.analyses.names import common_text
 from perturbkv.analyses.outcomes import Outcome, OutcomeSetting, SettingsResult, head_rows, next_token_kl
+from perturbkv.analyses.result import beside_first_step
 from perturbkv.analyses.sides import group_settings
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.selections import UNION, reduction
@@ -204,4 +206,5 @@ def restriction(trace: Trace, step: int | None = None) -> Restriction:
         >>> [row.name for row in pk.restriction(trace).settings[0].rows]
         ['kv(block=16)', 'layer', 'query']
     """
-    return Restriction.from_settings(trace, settings(trace, step), step)
+    result = Restriction.from_settings(trace, settings(trace, step), step)
+    return beside_first_step(result, result.step, partial(restriction, trace, 0))

@@ -6,6 +6,7 @@ There are three readings of σ per configuration, layer and head (METHOD: Assump
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,7 +18,7 @@ from perturbkv.analyses.conclusions import Case, Claim
 from perturbkv.analyses.identity import RunIdentity, identity_at
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements, resolve_step
-from perturbkv.analyses.result import Result
+from perturbkv.analyses.result import Result, beside_first_step
 from perturbkv.analyses.sides import side_indices
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.intervals import OptionalInterval, rare_share_kind
@@ -298,6 +299,6 @@ def assumption(trace: Trace, selection: str = "two-stage", step: int | None = No
         (2, 2)
     """
     configs = sigmas(trace, selection, step)
-    return Assumption(
-        selection, configs, resolve_step(trace, step), identity_at(trace, [shown.config for shown in configs], step)
-    )
+    resolved, about = resolve_step(trace, step), identity_at(trace, [shown.config for shown in configs], step)
+    result = Assumption(selection, configs, resolved, about)
+    return beside_first_step(result, resolved, partial(assumption, trace, selection, 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -26,7 +27,7 @@ from perturbkv.analyses.identity import RunIdentity, identity_at
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Floats, Measurements, measured_steps
 from perturbkv.analyses.names import short_names
-from perturbkv.analyses.result import Result
+from perturbkv.analyses.result import Result, beside_first_step
 from perturbkv.analyses.sides import side_indices
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.analyses.text import factor, sample_note
@@ -247,7 +248,7 @@ def bound_tightness(trace: Trace, selection: str = "two-stage", step: int | None
     bounds, shares, checked = read_bounds(measured), measured.cache_shares, Counter[str]()
     for one in range(int(measured_steps(trace).max())) if measured.step is None else (measured.step,):
         checked.update(check_inequalities(read_bounds(Measurements(trace, ANALYSIS, one))))
-    return BoundTightness(
+    result = BoundTightness(
         selection=selection,
         inequalities_checked=dict(checked),
         configs=tuple(
@@ -259,6 +260,7 @@ def bound_tightness(trace: Trace, selection: str = "two-stage", step: int | None
         identity=identity_at(trace, [trace.run.configs[index] for index in side_indices(trace.run, selection)], step),
         left_out=left_out,
     )
+    return beside_first_step(result, measured.step, partial(bound_tightness, trace, selection, 0))
 
 
 def _none_where_nan(array: Floats) -> NDArray[np.object_]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import isnan
 from typing import Any, ClassVar, overload
 
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, long_form, record
-from perturbkv.analyses.conclusions import Claim, compare_sides, conclude
+from perturbkv.analyses.conclusions import Claim, compare_sides
 from perturbkv.analyses.heads.head_comparison import (
     ANALYSIS,
     HEADS,
@@ -23,7 +23,7 @@ from perturbkv.analyses.heads.head_comparison import (
 from perturbkv.analyses.identity import RunIdentity, identity_at
 from perturbkv.analyses.measurements import Measurements
 from perturbkv.analyses.names import pair_columns, pair_names, pairs_of, pairs_title
-from perturbkv.analyses.result import MemberSequence, Result
+from perturbkv.analyses.result import MemberSequence, Result, beside_first_step
 from perturbkv.analyses.sides import Sides, choose_sides, configs_of, pairs
 from perturbkv.analyses.verdicts import DISTANCES, distance_terms
 from perturbkv.display import Part, plural
@@ -49,9 +49,6 @@ class HeadComparisons(MemberSequence[HeadComparison], Result):
     members: tuple[HeadComparison, ...] = column("one per pair of configurations", key="comparisons")
     identity: RunIdentity
     changed: tuple[ChangedLoss, ...] = column("one per configuration that does more than evict", default=())
-    first_step: tuple[HeadComparison, ...] = column(
-        "the same pairs at the first decode step, where the others are means over several; else empty", default=()
-    )
 
     def __post_init__(self) -> None:
         if not self.members:
@@ -69,7 +66,7 @@ class HeadComparisons(MemberSequence[HeadComparison], Result):
         members = self.members[index]
         shown = configs_of(pairs_of(members))
         changed = tuple(one for one in self.changed if one.config in shown)
-        return HeadComparisons(members, replace(self.identity, configs=tuple(shown)), changed, self.first_step[index])
+        return HeadComparisons(members, replace(self.identity, configs=tuple(shown), first_step=""), changed)
 
     def claims(self) -> Sequence[Claim]:
         """Return by how much the treatments perturb more or less."""
@@ -97,9 +94,8 @@ class HeadComparisons(MemberSequence[HeadComparison], Result):
         ]
 
     def caveats(self) -> Sequence[str]:
-        """Return notes on the first step, parts of a loss, isolated perturbation, weak tests, heads with σ ≤ 0.5."""
+        """Return notes on parts of a loss, isolated perturbation, weak tests, heads with σ ≤ 0.5."""
         return [
-            *self._first_step_note(),
             *(one.note(self.identity.name_of(one.config)) for one in self.changed),
             *self._disagreement_note(),
             *self._extremes_note(),
@@ -132,11 +128,6 @@ class HeadComparisons(MemberSequence[HeadComparison], Result):
     def _names(self) -> list[str]:
         """A distinct name per pair."""
         return pair_names(self.members)
-
-    def _first_step_note(self) -> list[str]:
-        """Return the claims at the first step alone, as a list; empty where the trace has one, or one is looked at."""
-        cases = [pair.propagated.case(name) for name, pair in zip(self._names, self.first_step, strict=False)]
-        return [conclude(compare_sides(self.first_step, cases), ["first step alone"])] if cases else []
 
     def _disagreement_note(self) -> list[str]:
         """Return the note on pairs with different isolated and propagated verdicts; empty without such."""
@@ -211,16 +202,10 @@ def compare_heads(
     order = list(dict.fromkeys(first for first, _ in chosen))
     chosen.sort(key=lambda pair: order.index(pair[0]))
     measured, configs = Measurements(trace, ANALYSIS, step), configs_of(chosen)
-
-    def compare(measured: Measurements) -> tuple[HeadComparison, ...]:
-        return tuple(compare_pair(measured, identity_at(trace, pair, measured.step), distance) for pair in chosen)
-
-    return HeadComparisons(
-        compare(measured),
-        identity_at(trace, configs, step),
-        changed_losses(measured, configs),
-        compare(Measurements(trace, ANALYSIS, 0)) if measured.step is None else (),
-    )
+    compared = tuple(compare_pair(measured, identity_at(trace, pair, step), distance) for pair in chosen)
+    result = HeadComparisons(compared, identity_at(trace, configs, step), changed_losses(measured, configs))
+    first_step = partial(compare_heads, trace, baseline, treatments, step=0, distance=distance)
+    return beside_first_step(result, measured.step, first_step)
 
 
 def _rows(pair: HeadComparison, kind: HeadKind) -> list[dict[str, Any]]:

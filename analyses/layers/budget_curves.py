@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,7 +15,7 @@ from perturbkv.analyses.identity import RunIdentity, identity_at
 from perturbkv.analyses.layers.drift import drift_values
 from perturbkv.analyses.measurements import Floats, Measurements
 from perturbkv.analyses.names import common_text, distinct_names
-from perturbkv.analyses.result import MemberSequence, Result
+from perturbkv.analyses.result import MemberSequence, Result, beside_first_step
 from perturbkv.analyses.sides import Sides, choose_sides, sweeps
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import ratio
@@ -259,7 +260,8 @@ def summarise(trace: Trace, sides: Sequence[str], distance: str = "l1", step: in
     curves = tuple(budget_curve(measured, name, indices, distance) for name, indices in zip(names, groups, strict=True))
     floor = float(np.median(measured["logit_kl_noise_floor"]))
     shown = [config for curve in curves for config in curve.configs]
-    return BudgetCurves(curves, distance, floor, measured.step, identity_at(trace, shown, step))
+    result = BudgetCurves(curves, distance, floor, measured.step, identity_at(trace, shown, step))
+    return beside_first_step(result, measured.step, partial(summarise, trace, sides, distance, 0))
 
 
 def budget_curves(

@@ -6,7 +6,7 @@ Paper, figures 3a, 3b, 5 and 6.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -27,7 +27,7 @@ from perturbkv.analyses.layers.drift import (
 )
 from perturbkv.analyses.measurements import Measurements
 from perturbkv.analyses.names import pair_columns, pair_names, pairs_title
-from perturbkv.analyses.result import MemberSequence, Result, ResultGroup
+from perturbkv.analyses.result import MemberSequence, Result, ResultGroup, beside_first_step
 from perturbkv.analyses.sides import Sides, all_series, configs_of
 from perturbkv.analyses.verdicts import DISTANCES, LESS, MORE, distance_terms
 from perturbkv.display import Part
@@ -190,7 +190,9 @@ def layer_drift(
     for pairs in series:
         drifts = tuple(compare_layers(measured, identity_at(trace, pair, step), distance) for pair in pairs)
         members.append(DriftSeries(drifts, identity_at(trace, configs_of(pairs), step)))
-    return LayerDrifts(tuple(members), identity_at(trace, configs_of(chain(*series)), step))
+    result = LayerDrifts(tuple(members), identity_at(trace, configs_of(chain(*series)), step))
+    first_step = partial(layer_drift, trace, baseline, treatments, step=0, distance=distance)
+    return beside_first_step(result, measured.step, first_step)
 
 
 class _SampleTable(_DriftTable[LastLayer]):
@@ -278,4 +280,6 @@ def last_layer(
     for pairs in series:
         drifts = tuple(compare_samples(measured, identity_at(trace, pair, step), distance) for pair in pairs)
         members.append(SampleSeries(drifts, identity_at(trace, configs_of(pairs), step)))
-    return SampleDrifts(tuple(members), identity_at(trace, configs_of(chain(*series)), step))
+    result = SampleDrifts(tuple(members), identity_at(trace, configs_of(chain(*series)), step))
+    first_step = partial(last_layer, trace, baseline, treatments, step=0, distance=distance)
+    return beside_first_step(result, measured.step, first_step)

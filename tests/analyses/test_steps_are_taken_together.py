@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -59,29 +60,40 @@ def test_a_samples_number_is_the_mean_over_the_steps_that_it_has() -> None:
     assert "mean over 3 steps" in pk.compare_heads(made().sel(sample=["s0", "s2"])).conclusion()
 
 
-def test_the_first_step_stands_beside_the_mean_and_is_what_looking_at_it_alone_gives() -> None:
-    found = made()
-    beside, alone = pk.compare_heads(found).first_step[0], pk.compare_heads(found, step=0)
-    np.testing.assert_array_equal(beside.propagated.verdict, alone[0].propagated.verdict)
-    np.testing.assert_array_equal(beside.propagated.baseline_mean, alone[0].propagated.baseline_mean)
-    assert alone.first_step == () and "first step alone" in alone.conclusion()
-    assert pk.compare_heads(found).caveats()[0].endswith("(first step alone).")
-    assert not any("first step" in note for note in alone.caveats())
-    assert pk.compare_heads(found, step=2)[0].samples == 4
+ANALYSES = [
+    pk.compare_heads,
+    pk.layer_drift,
+    pk.last_layer,
+    pk.budget_curves,
+    pk.bound_tightness,
+    pk.assumption,
+    pk.ablation,
+]
+
+
+@pytest.mark.parametrize("analysis", ANALYSES, ids=lambda one: one.__name__)
+def test_the_first_step_stands_beside_the_mean_and_is_what_looking_at_it_alone_gives(
+    analysis: Callable[..., Any],
+) -> None:
+    beside, alone = analysis(made()), analysis(made(), step=0)
+    claimed = beside.identity.first_step.removesuffix(" (first step alone).")
+    assert claimed and alone.conclusion().startswith(claimed) and "first step alone" in alone.conclusion()
+    assert beside.identity.first_step in beside.notes() and alone.identity.first_step == ""
+    assert beside.identity.samples == 6 and analysis(made(), step=2).identity.samples == 4
 
 
 def test_a_trace_of_one_step_has_no_other_numbers() -> None:
     found = trace(sample_trace("s0"), sample_trace("s1", seed=1))
     heads, first = pk.compare_heads(found), pk.compare_heads(found, step=0)
     assert heads.to_dict() == first.to_dict()
-    assert heads[0].step == 0 and heads.first_step == () and heads.identity.steps == ""
+    assert heads[0].step == 0 and heads.identity.steps == heads.identity.first_step == ""
 
 
 def test_a_trace_whose_texts_all_end_after_the_first_step_has_no_other_numbers() -> None:
     found = dataclasses.replace(made(), arrays={**made().arrays, "steps_measured": np.ones(6, dtype=np.int64)})
     heads = pk.compare_heads(found)
     assert heads.to_dict() == pk.compare_heads(found, step=0).to_dict()
-    assert heads.first_step == () and "first step alone" in heads.conclusion()
+    assert heads.identity.first_step == "" and "first step alone" in heads.conclusion()
 
 
 def test_sigma_is_counted_by_the_share_of_steps() -> None:
