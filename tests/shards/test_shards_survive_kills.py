@@ -18,7 +18,7 @@ from tests.support.sharded import FEW, assert_same_trace, in_one_process, measur
 
 pytestmark = pytest.mark.chaos
 ROOT = Path(__file__).resolve().parents[2]
-COUNT, STEP = 2, 3
+COUNT, STEP = 2, 2
 """Shards, and how many operations on files lie between two kills."""
 ALL = [f"{number}/{COUNT}" for number in range(1, COUNT + 1)]
 
