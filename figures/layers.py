@@ -287,7 +287,7 @@ def draw_budget_curves(result: BudgetCurves, width_mm: float = style.WIDE_MM) ->
             axes[0], result, "drift", f"last layer's drift ({DISTANCES[result.distance]})", "Drift", log=True
         )
         _draw_quantity(axes[1], result, "kl", "KL(full ‖ evicted) (nat)", "Next token's distribution", log=True)
-        _draw_quantity(axes[2], result, "top1", "share of samples", "Same next token", log=False)
+        _draw_quantity(axes[2], result, "top1", result.agreement_unit, "Same next token", log=False)
         axes[2].set_ylim(-0.03, 1.03)
         style.draw_note(axes[1], f"everything kept: {result.kl_floor:.0e} nat", at="lower left")
         handles = [line for line in axes[0].get_lines() if line.get_gid()]  # by label "_my.py:Score" would be lost

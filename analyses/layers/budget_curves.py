@@ -178,10 +178,8 @@ class BudgetCurves(MemberSequence[BudgetCurve], Result):
     """
 
     SECTION: ClassVar[str] = "layers"
-    SCOPE: ClassVar[str] = "share of samples"
     KEY: ClassVar[str] = "budgets"
     SHOWN: ClassVar[tuple[str, ...]] = ("kept", "cache_share", "drift", "kl", "top1")
-    HAS_SHARES: ClassVar[bool] = True
     HAS_MEDIANS: ClassVar[bool] = True
 
     members: tuple[BudgetCurve, ...] = column("one per selection and setting", key="curves")
@@ -195,6 +193,19 @@ class BudgetCurves(MemberSequence[BudgetCurve], Result):
         points = ((name, curve.at(index)) for name, curve, index in self._points())
         cases = [Case.number(name, point.top1, point.top1_interval, text.percent) for name, point in points]
         return [Claim("the next token", "is the full run's in", cases)]
+
+    @property
+    def agreement_unit(self) -> str:
+        """What top-1 agreement is a share of."""
+        return "share of samples" if self.step is not None else "share of steps"
+
+    def scope(self) -> Sequence[str]:
+        """Return what the claims are of: what is counted, steps, and the number of samples."""
+        return [self.agreement_unit, *super().scope()]
+
+    def interval_note(self) -> str:
+        """Return the note on n and intervals, which are exact of shares of samples alone."""
+        return text.intervals_note(self.identity.samples, exact=self.step is not None, medians=True)
 
     def title(self) -> str:
         """Return the table's title: the distance, and the choices that all configurations share."""
