@@ -11,6 +11,7 @@ the second token on. In context-only the question is read over the evicted cache
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,7 +22,8 @@ from perturbkv.analyses.verdicts import equal_whole
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import plural
 from perturbkv.errors import ConfigError, TraceError
-from perturbkv.schema import VARIABLES
+from perturbkv.schema import TOKEN_KINDS, VARIABLES
+from perturbkv.storage.trace.trace_file import LazyArrays
 from perturbkv.trace import Trace
 
 Floats = NDArray[np.float64]
@@ -41,16 +43,27 @@ class Measurements:
         analysis: the command, which error messages name.
         step: the decode step, from 0; None: the mean over those that a sample has (METHOD: the protocol, 2).
         by_step: whether arrays have all steps, on their axis.
+        kinds: kinds of decoded tokens, of `TOKEN_KINDS`, whose steps alone count; samples without any are left out.
 
     Raises TraceError where no sample is complete, ConfigError where the trace, or every sample of it, lacks the step.
     """
 
-    def __init__(self, trace: Trace, analysis: str, step: int | None = None, by_step: bool = False) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        analysis: str,
+        step: int | None = None,
+        by_step: bool = False,
+        kinds: Sequence[str] = TOKEN_KINDS,
+    ) -> None:
         self.trace: Trace = _drop_ended_samples(trace, analysis, step or 0)
         self.analysis = analysis
         self.step: int | None = resolve_step(trace, step)
         self.by_step: bool = by_step
+        self.kinds: Sequence[str] = kinds
         self._arrays: dict[str, Floats] = {}
+        if kinds != TOKEN_KINDS:
+            self.trace = _select_samples(self.trace, np.asarray(self.counted.any(axis=1)))
 
     def __getitem__(self, name: str) -> Floats:
         """Return a variable over the complete samples: (sample, config?, layer?, head?), with steps if `by_step`.
@@ -75,6 +88,18 @@ class Measurements:
 
     def __contains__(self, name: str) -> bool:
         return name in self.trace.arrays
+
+    @property
+    def counted(self) -> NDArray[np.bool_]:
+        """(sample, step) True where a step's numbers count: it was measured, is the chosen one, and of the kinds."""
+        places = np.arange(self.trace.run.steps)
+        counted = places < measured_steps(self.trace)[:, None]
+        if self.step is not None and not self.by_step:
+            counted &= places == self.step
+        if self.kinds != TOKEN_KINDS:
+            numbers = [TOKEN_KINDS.index(kind) for kind in self.kinds]
+            counted &= np.isin(self.trace.get("token_kind", self.analysis), numbers)
+        return np.asarray(counted)
 
     @property
     def samples(self) -> int:
@@ -138,12 +163,10 @@ class Measurements:
         if "step" not in dims:
             _check_numbers(self.trace, name, array)
             return array
-        axis = 1 + dims.index("step")
+        axis, measured = 1 + dims.index("step"), self.counted
         if self.step is not None and not self.by_step:
-            array = array.take([self.step], axis=axis)
+            array, measured = array.take([self.step], axis=axis), measured[:, [self.step]]
         by_step = np.moveaxis(array, axis, 1)
-        counts = measured_steps(self.trace)[:, None] - (0 if self.by_step else self.step or 0)
-        measured = np.arange(by_step.shape[1]) < counts
         _check_numbers(self.trace, name, by_step[measured])
         if threshold is not None:
             by_step = (by_step > threshold).astype(np.float64)
@@ -180,14 +203,19 @@ def measured_steps(trace: Trace) -> NDArray[np.int64]:
 
 
 def _select_samples(trace: Trace, selected: NDArray[np.bool_]) -> Trace:
-    """Return the trace with its failed samples and the `selected` complete samples, (complete sample,)."""
+    """Return the trace with its failed samples and the `selected` complete samples, (complete sample,).
+
+    Its arrays are selected when first used.
+    """
     stays = ~trace.ok
     stays[trace.ok] = selected
-    arrays = {
-        name: array[stays] if VARIABLES[name].axes[0] == "sample" else array for name, array in trace.arrays.items()
-    }
+
+    def read(name: str) -> NDArray[np.generic]:
+        array = trace.arrays[name]
+        return array[stays] if VARIABLES[name].axes[0] == "sample" else array
+
     names = tuple(name for name, stay in zip(trace.sample_ids, stays, strict=True) if stay)
-    return dataclasses.replace(trace, sample_ids=names, arrays=arrays)
+    return dataclasses.replace(trace, sample_ids=names, arrays=LazyArrays({}, tuple(trace.arrays), read))
 
 
 def _check_numbers(trace: Trace, name: str, numbers: Floats) -> None:

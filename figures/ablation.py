@@ -134,7 +134,8 @@ def _draw_methods_setting(axes: Axes, result: MethodSetting, margin: float) -> N
     for index, row in enumerate(result.rows):
         for name, comparison in zip(_MARKS, (row, row.controls.get("random")), strict=True):
             if comparison is not None:
-                draw_sum_ratio(axes, index, name, comparison.propagated, _MARKS)
+                measured = comparison.propagated
+                draw_sum_ratio(axes, index, name, measured.sum_ratio, measured.sum_ratio_interval, _MARKS)
     finish_ratio_panel(axes, [row.name for row in result.rows], result.setting, "propagated Σ L1: ratio (log axis)",
                        ylim=(len(result.rows) - 0.5, -0.5))  # fmt: skip
 

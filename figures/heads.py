@@ -19,11 +19,13 @@ from numpy.typing import NDArray
 from perturbkv.analyses import text
 from perturbkv.analyses.heads.head_comparison import HeadComparison, HeadKind
 from perturbkv.analyses.heads.heads import HeadComparisons
+from perturbkv.analyses.heads.token_kinds import TokenKind
 from perturbkv.analyses.names import common_text, fold, short_names
 from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.display import plural
 from perturbkv.figures import style
 from perturbkv.figures.labels import cache_shares_text, sort_by_cache_share
+from perturbkv.figures.panels import KIND_MARKERS, draw_sum_ratio, finish_ratio_panel, marker_entries
 
 FLAG_COLOUR = "#c1272d"
 _FAR_BELOW = 1000.0
@@ -116,30 +118,57 @@ def _outlier_count(inwards: NDArray[np.float64], span: float, most: int) -> int:
 
 
 _HEIGHT_MM, _NARROW_MM, _LINE_MM = 103, 92, 3.2
+_KINDS_MM, _KIND_MM = 22.0, 6.0
+"""Heights of the panel of kinds of tokens: around its rows and the row of all tokens, and of each row."""
 _LETTERS, _TITLE_LINES = 40, 4
 """Letters per line of a title or an axis label, and lines of a usual title."""
 
 
-def draw_pair(result: HeadComparison, width_mm: float = style.WIDE_MM) -> Figure:
+def draw_pair(result: HeadComparison, width_mm: float = style.WIDE_MM, token_kinds: Sequence[TokenKind] = ()) -> Figure:
     """Draw one pair of configurations, isolated and propagated; points coloured by layer, heads with σ ≤ 0.5 ringed.
 
-    Without notes in the picture, panels are low and as wide as there is room.
+    Below stand the ratios by kind of decoded token, where `token_kinds` has any. Without notes in the picture, panels
+    are low and as wide as there is room.
     """
     with style.use():
         notes = style.current_style().notes
         narrow, extra_mm = width_mm < style.WIDE_MM, _LINE_MM * _extra_lines(result)
-        figure = style.figure(width_mm, (_NARROW_MM + extra_mm) * 2 if narrow else _HEIGHT_MM + extra_mm)
-        axes = figure.subplots(2, 1) if narrow else figure.subplots(1, 2)
+        rows: list[Any] = [["isolated"], ["propagated"]] if narrow else [["isolated", "propagated"]]
+        heights = [(_NARROW_MM if narrow else _HEIGHT_MM) + extra_mm] * len(rows)
+        if token_kinds:
+            rows.append(["kinds"] * len(rows[0]))
+            heights.append(_KINDS_MM + _KIND_MM * len(token_kinds))
+        figure = style.figure(width_mm, sum(heights))
+        panels = figure.subplot_mosaic(rows, height_ratios=heights)
+        axes = [panels["isolated"], panels["propagated"]]
         for panel, name in zip(axes, ("isolated", "propagated"), strict=True):
             _draw_kind(panel, result, name)
-        style.draw_layer_bar(figure, list(axes), result.flagged.shape[0], "bottom" if narrow and notes else "right",
+        style.draw_layer_bar(figure, axes, result.flagged.shape[0], "bottom" if narrow and notes else "right",
                         result.identity.layer)  # fmt: skip
         axes[1].legend(handles=pair_legend(result), loc="upper left", handletextpad=0.3, borderaxespad=0.2)
+        if token_kinds:
+            _draw_token_kinds(panels["kinds"], result, token_kinds)
         shares = f"cache share {cache_shares_text(result.cache_shares)}"
         outside = [int(outside_axes(kind, axis_limits([kind])).sum()) for kind in (result.isolated, result.propagated)]
-        note, caption = f"{shares} · {foot_text(result)}", [_caption_key([result], outside), shares]
+        by_kind = ["lowest panel: sums at the steps of each kind of decoded token, n samples"] if token_kinds else []
+        note, caption = f"{shares} · {foot_text(result)}", [_caption_key([result], outside), *by_kind, shares]
         style.describe_run(figure, result.identity, note, caption, sides=False)
     return figure
+
+
+def _draw_token_kinds(axes: Axes, result: HeadComparison, kinds: Sequence[TokenKind]) -> None:
+    """Draw a row per kind of decoded token below that of all: ratios of sums, with the number of samples."""
+    names = ["all tokens", *(f"{one.kind} (n = {one.samples})" for one in kinds)]
+    axes.axvline(1, color="0.55", linewidth=0.8, zorder=1)
+    for name in KIND_MARKERS:
+        whole: HeadKind = getattr(result, name)
+        draw_sum_ratio(axes, 0, name, whole.sum_ratio, whole.sum_ratio_interval)
+        for row, one in enumerate(kinds, start=1):
+            draw_sum_ratio(axes, row, name, getattr(one, f"{name}_ratio"), getattr(one, f"{name}_ratio_interval"))
+    unit, (baseline, _) = DISTANCES[result.distance].unit, result.sides
+    finish_ratio_panel(axes, names, "by kind of decoded token", f"Σ {unit} over {baseline}'s (log axis)",
+                       ylim=(len(names) - 0.5, -0.5))  # fmt: skip
+    axes.legend(handles=marker_entries((marker, name) for name, (marker, _) in KIND_MARKERS.items()), loc="best")
 
 
 def _caption_key(results: Sequence[HeadComparison], outside: Sequence[int]) -> str:
@@ -266,10 +295,11 @@ def _grid(pairs: int, width_mm: float) -> _Grid:
 def draw_panels(result: HeadComparisons, width_mm: float = style.WIDE_MM) -> Figure:
     """Draw all pairs together, propagated, smallest caches first; each title has both kinds' numbers.
 
-    A single pair has the figure of `heads`, a panel per kind.
+    A single pair has a panel per kind of perturbation, and one by kind of token where kinds differ.
     """
     if len(result) == 1:
-        return draw_pair(result[0], width_mm)
+        differ = any(one.remarks() for one in result.token_kinds)
+        return draw_pair(result[0], width_mm, result.token_kinds if differ else ())
     with style.use():
         narrow = width_mm < style.WIDE_MM
         grid, ordered = _grid(len(result), width_mm), _sort_pairs(result.members)

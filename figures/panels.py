@@ -5,7 +5,7 @@ Maps mark the heads for which a claim fails. Ratios are of perturbation, summed 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from perturbkv.analyses.heads.head_comparison import HeadKind
 from perturbkv.analyses.outcomes import Outcome
+from perturbkv.analyses.stats.intervals import OptionalInterval
 from perturbkv.figures import style
 
 _LAYER_MM, _LEAST_MM, _MOST_MM = 0.9, 24.0, 48.0
@@ -127,8 +128,9 @@ def _draw_marks(axes: Axes, shown: Map, scale: Scale) -> None:
 
 _DRIFT, _DRIFT_COLOUR = 0.36, "0.25"
 """Offset in the row and colour of the drift's mark."""
-_MARKS = {"isolated": ("o", -0.16), "propagated": ("s", 0.16)}
-"""Marker and offset in the row, by kind."""
+Markers = Mapping[str, tuple[str, float]]
+"""Name of a ratio -> its marker and its offset in the row."""
+KIND_MARKERS: Markers = {"isolated": ("o", -0.16), "propagated": ("s", 0.16)}
 
 
 def draw_ratio(axes: Axes, index: int, kind: str, measured: HeadKind, reason: str) -> None:
@@ -136,12 +138,12 @@ def draw_ratio(axes: Axes, index: int, kind: str, measured: HeadKind, reason: st
 
     Where the ratio is NaN or not positive, `reason` is written instead.
     """
-    marker, offset = _MARKS[kind]
+    marker, offset = KIND_MARKERS[kind]
     ratio = measured.sum_ratio
     if np.isnan(ratio) or ratio <= 0:
         axes.text(1, index + offset, f" {kind}: {reason}", fontsize=style.points(5.5), color="0.5", va="center")
         return
-    colour = style.category_colours(2)[list(_MARKS).index(kind)]
+    colour = style.category_colours(2)[list(KIND_MARKERS).index(kind)]
     axes.plot([measured.median_ratio], [index + offset], linestyle="", color=colour, marker="|", markersize=4.5,
               markeredgewidth=0.9, gid=f"median {kind}")  # fmt: skip
     axes.errorbar([ratio], [index + offset], xerr=style.error_bars(ratio, measured.sum_ratio_interval), color=colour,
@@ -166,21 +168,20 @@ def drift_entry() -> Line2D:
 
 def ratio_entries() -> list[Line2D]:
     """Return the legend entries for `draw_ratio`: sums over heads by kind, and the median head."""
-    sums = marker_entries((marker, f"{kind}, sum of heads") for kind, (marker, _) in _MARKS.items())
+    sums = marker_entries((marker, f"{kind}, sum of heads") for kind, (marker, _) in KIND_MARKERS.items())
     return [*sums, Line2D([], [], linestyle="", marker="|", markersize=5, color="0.3", label="the median head")]
 
 
-def draw_sum_ratio(axes: Axes, row: int, name: str, measured: HeadKind, markers: dict[str, tuple[str, float]]) -> None:
-    """Draw a ratio of sums over heads with its interval in a row; nothing where it is NaN or not positive.
-
-    `markers` maps each name of a ratio to its marker and its offset in the row.
-    """
-    ratio, (marker, offset) = measured.sum_ratio, markers[name]
+def draw_sum_ratio(
+    axes: Axes, row: int, name: str, ratio: float, interval: OptionalInterval, markers: Markers = KIND_MARKERS
+) -> None:
+    """Draw a ratio of sums over heads with its interval in a row; nothing where it is NaN or not positive."""
+    marker, offset = markers[name]
     if np.isnan(ratio) or ratio <= 0:
         return
     colour = style.category_colours(len(markers))[list(markers).index(name)]
-    axes.errorbar([ratio], [row + offset], xerr=style.error_bars(ratio, measured.sum_ratio_interval), color=colour,
-                  marker=marker, markersize=3, linewidth=0.9, gid=name)  # fmt: skip
+    axes.errorbar([ratio], [row + offset], xerr=style.error_bars(ratio, interval), color=colour, marker=marker,
+                  markersize=3, linewidth=0.9, gid=name)  # fmt: skip
 
 
 def marker_entries(labelled_markers: Iterable[tuple[str, str]], size: float = 3.5) -> list[Line2D]:

@@ -131,6 +131,13 @@ VARIABLES: dict[str, Variable] = {
     "logit_kl_noise_floor": Variable(("step",), "nat", "KL(full || everything kept)"),
     "top1_agreement": Variable(("config", "step"), "1", "1 where full and evicted run pick the same token", "uint8"),
     "token_id": Variable(("step",), "1", "token decoded at the step: the full run's greedy choice", "int64"),
+    "token_kind": Variable(
+        ("step",),
+        "1",
+        "kind of that token: 1 special, 2 formatting, 3 number, 4 name, 5 word; 0 unknown",
+        "uint8",
+        optional=True,
+    ),
     "steps_measured": Variable(
         (), "1", "decode steps before the full run's text ends; later steps hold no numbers", "int64", optional=True
     ),
@@ -252,6 +259,9 @@ VARIABLES: dict[str, Variable] = {
         ("step", "layer", "head", "key"), "1", "full-cache attention weights; NaN past n+t+1", "float32", optional=True
     ),
 }
+
+TOKEN_KINDS = ("unknown", "special", "formatting", "number", "name", "word")
+"""Kinds of decoded tokens (METHOD: kinds of tokens); `token_kind` stores a kind as its place here."""
 
 MEASURED_LAYERS = "measured_layers"
 """Trace attribute with the measured layers, where not all are, as `configs.layer_types.format_measured` writes it."""

@@ -23,6 +23,8 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.trace import Trace
 
 ANALYSIS = "heads"
+EQUAL_SETS = {"isolated": equal_isolated, "propagated": equal_propagated}
+"""Kind of perturbation -> where kept sets imply that two configurations have the same."""
 HEADS = ("layer", "head")
 """Axes of arrays per query head."""
 _NAMED_HEADS = 5
@@ -393,8 +395,7 @@ def compared_perturbation(
     TraceError for what the trace lacks.
     """
     values, floor = perturbation_and_floor(measured, kind, distance)
-    same = {"isolated": equal_isolated, "propagated": equal_propagated}[kind](measured.trace, *sides)
-    return select_sides(values, sides, same), floor
+    return select_sides(values, sides, EQUAL_SETS[kind](measured.trace, *sides)), floor
 
 
 def perturbation_and_floor(measured: Measurements, kind: str, distance: str) -> tuple[Floats, Floats]:

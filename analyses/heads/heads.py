@@ -20,6 +20,14 @@ from perturbkv.analyses.heads.head_comparison import (
     changed_losses,
     compare_pair,
 )
+from perturbkv.analyses.heads.token_kinds import (
+    KINDS_NOTE,
+    TokenKind,
+    compare_token_kinds,
+    first_token_note,
+    kinds_note,
+    kinds_table,
+)
 from perturbkv.analyses.identity import RunIdentity, identity_at
 from perturbkv.analyses.measurements import Measurements
 from perturbkv.analyses.names import pair_columns, pair_names, pairs_of, pairs_title
@@ -49,6 +57,10 @@ class HeadComparisons(MemberSequence[HeadComparison], Result):
     members: tuple[HeadComparison, ...] = column("one per pair of configurations", key="comparisons")
     identity: RunIdentity
     changed: tuple[ChangedLoss, ...] = column("one per configuration that does more than evict", default=())
+    token_kinds: tuple[TokenKind, ...] = column(
+        "one per pair and kind of decoded token; empty where the trace has no kinds", default=()
+    )
+    first_token: str = column("which token all samples decode first; empty where they differ", default="")
 
     def __post_init__(self) -> None:
         if not self.members:
@@ -66,7 +78,9 @@ class HeadComparisons(MemberSequence[HeadComparison], Result):
         members = self.members[index]
         shown = configs_of(pairs_of(members))
         changed = tuple(one for one in self.changed if one.config in shown)
-        return HeadComparisons(members, replace(self.identity, configs=tuple(shown), first_step=""), changed)
+        identity = replace(self.identity, configs=tuple(shown), first_step="")
+        kinds = tuple(one for one in self.token_kinds if (one.baseline, one.treatment) in pairs_of(members))
+        return HeadComparisons(members, identity, changed, kinds, self.first_token)
 
     def claims(self) -> Sequence[Claim]:
         """Return by how much the treatments perturb more or less."""
@@ -74,11 +88,12 @@ class HeadComparisons(MemberSequence[HeadComparison], Result):
         return compare_sides(self.members, cases)
 
     def scope(self) -> Sequence[str]:
-        """Return what the claims are of, for a single pair with the share of better heads."""
+        """Return what the claims are of: for a single pair with the share of better heads; a first token of all."""
         first = self.members[0]
         heads = text.percent(first.propagated.better_share, first.propagated.better_share_interval)
         share = [f"{heads} of the heads better"] if len(self) == 1 else []
-        return ["propagated, sum over heads", *share, *distance_terms(first.distance), *super().scope()]
+        token = [self.first_token] if self.first_token and not first.step else []
+        return ["propagated, sum over heads", *share, *distance_terms(first.distance), *super().scope(), *token]
 
     def title(self) -> str:
         """Return the table's title: distance, sides, and the choices that all configurations share."""
@@ -94,8 +109,9 @@ class HeadComparisons(MemberSequence[HeadComparison], Result):
         ]
 
     def caveats(self) -> Sequence[str]:
-        """Return notes on parts of a loss, isolated perturbation, weak tests, heads with σ ≤ 0.5."""
+        """Return notes on kinds of tokens, parts of a loss, isolated perturbation, weak tests, heads with σ ≤ 0.5."""
         return [
+            *kinds_note(self.token_kinds, len(self)),
             *(one.note(self.identity.name_of(one.config)) for one in self.changed),
             *self._disagreement_note(),
             *self._extremes_note(),
@@ -104,11 +120,13 @@ class HeadComparisons(MemberSequence[HeadComparison], Result):
         ]
 
     def details(self) -> Sequence[Part]:
-        """Return the definitions of tests, ties and noise floor, and the seconds of configurations' own prefills."""
+        """Return the table by kind of token, definitions of tests, ties and noise floor, seconds of own prefills."""
+        by_kind: list[Part] = [kinds_table(self.token_kinds), KINDS_NOTE] if self.token_kinds else []
         tests = self.members[0].propagated.sign_flips
         heads = tests.least_tests
         power = "no head can be decided" if not heads else f"{plural(heads, 'head')} must reach it"
         return [
+            *by_kind,
             text.TIES_NOTE,
             f"Significant: {tests.flips:,} flips of whole samples' signs, Benjamini–Hochberg at 5 %; the smallest p is "
             f"{tests.smallest:.2g}: {power}. Without any effect p ≤ 0.05 in {tests.chance_mean:.1f} heads.",
@@ -203,7 +221,13 @@ def compare_heads(
     chosen.sort(key=lambda pair: order.index(pair[0]))
     measured, configs = Measurements(trace, ANALYSIS, step), configs_of(chosen)
     compared = tuple(compare_pair(measured, identity_at(trace, pair, step), distance) for pair in chosen)
-    result = HeadComparisons(compared, identity_at(trace, configs, step), changed_losses(measured, configs))
+    result = HeadComparisons(
+        compared,
+        identity_at(trace, configs, step),
+        changed_losses(measured, configs),
+        compare_token_kinds(measured, compared),
+        first_token_note(trace),
+    )
     first_step = partial(compare_heads, trace, baseline, treatments, step=0, distance=distance)
     return beside_first_step(result, measured.step, first_step)
 

@@ -62,7 +62,7 @@ def prompt_of(trace: Trace, sample: str | None = None) -> PromptText:
         sample=measured.sample_id,
         index=trace.sample_ids.index(measured.sample_id),
         tokens=tuple(np.asarray(measured.arrays["prompt_token"]).tolist()),
-        pieces=tuple(token_texts(measured)),
+        pieces=tuple(token_texts(measured.arrays, measured.sample_id)),
         compressed=int(measured.arrays["prompt_tokens"]),
         cut_tokens=int(measured.arrays["cut_tokens"]),
     )

@@ -215,7 +215,7 @@ def _digest(prompt: Prompt) -> str:
     return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
 
 
-_INCOMPLETE = "\ufffd"
+INCOMPLETE = "\ufffd"
 """Replacement character of a tokenizer for an incomplete character."""
 _LONGEST = 4
 """Largest number of tokens of one character: the longest in UTF-8 has four bytes."""
@@ -233,7 +233,7 @@ def token_texts(token_ids: Sequence[int], decode: Callable[[list[int]], str]) ->
     begin = done = 0  # tokens from `begin` to `done` are decoded too: a leading space needs a token before it
     for end in range(1, len(token_ids) + 1):
         whole = decode(list(token_ids[begin:end]))
-        if whole.endswith(_INCOMPLETE) and end < len(token_ids) and end - done < _LONGEST:
+        if whole.endswith(INCOMPLETE) and end < len(token_ids) and end - done < _LONGEST:
             texts.append("")
             continue
         before = decode(list(token_ids[begin:done])) if done > begin else ""

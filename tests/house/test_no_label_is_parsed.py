@@ -115,6 +115,7 @@ def made(configs: Sequence[EvictionConfig] = CONFIGS) -> Trace:
         arrays |= {"digits": draw.uniform(0, 1, len(configs)), "digits_full": np.asarray(1.0)}
         arrays["held_share"] = draw.uniform(0.1, 0.5, len(configs))
         arrays |= {"cache_bytes": np.asarray(90_000), "cache_padding_bytes": np.asarray(500)}
+        arrays["token_kind"] = draw.integers(1, 6, 3).astype(np.uint8)
         samples.append(SampleTrace(f"s{place}", arrays))
     options = {"lengths": [100, 200], "depths": [0.0, 1.0], "haystack": "noise"}
     return trace(*samples, dataset="needle", dataset_options=options, generate=8, configs=tuple(configs))

@@ -54,7 +54,8 @@ NEW: tuple[str, ...] = (
     "evicted_attention_treatment", "pk.search_kept_sets", "pk.stats", "pk.EvictionConfig.cache_contents",
     "pk.EvictionConfig.in_16_bits", "pk.EvictionConfig.is_staged", "pk.Policy.check_model", "pk.Policy.provenance",
     "pk.Policy.ranks", "pk.Policy.stage1_counts", "pk.CompactCache.evicted_layers", "unmeasured_bytes",
-    "pk.CompactCache.prompt_states", "pk.CompactCache.mark", "pk.CompactCache.rows",
+    "pk.CompactCache.prompt_states", "pk.CompactCache.mark", "pk.CompactCache.rows", "token_kind",
+    "first_token",
 )  # fmt: skip
 """What comes on purpose: beginnings of pins, and of entries of lists, that the earlier version does not have."""
 WORDS: tuple[str, ...] = (

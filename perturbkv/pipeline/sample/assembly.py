@@ -19,6 +19,7 @@ from perturbkv.configs.precision import FULL_BITS
 from perturbkv.configs.resources import Shape
 from perturbkv.datasets.metrics import leading_digits
 from perturbkv.datasets.prompts import decode_answer, grade, metrics_of
+from perturbkv.datasets.token_kinds import token_kinds
 from perturbkv.devices import move_to_first_device, stack_on_device
 from perturbkv.pipeline.answers.recompression import CacheSize
 from perturbkv.pipeline.sample.layer import LayerResult, config_order
@@ -58,16 +59,17 @@ class BatchResult:
 
 
 def sample_arrays(sample: SampleRun, batches: Sequence[BatchResult], lengths: Sequence[Lengths]) -> Arrays:
-    """Return a sample's token counts, decoded tokens, cache bytes, and whether each configuration evicted anything.
+    """Return a sample's token counts, decoded tokens, their kinds, cache bytes, and whether each configuration evicted.
 
     `lengths` are per layer the numbers of kept entries of all configurations.
     """
-    n, prompt, tokens = sample.tokens, sample.prompt, sample.full.tokens
+    n, prompt, tokens = sample.tokens, sample.prompt, sample.full.tokens.tolist()
     values: dict[str, object] = {
         "prompt_tokens": n,
         "question_tokens": len(prompt.token_ids) - n,
         "cut_tokens": prompt.cut_tokens,
-        "token_id": tokens.tolist(),
+        "token_id": tokens,
+        "token_kind": token_kinds(prompt.token_ids, tokens, sample.adapter.tokenizer.decode),
         "steps_measured": len(tokens),
         "evicted": [any(min(layer[index]) < n for layer in lengths) for index in range(len(sample.run.configs))],
         "cache_bytes": sum(batch.cache_bytes for batch in batches),

@@ -158,7 +158,7 @@ def write_tokens(trace: Trace, path: Path) -> int:
 
 def _token_rows(sample: SampleTrace | FailedSample) -> pa.RecordBatch:
     """Return the token-table rows of one sample; none for a failed sample or one stored without text."""
-    if isinstance(sample, FailedSample) or not (texts := token_texts(sample)):
+    if isinstance(sample, FailedSample) or not (texts := token_texts(sample.arrays, sample.sample_id)):
         return pa.RecordBatch.from_pylist([], schema=_TOKENS)
     values_of = [[sample.sample_id] * len(texts), range(len(texts)), sample.arrays["prompt_token"], texts]
     columns = [pa.array(values, kind) for values, kind in zip(values_of, _TOKENS.types, strict=True)]

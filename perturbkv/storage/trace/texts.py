@@ -63,18 +63,18 @@ def storable_text(text: str) -> str:
     return text.replace(_NUL, _SHOWN_NUL).encode(errors="backslashreplace").decode()
 
 
-def token_texts(sample: SampleTrace) -> list[str]:
-    """Return the text of each token of the sample's prompt; empty for a sample stored without text.
+def token_texts(arrays: Arrays, sample_id: str) -> list[str]:
+    """Return the text of each token of a sample's prompt, from its arrays; empty for a sample stored without text.
 
     Raises TraceError where the tokens' starts do not ascend within the text.
     """
-    if not set(TEXT) <= set(sample.arrays):
+    if not set(TEXT) <= set(arrays):
         return []
-    text, starts = str(sample.arrays["prompt_text"]), np.asarray(sample.arrays["prompt_start"]).tolist()
+    text, starts = str(arrays["prompt_text"]), np.asarray(arrays["prompt_start"]).tolist()
     ends = [*starts[1:], len(text)]
     if starts[:1] != [0] or any(first > last for first, last in zip(starts, ends, strict=True)):
         raise TraceError(
-            f"expected prompt_start to ascend from 0 within the text of '{sample.sample_id}', got other places; the "
+            f"expected prompt_start to ascend from 0 within the text of '{sample_id}', got other places; the "
             "trace was changed since it was made; make it again"
         )
     return [text[first:last] for first, last in zip(starts, ends, strict=True)]
