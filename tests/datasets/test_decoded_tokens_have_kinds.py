@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
+from perturbkv.datasets.decoded_tokens import token_kinds
 from perturbkv.datasets.encode import Prompt
-from perturbkv.datasets.token_kinds import token_kinds
 from perturbkv.models.loading import ByteTokenizer
 from perturbkv.schema import TOKEN_KINDS
 from tests.datasets.test_ids_and_texts_can_be_stored import metaspace

@@ -17,9 +17,9 @@ from perturbkv.cache.entries import Lengths
 from perturbkv.cache.makers import OwnPrefill
 from perturbkv.configs.precision import FULL_BITS
 from perturbkv.configs.resources import Shape
+from perturbkv.datasets.decoded_tokens import token_kinds
 from perturbkv.datasets.metrics import leading_digits
 from perturbkv.datasets.prompts import decode_answer, grade, metrics_of
-from perturbkv.datasets.token_kinds import token_kinds
 from perturbkv.devices import move_to_first_device, stack_on_device
 from perturbkv.pipeline.answers.recompression import CacheSize
 from perturbkv.pipeline.sample.layer import LayerResult, config_order
