@@ -190,8 +190,8 @@ def first_token_note(trace: Trace) -> str:
     kinds = {*trace.get("token_kind", ANALYSIS)[:, 0].tolist()} if "token_kind" in trace.arrays else {0}
     if shown.strip():
         what = f"'{escape_line(shown.strip())}'"
-    elif "\n" in shown:
-        what = "a line break"
+    elif shown:
+        what = "a line break" if "\n" in shown else "a space"
     else:
         what = f"the same {TOKEN_KINDS[kinds.pop()]} token" if len(kinds) == 1 and any(kinds) else f"token {tokens[0]}"
     return f"the first token of {'both' if len(tokens) == 2 else f'all {len(tokens)}'} texts is {what}"

@@ -109,7 +109,7 @@ def planted(formatting: float, word: float, samples: int = 8) -> Trace:
         arrays |= {name: np.full((4, 2, 2), 1e-6) for name in ("noise_floor", "noise_floor_isolated")}
         arrays |= {"token_kind": np.array([FORMATTING, WORD, WORD, WORD], dtype=np.uint8)}
         arrays |= {"evicted": np.ones(2, dtype=np.uint8), "token_id": np.array([9, 9 + place, 2, 3])}
-        made.append(SampleTrace(f"s{place}", {**arrays, **text("on\n\ntwo.")}))
+        made.append(SampleTrace(f"s{place}", {**arrays, **text("on\n\ntwo.  ")}))
     return trace(*made, steps=4)
 
 
@@ -157,6 +157,7 @@ def test_of_several_comparisons_those_where_kinds_differ_are_counted() -> None:
     ("token", "kind", "expected"),
     [
         (9, FORMATTING, "a line break"),
+        (15, FORMATTING, "a space"),
         (7, WORD, "'on'"),
         (5, FORMATTING, "the same formatting token"),
         (5, 0, "token 5"),
