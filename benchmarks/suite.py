@@ -63,7 +63,7 @@ def measure(
 
 
 _OF_PROMPT = {"capture-2", "sweep-24", "sweep-200", "scores-11", "presses-24", "peak-24", "writing-24", "writing-200",
-              "generation"}  # fmt: skip
+              "generation", "steps-8"}  # fmt: skip
 """Rows with a prompt of the settings' tokens; that of `growth` is up to twice as long."""
 
 
@@ -83,6 +83,7 @@ def _check_length(settings: Settings, names: set[str]) -> None:
 def _groups(settings: Settings, names: set[str]) -> Iterator[Group]:
     """Yield the groups of rows, those of a GPU where there is one; `names` are the rows to measure."""
     yield "times", tuple(_COUNTS), lambda: _times(settings, names)
+    yield "steps", ("steps-8",), lambda: _steps(settings)
     yield "presses", ("presses-24",), lambda: _presses(settings)
     yield "peaks", ("peak-24",), lambda: _peaks(settings)
     yield "growth", ("growth",), lambda: _growth(settings)
@@ -111,6 +112,13 @@ def _times(settings: Settings, names: set[str]) -> Values:
         values[name] = ratio_with_parts(measured["seconds"][str(count)], measured["seconds"][base])
         values[name][1]["phases"] = measured["phases"][str(count)]
     return values
+
+
+def _steps(settings: Settings) -> Values:
+    """Return the row of the seconds of 24 configurations measured at 8 steps, over the seconds of a plain prefill."""
+    spent = run_process("time_steps", repeats=settings.repeats, steps=8, **settings.model_arguments())
+    value, details = ratio_with_parts(spent["seconds"]["traced"], spent["seconds"]["plain"])
+    return {"steps-8": (value, {**details, "phases": spent["phases"]})}
 
 
 def _presses(settings: Settings) -> Values:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,23 @@ def time_sweeps(model: str, tokens: int, repeats: int, dtype: str, device: str, 
     """Return the seconds of plain and traced runs per turn, and the phases of the last traced runs."""
     sweeps = {str(count): configurations(count) for count in counts}
     return gpu_rows.time_runs(load_model(model, dtype, device), random_tokens(tokens), repeats, sweeps)
+
+
+def time_steps(model: str, tokens: int, repeats: int, dtype: str, device: str, steps: int) -> Result:
+    """Return the seconds of a plain prefill and of 24 configurations at `steps` decode steps, per turn.
+
+    The text never ends before its last step.
+    """
+    adapter, token_ids = load_model(model, dtype, device), random_tokens(tokens)
+    adapter.tokenizer.eos_token = adapter.model.generation_config.eos_token_id = None
+    prompt, run = Prompt("benchmark", tuple(token_ids), 0), replace(resolved_run(adapter, SWEEP), steps=steps)
+    runs: dict[str, Callable[[], object]] = {
+        "plain": lambda: run_plain(adapter, token_ids, 0),
+        "traced": lambda: trace_sample(adapter, prompt, run),
+    }
+    runs["plain"]()
+    taken, phases = time_in_turns(runs, repeats, adapter.device)
+    return {"seconds": taken, "phases": phases["traced"]}
 
 
 def _trace_function(adapter: Adapter, token_ids: Sequence[int], count: int) -> Callable[[], object]:
@@ -271,7 +289,7 @@ def time_scoring(model: str, tokens: int, answer: int, repeats: int, dtype: str,
     return {"seconds": taken, "phases": phases["scored"], "batches": len(planned.batches.indices)}
 
 
-_WORKS = (time_sweeps, time_presses, peaks, time_growth, time_writing, time_kept_coding, generation_memory,
+_WORKS = (time_sweeps, time_steps, time_presses, peaks, time_growth, time_writing, time_kept_coding, generation_memory,
           time_norms, norms_peak, time_scoring, store_one_sample, time_speed_up, time_coordination,
           time_merging)  # fmt: skip
 WORK: dict[str, Callable[..., Result]] = {work.__name__: work for work in _WORKS}

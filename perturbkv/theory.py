@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 WORK = torch.float64
 """Precision of every sum over entries (METHOD: float32 or better, float64 on the CPU path)."""
+Mask = Bool[Tensor, "config head key"] | Float[Tensor, "config head key"]
+"""N of each entry: whether it is kept, or as a number, which saves the conversion where it is used again."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,7 +219,7 @@ class Summands:
         """Return the weighted sums of the summands over the entries, using every head's own value norms ν."""
         return self._split_columns(weighted_sums(weights, self.columns))
 
-    def kept_sums(self, attention: Float[Tensor, "head key"], kept: Bool[Tensor, "config head key"]) -> KeptSums:
+    def kept_sums(self, attention: Float[Tensor, "head key"], kept: Mask) -> KeptSums:
         """Return the sums, weighted by A, of the summands over the kept entries of every head and configuration."""
         mask, full = (_by_kv_head(tensor, len(self.columns)) for tensor in (kept, attention.unsqueeze(0)))
         weights = torch.mul(full, mask, out=attention.new_empty(mask.shape))
@@ -240,7 +243,7 @@ def stack_summands(value: Float[Tensor, "kv_head key d_value"], norms: Float[Ten
 def kept_sums(
     attention: Float[Tensor, "head key"],
     summands: Summands,
-    kept: Bool[Tensor, "config head key"],
+    kept: Mask,
     sink: Float[Tensor, " head"] | None = None,
 ) -> KeptSums:
     """Return the sums over kept entries for perturbation and bounds, the sink's mass included.
@@ -361,9 +364,16 @@ def propagated_perturbation(
     return both[0], distances(both[0], both[1:])
 
 
+def _sort_descending(numbers: Float[Tensor, "head key"]) -> Float[Tensor, "head key"]:
+    """Return the numbers of every row in descending order: on a CPU by NumPy, which takes a tenth of torch's time."""
+    if numbers.device.type == "cpu":
+        return torch.from_numpy(np.sort(numbers.numpy(), axis=-1)).flip(-1)
+    return numbers.sort(dim=-1, descending=True).values
+
+
 def largest_sums(attention: Float[Tensor, "head key"]) -> Float[Tensor, "head count"]:
     """Return, per head and count k = 0, 1, 2, …, the sum of the k largest attention weights."""
-    cumulative = attention.sort(dim=-1, descending=True).values.cumsum(dim=-1)
+    cumulative = _sort_descending(attention).cumsum(dim=-1)
     return torch.cat([torch.zeros_like(cumulative[:, :1]), cumulative], dim=-1)
 
 

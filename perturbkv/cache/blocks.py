@@ -2,7 +2,7 @@
 
 A *segment* is one kept set of one row. Attention over a block gives each query its output and the log-sum-exp of its
 logits, by which it is merged with the attention over decoded tokens. A passing block stores no entries, but copies them
-from the full cache on each use: where a cache serves a single pass, the copies of a whole model are never in memory at
+from the full cache on each use: where a cache serves few passes, the copies of a whole model are never in memory at
 once, and on a CPU each block is still in the processor's cache. A reader's block belongs to a row that keeps everything
 and attends to the entries that the reader selects for each query.
 """

@@ -78,9 +78,9 @@ class RankingGroup:
         kept = stage1 | (self.second.ranks < self.cut[rows].unsqueeze(-1))
         return KeptSets(*(block_entries(each, self.budgets.blocks) for each in (kept, stage1)))
 
-    def kept_sets_per_step(self, rows: Rows, steps: int) -> list[KeptSets]:
-        """Return, per step, the kept sets of the configurations in the slice `rows`: the same at each of `steps`."""
-        return [self.kept_sets(rows)] * steps
+    def kept_sets_per_step(self, rows: Rows) -> list[KeptSets]:
+        """Return the kept sets of the configurations in the slice `rows`: a single one for all steps."""
+        return [self.kept_sets(rows)]
 
 
 Rankings = tuple[Ranking, Ranking | None]
@@ -231,9 +231,9 @@ class ExternalGroup:
         """Return the kept sets of the configurations in the slice `rows` of the group."""
         return KeptSets(self.kept[rows], self.kept[rows])
 
-    def kept_sets_per_step(self, rows: Rows, steps: int) -> list[KeptSets]:
-        """Return, per step, the kept sets of the configurations in the slice `rows`: the same at each of `steps`."""
-        return [self.kept_sets(rows)] * steps
+    def kept_sets_per_step(self, rows: Rows) -> list[KeptSets]:
+        """Return the kept sets of the configurations in the slice `rows`: a single one for all steps."""
+        return [self.kept_sets(rows)]
 
 
 Group = RankingGroup | ExternalGroup

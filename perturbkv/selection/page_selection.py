@@ -184,11 +184,8 @@ class PageGroup:
         """Return the masks of entries read at the first step, for the configurations in the slice `rows`."""
         return self.steps[0].kept_sets(rows)
 
-    def kept_sets_per_step(self, rows: Rows, steps: int) -> list[KeptSets]:
-        """Return, per step, the masks of entries read by the configurations in the slice `rows`.
-
-        `steps` is for other groups, which keep the same at each step; this one has its own.
-        """
+    def kept_sets_per_step(self, rows: Rows) -> list[KeptSets]:
+        """Return the masks of entries read by the configurations in the slice `rows`: one for each step."""
         return [step.kept_sets(rows) for step in self.steps]
 
 

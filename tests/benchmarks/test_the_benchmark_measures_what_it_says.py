@@ -83,6 +83,20 @@ def test_scoring_takes_answers_of_one_length_in_turns(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("tiny")
+def test_steps_are_measured_to_the_last_beside_a_plain_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    original = work.trace_sample
+    monkeypatch.setattr(work, "trace_sample", lambda *given: made.append(original(*given)) or made[-1])
+    found = work.time_steps(tokens=1100, repeats=2, steps=3, **MODEL)
+    assert {name: len(spent) for name, spent in found["seconds"].items()} == {"plain": 2, "traced": 2}
+    assert 0 < found["phases"]["decode"] < found["seconds"]["traced"][-1]
+    for sample in made:
+        assert sample.arrays["steps_measured"] == 3
+        assert sample.arrays["theta"].shape[:2] == (24, 3)
+
+
+@pytest.mark.slow
 def test_memory_beside_inputs_is_told_apart() -> None:
     """The loop holds at least one head's projections, ours far less; in a process that gives memory back at once."""
     asked = {"entries": 8192, "d_model": 1024, "heads": 8, "kv_heads": 2, **CPU}
@@ -118,6 +132,9 @@ ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {
         "seconds": {"prefill": [10.0, 20.0, 10.0], "prefill and 2 decodes": [11.0, 22.0, 11.0]}
         | {str(count): [11.0 + count / 10, 24.2, 30.0] for count in counts},
         "phases": {str(count): {"prefill": 9.0} for count in counts},
+    },
+    "time_steps": lambda steps, **more: {
+        "seconds": {"traced": [2.0 * steps, 12.0, 15.0], "plain": [10.0, 10.0, 10.0]}, "phases": {"prefill": 9.0}
     },
     "peaks": lambda count, **more: {"peak": 120 if count else 100},
     "time_growth": lambda lengths, **more: {"seconds": {str(lengths[0]): [1.0, 2.0], str(lengths[1]): [4.0, 10.0]}},
@@ -160,7 +177,7 @@ def test_every_row_is_a_ratio_of_what_its_processes_found() -> None:
     values = {row.target.name: row.value for row in report.rows}
     assert values == {
         "capture-2": pytest.approx(1.1), "sweep-24": pytest.approx(1.34), "sweep-200": pytest.approx(3.0),
-        "scores-11": pytest.approx(1.21), "presses-24": None,
+        "steps-8": 1.5, "scores-11": pytest.approx(1.21), "presses-24": None,
         "peak-24": 1.2, "growth": 4.5, "norms-time": 0.5, "norms-memory": 0.05,
         "writing-24": 0.015, "writing-200": pytest.approx(0.0883, rel=1e-3), "kept-coding": 1.6, "generation": 0.8,
         "quality-12": 3.0, "startup-help": 2.0, "startup-figure": 3.0,
@@ -253,7 +270,7 @@ def test_the_stored_files_are_compared_with_themselves(capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--only", "speed"], "unknown benchmark row 'speed'; nearest of 20 known: sweep-24"),
+        (["--only", "speed"], "unknown benchmark row 'speed'; nearest of 21 known: sweep-24"),
         (["scale", "--only", "growth"], "unknown benchmark row 'growth'; known: scale-workers"),
         (["--repeats", "0"], "--repeats must lie between 1 and 1,000, got 0"),
         (["--tokens", "1024"], "--tokens must exceed the largest budget, 1024, got 1024"),

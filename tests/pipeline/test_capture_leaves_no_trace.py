@@ -1,4 +1,4 @@
-"""Capturing leaves no trace in the model, and caches of a single pass hold no copies."""
+"""Capturing leaves no trace in the model, and caches of measured steps hold no copies."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from perturbkv.cache import blocks, ragged
 from perturbkv.cache.compact import CompactCache, CompactLayer
 from perturbkv.configs.choice import parse
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.resources import Shape, plan_batches
+from perturbkv.configs.resources import Resources, Shape, plan_batches
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ModelError
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline.run.plan import is_single_pass
+from perturbkv.pipeline.run.plan import is_passing
+from perturbkv.pipeline.sample import one_sample
 from perturbkv.pipeline.sample.capture import Observer, capture, intercept_attention
+from perturbkv.pipeline.sample.decoding import STEPS_AT_ONCE
 from perturbkv.schema import KEPT, VARIABLES
 from perturbkv.selection.grid import configuration
 from perturbkv.selection.resolved_config import ResolvedRun
@@ -185,9 +187,13 @@ def test_decoding_from_passing_blocks_equals_the_masked_full_cache(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["regular", "context-only"])
-def test_one_step_without_copies_equals_the_first_of_two_with_copies(scenario: str) -> None:
+def test_one_step_without_copies_equals_the_first_of_two_with_copies(
+    scenario: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     adapter = exact_adapter("llama", 4, 2)
-    one, two = (trace_sample(adapter, PROMPT, run(steps=steps, scenario=scenario)).arrays for steps in (1, 2))
+    one = trace_sample(adapter, PROMPT, run(scenario=scenario)).arrays
+    monkeypatch.setattr(one_sample, "is_passing", lambda run: False)
+    two = trace_sample(adapter, PROMPT, run(steps=2, scenario=scenario)).arrays
     for name, array in one.items():
         dims = VARIABLES[name].dims
         if name not in (*KEPT, "cache_padding_bytes", "cache_bytes", "steps_measured"):
@@ -208,23 +214,27 @@ def test_no_copy_outlives_its_attention(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(blocks, "padded_block", watched)
     monkeypatch.setattr(devices, "_CACHE_BYTES", 4096)
-    trace_sample(tiny_adapter(), PROMPT, run())
+    together = Resources(max_bytes=2**30)  # one batch for any number of steps
+    trace_sample(tiny_adapter(), PROMPT, run(), together)
     assert len(most) > 10
     assert max(most) == 1
-    most.clear()
-    trace_sample(tiny_adapter(), PROMPT, run(steps=2))
-    assert most == []
+    once = len(most)
+    for steps, passes in ((STEPS_AT_ONCE, 1), (STEPS_AT_ONCE + 1, 2)):
+        most.clear()
+        trace_sample(tiny_adapter(), PROMPT, run(steps=steps), together)
+        assert len(most) == passes * once
+        assert max(most) == 1
 
 
 def test_caches_that_are_read_again_or_hold_what_the_full_one_does_not_are_held() -> None:
     streaming = configuration(18, policy="streaming-llm", selection="position", window=6)
     inside = replace(streaming, policy=parse("streaming-llm(positions=in-cache)"))
     few = replace(CONFIGS[0], precision=parse("quantise(bits=2)"))
-    assert is_single_pass(ResolvedRun.from_run(run()))
-    assert is_single_pass(ResolvedRun.from_run(run((streaming,), scenario="context-only")))
+    for steps in (1, 20):
+        assert is_passing(ResolvedRun.from_run(run(steps=steps)))
+    assert is_passing(ResolvedRun.from_run(run((streaming,), scenario="context-only")))
     assert not any(
-        is_single_pass(ResolvedRun.from_run(each))
-        for each in (run(steps=2), run(generate=3), run((*CONFIGS, inside)), run((few,)))
+        is_passing(ResolvedRun.from_run(each)) for each in (run(generate=3), run((*CONFIGS, inside)), run((few,)))
     )
 
 

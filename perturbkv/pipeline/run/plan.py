@@ -35,12 +35,13 @@ if TYPE_CHECKING:
     from perturbkv.models.adapter import Adapter
 
 
-def is_single_pass(run: ResolvedRun) -> bool:
-    """Return whether a run decodes a single step from entries of the full cache alone.
+def is_passing(run: ResolvedRun) -> bool:
+    """Return whether a run's caches copy their kept entries from the full cache in every pass, and store none.
 
-    Copying the kept entries in each pass then takes less memory than storing them.
+    Copies take less memory, and more rows go through the linear layers at once. A run that generates reads its caches
+    too often, and entries of a configuration's own are not in the full cache.
     """
-    return run.steps == 1 and not run.generate and not any(maker_of(config).has_own_tensors for config in run.configs)
+    return not run.generate and not any(maker_of(config).has_own_tensors for config in run.configs)
 
 
 def plan_prompt_batches(prompt: Prompt, run: ResolvedRun, shape: Shape, resources: Resources) -> Batches:
@@ -48,7 +49,7 @@ def plan_prompt_batches(prompt: Prompt, run: ResolvedRun, shape: Shape, resource
     context, question = prompt.parts(run.scenario)
     decoded = len(question) + max(run.steps, run.generate)
     bound = resources.max_bytes
-    return plan_batches(run.configs, shape, len(context), decoded, run.steps, bound, passing=is_single_pass(run))
+    return plan_batches(run.configs, shape, len(context), decoded, run.steps, bound, passing=is_passing(run))
 
 
 _log = logging.getLogger(__name__)

@@ -1,8 +1,12 @@
-"""Decoding of the same tokens from the full cache and from a compact one, with records of each step."""
+"""Decoding of the same tokens from the full cache and from a compact one, with records of each step.
+
+The tokens of all steps are known before they are measured, so that one forward pass decodes several: weights and kept
+entries are read once for them. Both runs take the same passes (METHOD: protocol, 4).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -11,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import Cache
 
-from perturbkv.cache.compact import CompactCache, SharedCache, restore_states
+from perturbkv.cache.compact import CompactCache, SharedCache, prompt_states, restore_states
 from perturbkv.devices import copy_to_device, to_device
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.forward import run_with_cache
@@ -26,6 +30,9 @@ from perturbkv.pipeline.sample.capture import (
 )
 from perturbkv.pipeline.sample.prefill import EntriesRead, Prefill
 
+STEPS_AT_ONCE = 8
+"""Most steps of one forward pass: more take as many rows through the linear layers, and read nothing less often."""
+
 
 @dataclass
 class StepRecord:
@@ -39,7 +46,8 @@ class StepRecord:
         logits: (row, vocab).
         entries: number of entries that the query attends to in the full cache, its own included.
         gates: layer -> γ (row, head · d_value), of the layers with a gate.
-        read: what attention read of row 0 in layers whose cache holds latents; empty once it is stored in the prefill.
+        read: what attention read of row 0 in layers whose cache holds latents, in the last step of a pass alone; empty
+            once it is stored in the prefill.
     """
 
     query: list[Float[Tensor, "row head d_key"]] = field(default_factory=list)
@@ -54,36 +62,51 @@ class StepRecord:
 
 @dataclass
 class _StepRecorder:
-    """The callbacks that fill `record` with a decode step at the last of its tokens; `finite` records activations."""
+    """The callbacks that fill `records` with the last tokens of a pass, a step each; `finite` records activations."""
 
     adapter: Adapter
     rows: int
     finite: FiniteCheck
-    record: StepRecord = field(default_factory=StepRecord)
+    records: list[StepRecord]
+
+    def _by_step(self, tensor: Tensor, dim: int = 1) -> Iterator[tuple[StepRecord, Tensor]]:
+        """Yield each record with its token's part of `tensor`, whose axis `dim` are the pass's tokens."""
+        return zip(self.records, tensor.unbind(dim)[-len(self.records) :], strict=True)
 
     def record_query(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Record the last token's queries in a layer: an `Observer.attention`."""
-        self.record.query.append(query[:, :, -1])
+        """Record the queries in a layer: an `Observer.attention`."""
+        for record, own in self._by_step(query, 2):
+            record.query.append(own)
         if self.adapter.layer_facts(layer).latent:
-            self.record.read[layer] = key[0], value[0]
+            self.records[-1].read[layer] = key[0], value[0]
 
     def record_head_output(self, layer: int, mixed: Tensor) -> None:
-        """Record the last token's head outputs in a layer: an `Observer.head_output`."""
-        self.record.head_output.append(mixed[:, -1].view(self.rows, self.adapter.heads, self.adapter.d_value))
+        """Record the head outputs in a layer: an `Observer.head_output`."""
+        for record, own in self._by_step(mixed):
+            record.head_output.append(own.view(self.rows, self.adapter.heads, self.adapter.d_value))
 
     def record_gate(self, layer: int, gate: Tensor) -> None:
-        """Record the last token's γ in a layer with a gate: an `Observer.gate`."""
-        self.record.gates[layer] = gate[:, -1]
+        """Record γ in a layer with a gate: an `Observer.gate`."""
+        for record, own in self._by_step(gate):
+            record.gates[layer] = own
 
     def record_hidden(self, number: int, output: Tensor) -> None:
-        """Record the last token's hidden state after a decoder layer: an `Observer.hidden`."""
+        """Record the hidden states after a decoder layer: an `Observer.hidden`."""
         self.finite(number, output)
-        self.record.hidden.append(output[:, -1])
+        for record, own in self._by_step(output):
+            record.hidden.append(own)
 
     def record_final(self, output: Tensor) -> None:
-        """Record the last token's hidden state after the final norm: an `Observer.final`."""
+        """Record the hidden states after the final norm: an `Observer.final`."""
         self.finite.check(FINAL_NORM, output)
-        self.record.final = output[:, -1]
+        for record, own in self._by_step(output):
+            record.final = own
+
+    def record_end(self, logits: Tensor, entries: int) -> None:
+        """Record a pass's logits, and the number of entries that its last token attends to."""
+        self.finite.check(LOGITS, logits[:, -len(self.records) :])
+        for step, (record, own) in enumerate(self._by_step(logits), start=1):
+            record.logits, record.entries = own, entries - len(self.records) + step
 
 
 @torch.inference_mode()
@@ -100,15 +123,34 @@ def decode_full(
     logits = prefill.logits
     if question:
         ids = to_device(question, adapter.device)
-        logits = _decode_step(adapter, cache, decode_shared(adapter), ids, rows, prefill.finite).logits[0]
-    tokens, records = [logits.argmax()], []
-    for _ in range(steps):
-        record = _decode_step(adapter, cache, decode_shared(adapter), tokens[-1].view(1), rows, prefill.finite)
-        prefill.read.update(record.read)
-        records.append(_first_row(record))
-        tokens.append(record.logits[0].argmax())
+        logits = _decode_pass(adapter, cache, decode_shared(adapter), ids, rows, prefill.finite)[0].logits[0]
+    tokens, records = _greedy_tokens(adapter, cache, logits.argmax(), steps, rows), []
+    for chunk in tokens.split(STEPS_AT_ONCE):
+        of_pass = _decode_pass(adapter, cache, decode_shared(adapter), chunk, rows, prefill.finite, len(chunk))
+        prefill.read.update(of_pass[-1].read)
+        records += map(_first_row, of_pass)
     restore_states(prefill.cache, prefill.states)
-    return records, torch.stack(tokens[:steps])  # the one after the last step is not read
+    return records, tokens
+
+
+def _greedy_tokens(
+    adapter: Adapter, cache: SharedCache, first: Int[Tensor, ""], steps: int, rows: int
+) -> Int[Tensor, " step"]:
+    """Return the greedy continuation of `steps` tokens from `first` on; the cache is put back to before it.
+
+    One row decodes it, token by token, so that it does not depend on the number of configurations.
+    """
+    tokens = [first]
+    if steps > 1:
+        entries, states = cache.get_seq_length(), prompt_states(adapter, cache)
+        restore_states(cache, states)
+        for _ in range(steps - 1):
+            ids = copy_to_device(tokens[-1], adapter.device).view(1, 1)
+            tokens.append(run_with_cache(adapter.model, ids, cache, logits_to_keep=1).logits[0, -1].argmax())
+        for layer in (adapter.cache_layer(cache, index) for index in adapter.holders):
+            layer.keys, layer.values = layer.keys[..., :entries, :], layer.values[..., :entries, :]
+        restore_states(cache, states, rows)
+    return torch.stack(tokens)
 
 
 def count_text_steps(tokens: Int[Tensor, " step"], ends: Collection[int]) -> int:
@@ -139,29 +181,30 @@ def decode_evicted(
     question_logits = None
     if question:
         ids = to_device(question, adapter.device)
-        question_logits = _decode_step(adapter, cache, decode_from(adapter, cache), ids, rows, finite).logits
+        question_logits = _decode_pass(adapter, cache, decode_from(adapter, cache), ids, rows, finite)[0].logits
         cache.mark()
     steps = [
-        _decode_step(adapter, cache, decode_from(adapter, cache), token, rows, finite)
-        for token in torch.split(tokens, 1)
+        record
+        for chunk in tokens.split(STEPS_AT_ONCE)
+        for record in _decode_pass(adapter, cache, decode_from(adapter, cache), chunk, rows, finite, len(chunk))
     ]
     return question_logits, steps
 
 
-def _decode_step(
+def _decode_pass(
     adapter: Adapter,
     cache: Cache,
     attention: AbstractContextManager[None],
     tokens: Int[Tensor, " token"],
     rows: int,
     finite: FiniteCheck,
-) -> StepRecord:
-    """Run one forward pass with the same tokens in all rows, and return the record at the last token.
+    steps: int = 1,
+) -> list[StepRecord]:
+    """Run one forward pass with the same tokens in all rows, and return the records at the last `steps` tokens.
 
     `attention` is the context inside which the model attends to `cache`.
     """
-    recorder = _StepRecorder(adapter, rows, finite)
-    record = recorder.record
+    recorder = _StepRecorder(adapter, rows, finite, [StepRecord() for _ in range(steps)])
     ids = copy_to_device(tokens, adapter.device).unsqueeze(0).expand(rows, -1)
     observer = Observer(
         recorder.record_query,
@@ -171,10 +214,9 @@ def _decode_step(
         gate=recorder.record_gate,
     )
     with attention, capture(adapter, observer):
-        record.logits = run_with_cache(adapter.model, ids, cache, logits_to_keep=1).logits[:, -1]
-    finite.check(LOGITS, record.logits)
-    record.entries = cache.get_seq_length()
-    return record
+        logits = run_with_cache(adapter.model, ids, cache, logits_to_keep=steps).logits
+    recorder.record_end(logits, cache.get_seq_length())
+    return recorder.records
 
 
 def _first_row(record: StepRecord) -> StepRecord:

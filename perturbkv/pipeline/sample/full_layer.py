@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar, cast
 
@@ -102,6 +102,13 @@ class FullLayer:
     def weights(self, step: StepRecord) -> tuple[Float[Tensor, "head key"], Float[Tensor, " head"]]:
         """Return a decode step's attention weights A on entries up to its own, and the weight of each head's sink."""
         return theory.decode_weights(step.query[self.index][0], self.keys[:, : step.entries], self.softmax)
+
+    def weights_per_step(
+        self, steps: Sequence[StepRecord]
+    ) -> list[tuple[Float[Tensor, "head key"], Float[Tensor, " head"]]]:
+        """Return `weights` of each step, with the keys converted once."""
+        layer = replace(self, keys=self.keys.to(theory.WORK))
+        return [layer.weights(step) for step in steps]
 
     def full_step(self, step: StepRecord) -> FullStep:
         """Return what this layer does at a decode step of the full run."""

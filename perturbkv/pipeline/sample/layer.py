@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -74,7 +75,7 @@ def largest_evicted_outputs(ranked: RankedOutputs, kept: Bool[Tensor, "config he
 
 
 _ENTRY_BYTES = 10
-"""Working memory of the sums over entries, per entry, head and configuration: two masks, and weights."""
+"""Working memory of the sums over entries, per entry, head and configuration: two masks, and weights of one step."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def measure_layer(sample: SampleRun, index: int, owner: LayerResult | None) -> L
     A layer that reads another's cache has the kept sets of the cache's `owner`.
     """
     layer, configs, n, heads = sample.layer(index), sample.run.configs, sample.tokens, sample.adapter.heads
-    weights = [layer.weights(step) for step in sample.full.steps]
+    weights = layer.weights_per_step(sample.full.steps)
     attention = [entries for entries, _ in weights]
     groups = _select_groups(sample, layer, attention[0]) if owner is None else owner.groups
     summands = _summands(sample, layer)
@@ -119,11 +120,11 @@ def measure_layer(sample: SampleRun, index: int, owner: LayerResult | None) -> L
     at_steps = [group for group in groups if not isinstance(group, SparsePrefillGroup)]
     in_prompt = [group for group in groups if isinstance(group, SparsePrefillGroup)]
     for group, rows in _split_groups(at_steps, heads * layer.keys.shape[1], working):
-        masks = [_repeat_per_query_head(sets, heads) for sets in group.kept_sets_per_step(rows, len(references))]
+        masks = [_repeat_per_query_head(sets, heads) for sets in group.kept_sets_per_step(rows)]
+        steps = [references] if len(masks) == 1 else [[step] for step in references]  # at which each mask holds
         alphas = _alpha_per_head(layer, configs, group, rows)
-        quantities.append(
-            [measure.isolated_quantities(step, mask, alphas) for step, mask in zip(references, masks, strict=True)]
-        )
+        measured = [measure.isolated_quantities(*each, alphas) for each in zip(steps, masks, strict=True)]
+        quantities.append(list(chain.from_iterable(measured)))
         evicted.append(largest_evicted_outputs(ranked, masks[0].kept))
     for lines in in_prompt:  # measured once, at queries of the prompt
         alphas = _alpha_per_head(layer, configs, lines, slice(None))

@@ -10,12 +10,12 @@ alone (θ, θ̂) do not hold for them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -30,7 +30,7 @@ from perturbkv.pipeline.sample.capture import FiniteCheck
 from perturbkv.pipeline.sample.decoding import StepRecord
 from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.schema import VARIABLES
-from perturbkv.theory import WORK, Distances, Summands
+from perturbkv.theory import WORK, Distances, KeptSums, Summands
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -94,23 +94,48 @@ def layer_reference(
 
 
 def isolated_quantities(
-    reference: Reference, masks: LayerMasks, alphas: Float[Tensor, "config head"]
-) -> dict[str, Tensor]:
-    """Return name -> perturbation, bound or Assumption 1 of a layer and step (config, head), and noise floors (head,).
+    references: Sequence[Reference], masks: LayerMasks, alphas: Float[Tensor, "config head"]
+) -> list[dict[str, Tensor]]:
+    """Return, per step, name -> perturbation, bound or Assumption 1 (config, head), and noise floors (head,).
 
     Full and evicted outputs are sums over the same query, keys and values, so that a configuration that keeps
-    everything differs by the rounding of `WORK` alone: one more row, the first, is that control. `alphas` are the
-    stage-1 shares α.
+    everything differs by the rounding of `WORK` alone: one more row, the first, is that control. `references` are those
+    of the steps at which `masks` hold; `alphas` are the stage-1 shares α.
     """
-    decoded = reference.attention.shape[-1] - masks.kept.shape[-1]
-    rows = _append_decoded(torch.cat([torch.ones_like(masks.kept[:1]), masks.kept]), decoded)
-    kept = theory.kept_sums(reference.attention, reference.summands, rows, reference.sink)
-    no_values = reference.summands.without_values()  # the bounds of stage 1 need no mixture
-    stage1 = theory.kept_sums(reference.attention, no_values, _append_decoded(masks.stage1, decoded), reference.sink)
-    distances = theory.isolated_perturbation(reference.whole, kept.mixed, kept.mass, reference.slices, reference.output)
-    evicted = theory.KeptSums(kept.mass[1:], kept.weighted[1:], kept.mixed[1:])  # without the control
-    limits = theory.bounds(reference.total, reference.smallest, evicted, stage1)
+    kept = _kept_sums_per_step(references, masks.kept, controls=1)
+    no_values = [replace(step, summands=step.summands.without_values()) for step in references]
+    stage1 = _kept_sums_per_step(no_values, masks.stage1)  # the bounds of stage 1 need no mixture
     counts = round_down_entries(alphas * masks.kept.sum(dim=-1)).to(torch.int64)
+    return [_step_quantities(*step, counts) for step in zip(references, kept, stage1, strict=True)]
+
+
+def _kept_sums_per_step(
+    references: Sequence[Reference], kept: Bool[Tensor, "config head prompt"], controls: int = 0
+) -> list[KeptSums]:
+    """Return, per step, the sums over the kept entries of the prompt and all decoded tokens, which always stay.
+
+    The first `controls` rows of the sums are of configurations that keep everything. The masks are made numbers once
+    for all steps, which takes as long as the sums of one.
+    """
+    longest, prompt = references[-1].attention.shape[-1], kept.shape[-1]
+    numbers = torch.ones(controls + len(kept), kept.shape[1], longest, dtype=WORK, device=kept.device)
+    numbers[controls:, :, :prompt] = kept
+    return [
+        theory.kept_sums(step.attention, step.summands, numbers[..., : step.attention.shape[-1]], step.sink)
+        for step in references
+    ]
+
+
+def _step_quantities(
+    reference: Reference, kept: KeptSums, stage1: KeptSums, counts: Int[Tensor, "config head"]
+) -> dict[str, Tensor]:
+    """Return what `isolated_quantities` does, of one step.
+
+    Row 0 of `kept` is the control; `counts` are ⌊αb⌋.
+    """
+    distances = theory.isolated_perturbation(reference.whole, kept.mixed, kept.mass, reference.slices, reference.output)
+    evicted = KeptSums(kept.mass[1:], kept.weighted[1:], kept.mixed[1:])
+    limits = theory.bounds(reference.total, reference.smallest, evicted, stage1)
     return {
         **_floor_variables("noise_floor_isolated", distances, reference.output, WORK),
         **_distance_variables("perturbation_isolated", distances),
@@ -147,11 +172,6 @@ def _floor_variables(
 def _norm_variables(name: str, full: Float[Tensor, "*batch d_model"]) -> dict[str, Tensor]:
     """Return the L1 and L2 norms of the full run's vectors, as the variables `name` and `name`_l2."""
     return {name: full.abs().sum(dim=-1), f"{name}_l2": torch.linalg.vector_norm(full, dim=-1)}
-
-
-def _append_decoded(mask: Bool[Tensor, "config head prompt"], decoded: int) -> Bool[Tensor, "config head key"]:
-    """Return the masks of the prompt's entries extended by `decoded` decoded tokens, which all configurations keep."""
-    return torch.cat([mask, mask.new_ones(*mask.shape[:2], decoded)], dim=-1)
 
 
 def propagated_quantities(adapter: Adapter, full: StepRecord, evicted: StepRecord) -> dict[str, Tensor]:

@@ -200,13 +200,13 @@ def isolated_along_lines(
     sets = group.attention_masks(to_device(group.measured_positions, keys.device))
     sharing = layer.adapter.heads // group.kept_heads
     kept, stage1 = (mask.repeat_interleave(sharing, dim=1) for mask in (sets.kept, sets.stage1))
-    per_query = []
+    per_query: list[dict[str, Tensor]] = []
     for index, position in enumerate(group.measured_positions):
         entries = slice(position + 1)
         weights, sink = theory.decode_weights(queries[:, index], keys[:, entries], layer.softmax)
         full = measure.layer_reference(weights, summands.first_entries(position + 1), layer.slices, sink)
         masks = LayerMasks(kept[:, :, index, entries], stage1[:, :, index, entries])
-        per_query.append(measure.isolated_quantities(full, masks, alphas))
+        per_query += measure.isolated_quantities([full], masks, alphas)
     return {name: torch.stack([quantities[name] for quantities in per_query]).mean(dim=0) for name in per_query[0]}
 
 
