@@ -23,7 +23,7 @@ from perturbkv.storage.trace import export
 from perturbkv.storage.trace.trace_file import read_trace
 from perturbkv.trace import SampleTrace
 from tests.pipeline.test_a_sweep_shares_one_prefill import Waiting
-from tests.support.models import tiny_adapter, token_ids
+from tests.support.models import exact_adapter, tiny_adapter, token_ids
 from tests.support.resolved import trace_sample
 
 STEPS = 6
@@ -40,7 +40,7 @@ def run(**fields: Any) -> RunConfig:
 
 def ending(token: int | None) -> Adapter:
     """A model whose text ends at a token; at none where it is None."""
-    adapter = tiny_adapter()
+    adapter = exact_adapter("llama", 4, 2)
     adapter.tokenizer.eos_token_id = None
     adapter.model.generation_config.eos_token_id = token
     return adapter

@@ -111,9 +111,11 @@ class _StepRecorder:
 
 @torch.inference_mode()
 def decode_full(
-    adapter: Adapter, prefill: Prefill, question: Sequence[int], steps: int, rows: int
+    adapter: Adapter, prefill: Prefill, question: Sequence[int], steps: int, rows: int, ends: Collection[int] = ()
 ) -> tuple[list[StepRecord], Int[Tensor, " step"]]:
-    """Decode the question and then `steps` greedy steps from the full cache; return the steps' records and tokens.
+    """Decode the question and then greedy steps from the full cache; return the steps' records and tokens.
+
+    There are `steps` steps, or fewer up to the end of the text, where a token is in `ends`.
 
     The batch has `rows` identical rows so that the linear layers see the evicted runs' shapes; row 0 is recorded. The
     first token is the greedy choice after the prompt and its question. The measured layers' cache grows by all decoded
@@ -125,6 +127,7 @@ def decode_full(
         ids = to_device(question, adapter.device)
         logits = _decode_pass(adapter, cache, decode_shared(adapter), ids, rows, prefill.finite)[0].logits[0]
     tokens, records = _greedy_tokens(adapter, cache, logits.argmax(), steps, rows), []
+    tokens = tokens[: count_text_steps(tokens, ends)]
     for chunk in tokens.split(STEPS_AT_ONCE):
         of_pass = _decode_pass(adapter, cache, decode_shared(adapter), chunk, rows, prefill.finite, len(chunk))
         prefill.read.update(of_pass[-1].read)

@@ -17,7 +17,7 @@ from perturbkv.datasets.encode import Prompt
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers.generation import end_tokens
 from perturbkv.pipeline.progress import phase
-from perturbkv.pipeline.sample.decoding import StepRecord, count_text_steps, decode_full
+from perturbkv.pipeline.sample.decoding import StepRecord, decode_full
 from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.prefill import Prefill, layer_value_norms, prefill
 from perturbkv.pipeline.variants.presses import KeptMasks, sources
@@ -47,9 +47,7 @@ def full_run(adapter: Adapter, prefilled: Prefill, question: Sequence[int], step
     The batch has `rows` identical rows. Steps after the end of the text are left out.
     """
     with phase("reference"):
-        records, tokens = decode_full(adapter, prefilled, question, steps, rows)
-        measured = count_text_steps(tokens, end_tokens(adapter))
-        return FullRun(records[:measured], tokens[:measured], rows)
+        return FullRun(*decode_full(adapter, prefilled, question, steps, rows, end_tokens(adapter)), rows)
 
 
 @dataclass(frozen=True, eq=False)
