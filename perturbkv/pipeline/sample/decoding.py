@@ -115,20 +115,20 @@ def decode_full(
 ) -> tuple[list[StepRecord], Int[Tensor, " step"]]:
     """Decode the question and then greedy steps from the full cache; return the steps' records and tokens.
 
-    There are `steps` steps, or fewer up to the end of the text, where a token is in `ends`.
-
-    The batch has `rows` identical rows so that the linear layers see the evicted runs' shapes; row 0 is recorded. The
-    first token is the greedy choice after the prompt and its question. The measured layers' cache grows by all decoded
-    tokens, others are put back; `prefill.finite` checks the activations.
+    There are `steps` steps, or fewer where the text ends, at a token in `ends`. The batch has `rows` identical rows so
+    that the linear layers see the evicted runs' shapes; row 0 is recorded. The first token is the greedy choice after
+    the prompt and its question. The measured layers' cache grows by the steps' tokens, others are put back;
+    `prefill.finite` checks the activations.
     """
     cache = SharedCache(prefill.cache, prefill.states, rows)
     logits = prefill.logits
     if question:
         ids = to_device(question, adapter.device)
         logits = _decode_pass(adapter, cache, decode_shared(adapter), ids, rows, prefill.finite)[0].logits[0]
-    tokens, records = _greedy_tokens(adapter, cache, logits.argmax(), steps, rows), []
+    tokens = _greedy_tokens(adapter, cache, logits.argmax(), steps, rows)
     tokens = tokens[: count_text_steps(tokens, ends)]
-    for chunk in tokens.split(STEPS_AT_ONCE):
+    records: list[StepRecord] = []
+    for chunk in torch.split(tokens, STEPS_AT_ONCE):
         of_pass = _decode_pass(adapter, cache, decode_shared(adapter), chunk, rows, prefill.finite, len(chunk))
         prefill.read.update(of_pass[-1].read)
         records += map(_first_row, of_pass)
@@ -188,7 +188,7 @@ def decode_evicted(
         cache.mark()
     steps = [
         record
-        for chunk in tokens.split(STEPS_AT_ONCE)
+        for chunk in torch.split(tokens, STEPS_AT_ONCE)
         for record in _decode_pass(adapter, cache, decode_from(adapter, cache), chunk, rows, finite, len(chunk))
     ]
     return question_logits, steps
