@@ -119,13 +119,13 @@ def refused(*words: str, alone: bool = False) -> Callable[[Outcome, Path], Flaw]
     return flaw
 
 
-VERDICTS = ("smallest budget under each limit", "did nothing: ", "not compared: ")
+VERDICTS = ("smallest budget under each limit", "did nothing: ", "not compared: ", "and it answers none of ")
 """Words of answers whose exit code, 1 or 2, is part of the answer."""
 
 
 def _is_answer(outcome: Outcome) -> bool:
     """Return whether a command has answered."""
-    return outcome.code == 0 or (outcome.code in (1, 2) and any(words in outcome.out for words in VERDICTS))
+    return outcome.code == 0 or (outcome.code in (1, 2) and any(words in outcome.out + outcome.err for words in VERDICTS))
 
 
 def answers(outcome: Outcome, folder: Path) -> Flaw:
