@@ -125,7 +125,9 @@ VERDICTS = ("smallest budget under each limit", "did nothing: ", "not compared: 
 
 def _is_answer(outcome: Outcome) -> bool:
     """Return whether a command has answered."""
-    return outcome.code == 0 or (outcome.code in (1, 2) and any(words in outcome.out + outcome.err for words in VERDICTS))
+    return outcome.code == 0 or (
+        outcome.code in (1, 2) and any(words in outcome.out + outcome.err for words in VERDICTS)
+    )
 
 
 def answers(outcome: Outcome, folder: Path) -> Flaw:
