@@ -311,6 +311,7 @@ def plan(
         generate=generate,
         head_scores=scores,
         text=options.text,
+        prompts=options.prompts,
         kept=options.kept,
         scored=scored,
         leave_out_unfit=leave_out_unfit,

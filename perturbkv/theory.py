@@ -420,3 +420,10 @@ def logit_divergence(
     log_evicted = evicted.to(WORK).log_softmax(dim=-1)
     divergence = (log_full.exp() * (log_full - log_evicted)).sum(dim=-1)
     return divergence, evicted.argmax(dim=-1) == full.argmax(dim=-1)
+
+
+def token_log_probability(logits: Float[Tensor, "row vocab"], token: Int[Tensor, ""]) -> Float[Tensor, " row"]:
+    """Return log p of a token in nats, per row of logits (METHOD: effect on a text); NaN for the token −1, for none."""
+    work = logits.to(WORK)
+    log_p = work.index_select(-1, token.clamp(min=0).view(1)).squeeze(-1) - work.logsumexp(dim=-1)
+    return log_p.where(token >= 0, torch.nan)

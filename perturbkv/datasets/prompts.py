@@ -208,10 +208,12 @@ def _uses_chat_template(prompts: Prompts) -> bool:
 def _digest(prompt: Prompt) -> str:
     """Return a digest of all properties of a prompt on which results depend.
 
-    A metric that is not chosen is left out, so that prompts of traces without that field have equal digests.
+    A metric that is not chosen and a missing text are left out, so that prompts of older traces have equal digests.
     """
-    names = [each.name for each in dataclasses.fields(prompt) if each.compare and each.name != "metric"]
-    values = (*(getattr(prompt, name) for name in names), *([prompt.metric] if prompt.metric else []))
+    later = ("metric", "text_tokens")
+    names = [each.name for each in dataclasses.fields(prompt) if each.compare and each.name not in later]
+    values = (getattr(prompt, name) for name in names), filter(None, (getattr(prompt, name) for name in later))
+    values = tuple(itertools.chain(*values))
     return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
 
 

@@ -88,27 +88,35 @@ class _StepRecorder:
 
 @torch.inference_mode()
 def decode_full(
-    adapter: Adapter, prefill: Prefill, question: Sequence[int], steps: int, rows: int
-) -> tuple[list[StepRecord], Int[Tensor, " step"]]:
-    """Decode the question and then `steps` greedy steps from the full cache; return the steps' records and tokens.
+    adapter: Adapter,
+    prefill: Prefill,
+    question: Sequence[int],
+    steps: int,
+    rows: int,
+    text: Sequence[int] = (),
+) -> tuple[Float[Tensor, " vocab"], list[StepRecord], Int[Tensor, " token"]]:
+    """Decode the question and then `steps` steps from the full cache.
+
+    Returns the logits before the first step, the steps' records, and the steps' tokens and the one that follows them:
+    those of `text`, of `steps` + 1 tokens, or without one the greedy choices.
 
     The batch has `rows` identical rows so that the linear layers see the evicted runs' shapes; row 0 is recorded. The
-    first token is the greedy choice after the prompt and its question. The measured layers' cache grows by all decoded
-    tokens, others are put back; `prefill.finite` checks the activations.
+    measured layers' cache grows by all decoded tokens, others are put back; `prefill.finite` checks the activations.
     """
     cache = SharedCache(prefill.cache, prefill.states, rows)
     logits = prefill.logits
     if question:
         ids = to_device(question, adapter.device)
         logits = _decode_step(adapter, cache, decode_shared(adapter), ids, rows, prefill.finite).logits[0]
-    tokens, records = [logits.argmax()], []
-    for _ in range(steps):
+    given = to_device(text, adapter.device).unbind() if text else ()
+    tokens, records = [given[0] if text else logits.argmax()], []
+    for step in range(steps):
         record = _decode_step(adapter, cache, decode_shared(adapter), tokens[-1].view(1), rows, prefill.finite)
         prefill.read.update(record.read)
         records.append(_first_row(record))
-        tokens.append(record.logits[0].argmax())
+        tokens.append(given[step + 1] if text else record.logits[0].argmax())
     restore_states(prefill.cache, prefill.states)
-    return records, torch.stack(tokens[:steps])  # the one after the last step is not read
+    return logits, records, torch.stack(tokens)
 
 
 def count_text_steps(tokens: Int[Tensor, " step"], ends: Collection[int]) -> int:

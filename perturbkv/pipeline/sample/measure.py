@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -230,6 +230,17 @@ def _logit_variables(full: StepRecord, evicted: StepRecord, dtype: torch.dtype) 
         "logit_kl_noise_floor": theory.floor_at_rounding(divergence[0], rounding),
         "logit_kl": divergence[1:],
         "top1_agreement": agreement[1:],
+    }
+
+
+def text_quantities(full: StepRecord, evicted: StepRecord, token: Int[Tensor, ""]) -> dict[str, Tensor]:
+    """Return name -> log p of the text's next token (config,), and of the full run; NaN where it is −1, for none.
+
+    Row 0 of `evicted`, which keeps everything, is left out.
+    """
+    return {
+        "text_logp": theory.token_log_probability(evicted.logits[1:], token),
+        "text_logp_full": theory.token_log_probability(full.logits, token)[0],
     }
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from perturbkv.cache.makers import Maker
 from perturbkv.configs.resources import Resources
 from perturbkv.configs.selections import FIRST_STEP
 from perturbkv.datasets.encode import Prompt
+from perturbkv.devices import to_device
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers.generation import end_tokens
 from perturbkv.pipeline.progress import phase
@@ -32,24 +34,43 @@ class FullRun:
 
     Attributes:
         steps: records of the steps.
-        tokens: the decoded tokens, the first of them the greedy choice after the prompt.
+        tokens: the decoded tokens of the text, which step 0 begins.
+        next_tokens: the text's token after each step; −1 where the text ends.
+        logits: those after the prompt and its question, from which the first token comes.
         rows: number of identical rows in the batch.
     """
 
     steps: list[StepRecord]
     tokens: Int[Tensor, " step"]
+    next_tokens: Int[Tensor, " step"]
+    logits: Float[Tensor, " vocab"]
     rows: int
 
 
-def full_run(adapter: Adapter, prefilled: Prefill, question: Sequence[int], steps: int, rows: int) -> FullRun:
-    """Decode the question and at most `steps` greedy steps from the full cache, and return the reference run.
+def full_run(
+    adapter: Adapter,
+    prefilled: Prefill,
+    question: Sequence[int],
+    steps: int,
+    rows: int,
+    text: Sequence[int] = (),
+) -> FullRun:
+    """Decode the question and at most `steps` steps from the full cache, and return the reference run.
 
-    The batch has `rows` identical rows. Steps after the end of the text are left out.
+    The steps read `text`, or without one the full run's greedy choices. The batch has `rows` identical rows. Steps
+    after the end of the text are left out.
     """
     with phase("reference"):
-        records, tokens = decode_full(adapter, prefilled, question, steps, rows)
-        measured = count_text_steps(tokens, end_tokens(adapter))
-        return FullRun(records[:measured], tokens[:measured], rows)
+        if text:
+            read = (*text[: steps + 1], *([-1] if len(text) == 1 else []))
+            logits, records, tokens = decode_full(adapter, prefilled, question, len(read) - 1, rows, read)
+            return FullRun(records, tokens[:-1], tokens[1:], logits, rows)
+        logits, records, tokens = decode_full(adapter, prefilled, question, steps, rows)
+        ends = end_tokens(adapter)
+        measured = count_text_steps(tokens[:-1], ends)
+        has_ended = torch.isin(tokens[:measured], to_device(sorted(ends), adapter.device, tokens.dtype))
+        following = tokens[1 : measured + 1].masked_fill(has_ended, -1)
+        return FullRun(records[:measured], tokens[:measured], following, logits, rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +110,7 @@ class SampleRun:
         """
         context, question = prompt.parts(run.scenario)
         prefilled = prefill(adapter, prompt, run, resources, sources(adapter, context, run.configs, masks))
-        full = full_run(adapter, prefilled, question, run.steps, rows)
+        full = full_run(adapter, prefilled, question, run.steps, rows, prompt.forced_tokens(run.text))
         sample = cls(adapter, run, resources, prompt, prefilled, full)
         sample._add_hindsight_norms()
         return sample

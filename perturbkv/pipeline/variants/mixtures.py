@@ -90,9 +90,10 @@ class MixtureSample:
         context, question = prompt.parts(run.scenario)
         prefilled = prefill(adapter, prompt, run, resources, sources(adapter, context, run.configs, {}))
         repeated = replace(prefilled, cache=copy.deepcopy(prefilled.cache), read=dict(prefilled.read))
-        full = {2: full_run(adapter, prefilled, question, run.steps, 3)}
+        text = prompt.forced_tokens(run.text)
+        full = {2: full_run(adapter, prefilled, question, run.steps, 3, text)}
         if rows != 2:
-            full[rows] = full_run(adapter, repeated, question, run.steps, rows + 1)
+            full[rows] = full_run(adapter, repeated, question, run.steps, rows + 1, text)
         self.sample: SampleRun = SampleRun(adapter, run, resources, prompt, prefilled, full[2])
         self.adapter = adapter
         self.run = run
