@@ -134,7 +134,10 @@ def _rare_option(panel: str, *flags: str, **attributes: Any) -> Any:
 
 @dataclass(frozen=True)
 class RunOptions(DataOptions):
-    """The options of a run that measures; `configs` returns its eviction configurations."""
+    """The options of a run that measures; `configs` returns its eviction configurations.
+
+    `reads_whole_text` says that without --steps the steps read a text to its end.
+    """
 
     policy: Annotated[
         list[str] | None,
@@ -256,6 +259,7 @@ class RunOptions(DataOptions):
         float | None,
         _rare_option(_MANY, metavar="S", help="Seconds after which a worker is ended", show_default="never"),
     ] = None
+    reads_whole_text: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

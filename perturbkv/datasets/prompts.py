@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, overload
 
-from perturbkv.configs.run import DIGESTS, NO_DATASET
+from perturbkv.configs.run import DIGESTS, NO_DATASET, OWN
 from perturbkv.datasets import dataset_registry, metrics
 from perturbkv.datasets.dataset_registry import GENERATION_LENGTH, DatasetOptions
 from perturbkv.datasets.encode import Prompt, Tokenizer, encode
@@ -167,6 +167,16 @@ def _check_length(name: str, length: int, max_tokens: int | None, positions: int
             f"a {name} prompt of {length:,} tokens is longer than the model's {positions} positions; use a shorter "
             f"--length, such as {positions * 3 // 4}, or --max-tokens, which cuts its middle out"  # room for an answer
         )
+
+
+def whole_text_steps(prompts: Prompts, text: str) -> int:
+    """Return the number of decode steps that read every prompt's text to its end; at least 1.
+
+    Of their own text as many as the data set's answers have tokens. Raises as `Prompt.forced_tokens`.
+    """
+    if text == OWN:
+        return prompts.generation_length
+    return max(1, *(len(prompt.forced_tokens(text)) - 1 for prompt in prompts))
 
 
 def collect(prompts: Iterable[Prompt]) -> Prompts:
