@@ -40,9 +40,9 @@ _QUANTITIES = {
     "top1": "mean share of the same token",
 }
 """Name of a criterion -> the quantity that it limits."""
-_SHORT = {"kl": "KL", "perplexity": "perplexity", "drop": "drop of score", "top1": "same token"}
+_SHORT = {"kl": "KL", "perplexity": "perplexity / full", "drop": "drop of score", "top1": "same token"}
 """Name of a limited quantity in a narrow table."""
-_UNITS = {"kl": " nat", "perplexity": " ×", "drop": " points", "top1": ""}
+_UNITS = {"kl": " nat", "perplexity": "", "drop": " points", "top1": ""}
 POSITIVE = ("kl", "perplexity")
 """Criteria on what is positive without an upper end, whose bound assumes a lognormal."""
 _NEGLIGIBLE = 0.01

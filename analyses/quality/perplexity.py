@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,7 +17,7 @@ from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Floats, Measurements, text_log_p
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.intervals import RATIO, OptionalInterval
+from perturbkv.analyses.stats.intervals import RATIO, OptionalInterval, StatisticKind
 from perturbkv.analyses.verdicts import ALIKE, LESS, MORE
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import TEXTS
@@ -25,6 +26,7 @@ from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 
 ANALYSIS = "perplexity"
+_PERPLEXITY = replace(RATIO, limits=(1, np.inf))
 _COMPARED = {MORE: "higher", LESS: "lower", ALIKE: "as high"}
 
 
@@ -157,17 +159,18 @@ def perplexity(trace: Trace) -> Perplexity:
         )
     full, evicted = log_p.full[known], log_p.evicted[known]
     configs = tuple(
-        CachePerplexity(config, float(share), *_geometric_mean(-values), *_geometric_mean(full - values))
+        CachePerplexity(config, float(share), *_geometric_mean(-values, _PERPLEXITY), *_geometric_mean(full - values))
         for config, share, values in zip(trace.run.configs, measured.cache_shares, evicted.T, strict=True)
     )
     return Perplexity(
         identity(trace, trace.run.configs), trace.run.text,
         tuple(name for name, has_tokens in zip(measured.sample_ids, known, strict=True) if has_tokens),
-        tuple(log_p.tokens[known].tolist()), int((~known).sum()), *_geometric_mean(-full), configs, full, evicted,
+        tuple(log_p.tokens[known].tolist()), int((~known).sum()), *_geometric_mean(-full, _PERPLEXITY),
+        configs, full, evicted,
     )  # fmt: skip
 
 
-def _geometric_mean(logarithms: Floats) -> tuple[float, OptionalInterval]:
+def _geometric_mean(logarithms: Floats, kind: StatisticKind = RATIO) -> tuple[float, OptionalInterval]:
     """Return exp of the mean of (sample,) logarithms, and its interval over samples."""
-    ends = intervals.of_statistic(lambda weights: np.exp(weights @ logarithms), len(logarithms), RATIO)
+    ends = intervals.of_statistic(lambda weights: np.exp(weights @ logarithms), len(logarithms), kind)
     return float(np.exp(logarithms.mean())), ends
