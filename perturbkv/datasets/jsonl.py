@@ -36,7 +36,7 @@ FIELDS = (
 )
 """All fields of a row; the last five are LongBench's, and `length` and `language` are never read."""
 RULER_FIELDS = (
-    *("index", "input", "outputs", "answer_prefix", "metric", "text"),
+    *("index", "input", "outputs", "answer_prefix", "metric"),
     *("length", "length_w_model_temp", "token_position_answer"),
 )
 """All fields of a row of RULER; the last three are never read."""

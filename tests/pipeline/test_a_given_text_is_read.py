@@ -134,7 +134,7 @@ def test_an_answer_is_encoded_as_it_would_be_written(
 
 def test_rows_and_python_give_a_text(tmp_path: Path) -> None:
     model, data = pk.load_model("random:smollm2-135m"), tmp_path / "rows.jsonl"
-    rows = [{"prompt": "Paris is in", "text": "France."}, {"input": "Paris is in", "outputs": ["x"], "text": "France."}]
+    rows = [{"prompt": "Paris is in", "text": "France."}, {"context": "Paris is", "input": "in", "text": " France."}]
     data.write_text("\n".join(map(json.dumps, rows)))
     read = pk.load_prompts(str(data), model, chat_template=False)
     made = pk.Prompt.from_text("Paris is in", model, continuation="France.", chat_template=False)

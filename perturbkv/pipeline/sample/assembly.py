@@ -88,10 +88,10 @@ def first_token_arrays(sample: SampleRun, batches: Sequence[BatchResult]) -> Arr
     if not evicted:
         return {}
     run_order = _inverse_order([index for batch in batches for index in batch.configs])
-    full = theory.token_log_probability(sample.full.logits[None], sample.full.tokens[0])
+    full = theory.token_log_probability(theory.log_probabilities(sample.full.logits), sample.full.tokens[0])
     return {
         "first_logp": to_numpy(torch.cat(evicted), VARIABLES["first_logp"].dtype)[run_order],
-        "first_logp_full": to_numpy(full[0], VARIABLES["first_logp_full"].dtype),
+        "first_logp_full": to_numpy(full, VARIABLES["first_logp_full"].dtype),
     }
 
 

@@ -260,7 +260,8 @@ class _BatchDecoder:
         answers = self._answers(cache, question_logits, indices) if self.run.generate else {}  # drops rows
         first_logp = None
         if question_logits is not None:
-            first_logp = theory.token_log_probability(question_logits[1 : 1 + len(indices)], sample.full.tokens[0])
+            log_p = theory.log_probabilities(question_logits[1 : 1 + len(indices)])
+            first_logp = theory.token_log_probability(log_p, sample.full.tokens[0])
         first, owners = evicted_layers[0], self.adapter.owners
         return BatchResult(
             configs=indices,
@@ -313,8 +314,7 @@ class _BatchDecoder:
         self, full: StepRecord, evicted: StepRecord, next_token: Int[Tensor, ""], configs: int
     ) -> dict[str, Tensor]:
         """Return name -> propagated quantity of a step, without padding rows; `next_token` follows it in the text."""
-        quantities = measure.propagated_quantities(self.adapter, full, evicted)
-        quantities |= measure.text_quantities(full, evicted, next_token)
+        quantities = measure.propagated_quantities(self.adapter, full, evicted, next_token)
         if "outputs" in self.run.save:
             quantities |= measure.raw_outputs(full, evicted)
         return {

@@ -139,7 +139,8 @@ class MixtureSample:
         )
         for expected, found in zip(full.steps, evicted, strict=True):
             measure.check_everything_kept(self.finite, self.adapter, expected.logits[0], found.logits[0])
-        steps = [measure.propagated_quantities(self.adapter, *step) for step in zip(full.steps, evicted, strict=True)]
+        each = zip(full.steps, evicted, full.next_tokens.unbind(), strict=True)
+        steps = [measure.propagated_quantities(self.adapter, *step) for step in each]
         scores = (
             self._grade_answers(cache, question_logits, len(mixtures))
             if self.run.generate
