@@ -57,8 +57,8 @@ class Settings:
     """Settings of a measurement that hold for every prompt and configuration.
 
     Attributes:
-        steps: number of decode steps at most, teacher-forced on `text`; None: 8, or 1 where a policy reads the prompt in
-            a prefill of its own.
+        steps: number of decode steps at most, teacher-forced on `text`; None: 8, or 1 where a policy reads the prompt
+            in a prefill of its own.
         scenario: `regular`, or `context-only`, which compresses the context before the question is known.
         cache: layout of evicted caches, `ragged` or `rectangular`.
         save: `outputs` keeps head outputs, hidden states and attention too.

@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from perturbkv import memory
 from perturbkv.cache import entries
@@ -234,9 +234,7 @@ def fitting_configs(
     return tuple(fit)
 
 
-def _check_prompts(
-    prompts: Sequence[Prompt], settings: Settings, steps: int, generate: int, files: ModelFiles
-) -> None:
+def _check_prompts(prompts: Sequence[Prompt], settings: Settings, steps: int, generate: int, files: ModelFiles) -> None:
     """Raise DatasetError or ModelError for a prompt that the model cannot read, with the tokens decoded after it.
 
     It lacks the text of `settings`, or has tokens that are not the model's, or more of them than the model, its sliding
