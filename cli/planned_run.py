@@ -147,15 +147,8 @@ def check_same_run(run: RunOptions, path: Path) -> None:
         return
     journal = journal_path(path)
     stored = {path: read_run(path) if path.exists() else None, journal: Journal(journal).run()}
-    same = [
-        "model",
-        "dataset",
-        "scenario",
-        "cache",
-        "text",
-        "max_tokens",
-        *(["steps"] if run.steps is not None else []),
-    ]
+    same = ["model", "dataset", "scenario", "cache", "text", "max_tokens"]
+    same += ["steps"] if run.steps is not None else []
     chosen: dict[str, Any] = {name: getattr(run, name) for name in same}
     for place, old in stored.items():
         if old is not None:
