@@ -104,7 +104,7 @@ def test_text_is_taken_out_of_a_trace_by_the_same_command(perturbkv: Run, tiny: 
 
 
 def test_a_sweep_file_leaves_text_out(perturbkv: Run, model: Path, data: Path) -> None:
-    lines = [f"model: {model}", f"dataset: {data}", "samples: 1", "budget: 24", "window: 8", "text: false"]
+    lines = [f"model: {model}", f"dataset: {data}", "samples: 1", "budget: 24", "window: 8", "prompts: false"]
     Path("s.yaml").write_text("\n".join(lines))
     assert perturbkv("trace", "--config", "s.yaml", "-o", "s.h5").code == 0
     assert perturbkv("list", "s.h5", "--json").json()["with_text"] == []
