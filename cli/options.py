@@ -239,7 +239,7 @@ class RunOptions(DataOptions):
     dry_run: Annotated[bool, _run_option("--dry-run", help="Show samples, memory, time; run nothing")] = False
     as_json: Annotated[bool, _run_option("--json", help=_JSON)] = False
     shard: Annotated[
-        str | None, _rare_option(_MANY, metavar="K/N", help="Measure the share K of N alone (docs/how-to/cluster.md)")
+        str | None, _rare_option(_MANY, metavar="K/N", help="Measure share K of N (docs/how-to/cluster.md)")
     ] = None
     shard_by: Annotated[str, _rare_option(_MANY, metavar="NAME", help="Parts of a shard: samples or configs")] = BY[0]
     engine: Annotated[str, _rare_option(_MANY, metavar="NAME", help="Processes that measure: here, workers, ray")] = (
