@@ -18,6 +18,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from perturbkv.analyses.stats.arithmetic import ratio
 from perturbkv.analyses.verdicts import equal_whole
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import plural
@@ -324,6 +325,39 @@ def scores(trace: Trace, analysis: str) -> Scores:
             f"{trace.source or 'this trace'}; measure prompts that have accepted answers"
         )
     return Scores(full, evicted)
+
+
+@dataclass(frozen=True)
+class TextLogP:
+    """Mean log p of a text's tokens in the complete samples, nat (METHOD: effect on a text); NaN without a token.
+
+    Attributes:
+        full: (sample,) under the full cache.
+        evicted: (sample, config) under each configuration's.
+        tokens: (sample,) number of tokens, the same for all caches.
+    """
+
+    full: Floats
+    evicted: Floats
+    tokens: NDArray[np.int64]
+
+
+def text_log_p(trace: Trace, analysis: str) -> TextLogP:
+    """Return the mean log p of each text's tokens; error messages name the `analysis`.
+
+    Of a context-only run the first token counts too. Raises TraceError where the trace lacks log p.
+    """
+    known = np.asarray(trace.get("next_token_id", analysis)) >= 0
+    full = np.where(known, trace.get("text_logp_full", analysis), 0).sum(axis=1)
+    evicted = np.where(known[:, None], trace.get("text_logp", analysis), 0).sum(axis=2)
+    tokens = known.sum(axis=1)
+    if "first_logp" in trace.arrays:
+        full, evicted, tokens = (
+            full + trace.get("first_logp_full", analysis),
+            evicted + trace.get("first_logp", analysis),
+            tokens + 1,
+        )
+    return TextLogP(ratio(full, tokens), ratio(evicted, tokens[:, None]), tokens)
 
 
 def has_only_first_token(trace: Trace) -> NDArray[np.bool_]:

@@ -102,14 +102,15 @@ _STRICTER_NEEDS: Mapping[str, Mapping[str, Need]] = {
 _ON_A_TRACE = frozenset({
     "trace", "output", "overwrite", "as_json", "step", "figure_format", "columns", "style", "explain",
     "compare", "distance", "per_sample", "budget", "budgets", "selection", "methods", "margin", "restrictions",
-    "traces", "right", "lost", "by", "max_kl", "max_drop", "min_top1", "for_length", "for_batch", "everything", "kl",
-    "cliff", "sample", "layer", "head",
+    "traces", "right", "lost", "by", "max_kl", "max_perplexity", "max_drop", "min_top1", "for_length", "for_batch",
+    "everything", "kl", "cliff", "sample", "layer", "head", "metric",
 })  # fmt: skip
 """Options that have an effect on a finished trace; all others say how a trace is made."""
 _NOT_ON_A_TRACE: Mapping[str, frozenset[str]] = {
     "bound-tightness": frozenset({"compare"}),
     "needle": frozenset({"compare"}),
-    "quality": frozenset({"compare"}),
+    "quality": frozenset({"compare", "metric"}),
+    "quality --metric perplexity": frozenset({"compare"}),
 }
 """Command -> options that have an effect only where it makes its trace."""
 

@@ -20,7 +20,7 @@ from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import check_number
 from perturbkv.configs.resources import Resources, Workers, check_engine_values, parse_size
-from perturbkv.configs.run import BY, CACHES, SCENARIOS, Shard
+from perturbkv.configs.run import BY, CACHES, OWN, SCENARIOS, TEXTS, Shard
 from perturbkv.configs.selections import PRESETS
 from perturbkv.datasets.metrics import CHOICES, DEFAULT
 from perturbkv.errors import ConfigError
@@ -89,7 +89,7 @@ FRACTIONS = ("0.025", "0.05", "0.1", "0.2", "0.4")
 """The budgets of the paper's sweeps: the default of analyses that compare budgets."""
 RARE = (
     "revision", "depth", "haystack", "chat_template", "correction", "protect_first", "protect_recent", "head_scores",
-    "cache", "device_map", "save", "text", "kept", "max_memory", "chunk_mib", "norm_kernel", "wait", "shard",
+    "cache", "device_map", "text", "save", "prompts", "kept", "max_memory", "chunk_mib", "norm_kernel", "wait", "shard",
     "shard_by", "engine", "workers", "ray_address", "cpus_per_worker", "timeout_per_sample",
 )  # fmt: skip
 """Options of every measuring command that only the help of `perturbkv trace` shows."""
@@ -134,7 +134,10 @@ def _rare_option(panel: str, *flags: str, **attributes: Any) -> Any:
 
 @dataclass(frozen=True)
 class RunOptions(DataOptions):
-    """The options of a run that measures; `configs` returns its eviction configurations."""
+    """The options of a run that measures; `configs` returns its eviction configurations.
+
+    `reads_whole_text` says that without --steps the steps read a text to its end.
+    """
 
     policy: Annotated[
         list[str] | None,
@@ -194,9 +197,10 @@ class RunOptions(DataOptions):
     cache: Annotated[
         str, _rare_option(_EVICT, metavar="NAME", help=f"Layout of evicted caches: {', '.join(CACHES)}")
     ] = "ragged"
+    text: Annotated[str, _rare_option(_RUN, metavar="NAME", help=f"Text that the steps read: {', '.join(TEXTS)}")] = OWN
     steps: Annotated[
         int | None,
-        _run_option(metavar="N", help="Decode steps, along the full run's text", show_default=str(DEFAULT_STEPS)),
+        _run_option(metavar="N", help="Decode steps, along the text", show_default=str(DEFAULT_STEPS)),
     ] = None
     dtype: Annotated[str, _run_option(metavar="NAME", help="auto, float32, bfloat16, float16")] = "auto"
     device: Annotated[str, _run_option(metavar="NAME", help="auto, cpu, cuda, cuda:1, …")] = "auto"
@@ -205,10 +209,10 @@ class RunOptions(DataOptions):
         list[str] | None,
         _rare_option(_RUN, metavar="NAME", help="outputs: also head outputs, hidden states, attention"),
     ] = None
-    text: Annotated[
+    prompts: Annotated[
         bool,
         _rare_option(
-            _RUN, "--text/--no-text", help="Keep texts of prompts and answers in the trace", show_default="yes"
+            _RUN, "--prompts/--no-prompts", help="Keep texts of prompts and answers in the trace", show_default="yes"
         ),
     ] = True
     kept: Annotated[
@@ -235,7 +239,7 @@ class RunOptions(DataOptions):
     dry_run: Annotated[bool, _run_option("--dry-run", help="Show samples, memory, time; run nothing")] = False
     as_json: Annotated[bool, _run_option("--json", help=_JSON)] = False
     shard: Annotated[
-        str | None, _rare_option(_MANY, metavar="K/N", help="Measure the share K of N alone (docs/how-to/cluster.md)")
+        str | None, _rare_option(_MANY, metavar="K/N", help="Measure share K of N (docs/how-to/cluster.md)")
     ] = None
     shard_by: Annotated[str, _rare_option(_MANY, metavar="NAME", help="Parts of a shard: samples or configs")] = BY[0]
     engine: Annotated[str, _rare_option(_MANY, metavar="NAME", help="Processes that measure: here, workers, ray")] = (
@@ -255,6 +259,7 @@ class RunOptions(DataOptions):
         float | None,
         _rare_option(_MANY, metavar="S", help="Seconds after which a worker is ended", show_default="never"),
     ] = None
+    reads_whole_text: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -264,6 +269,7 @@ class RunOptions(DataOptions):
             raise ConfigError(f"--chunk-mib must be at least 1, got {self.chunk_mib}")
         check_choice("scenario", self.scenario, tuple(SCENARIOS))
         check_choice("cache", self.cache, tuple(CACHES))
+        check_choice("text", self.text, tuple(TEXTS))
         check_choice("device map", self.device_map, ("none", "auto"))
         check_choice("way to share a run out", self.shard_by, BY)
         _ = self.parsed_shard  # refuses an invalid shard before anything else is done

@@ -135,7 +135,7 @@ def dataset_paths(folder: Path, runs: Sequence[RunOptions]) -> list[Path]:
 
 
 def check_same_run(run: RunOptions, path: Path) -> None:
-    """Raise TraceError where `path`, or its journal, is of a run of another model, data set, scenario, cache or length.
+    """Raise TraceError where `path`, or its journal, is of a run of another model, data set, scenario, text or length.
 
     What only the opened model and prompts tell is compared when the run begins; this needs no torch.
     """
@@ -147,7 +147,8 @@ def check_same_run(run: RunOptions, path: Path) -> None:
         return
     journal = journal_path(path)
     stored = {path: read_run(path) if path.exists() else None, journal: Journal(journal).run()}
-    same = ("model", "dataset", "scenario", "cache", "max_tokens", *(["steps"] if run.steps is not None else []))
+    same = ["model", "dataset", "scenario", "cache", "text", "max_tokens"]
+    same += ["steps"] if run.steps is not None else []
     chosen: dict[str, Any] = {name: getattr(run, name) for name in same}
     for place, old in stored.items():
         if old is not None:
@@ -283,7 +284,7 @@ def plan(
         raise ConfigError("expected --output with --shard, got none; name the place that all shards of the run share")
     from perturbkv.cache import entries
     from perturbkv.configs.run import Settings
-    from perturbkv.datasets.prompts import resolve_options
+    from perturbkv.datasets.prompts import resolve_options, whole_text_steps
     from perturbkv.engines import engine_choice
     from perturbkv.models.loading import open_model, pick_dtype
     from perturbkv.pipeline.run.plan import Placement
@@ -311,11 +312,14 @@ def plan(
         generate=generate,
         head_scores=scores,
         text=options.text,
+        prompts=options.prompts,
         kept=options.kept,
         scored=scored,
         leave_out_unfit=leave_out_unfit,
     )
     prompts = encode_prompts(options, files.tokenizer, int(files.config.max_position_embeddings), metric)
+    if options.reads_whole_text and options.steps is None:
+        settings = dataclasses.replace(settings, steps=whole_text_steps(prompts, options.text))
     return plan_run(files, placement, prompts, configs, settings, resources)
 
 

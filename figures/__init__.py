@@ -34,6 +34,7 @@ FIGURES = {
     "Needle.plot_depths": ("needle:draw_needle_depths", "Numbers found by depth"),
     "Needle.plot_digits": ("needle:draw_digits", "Leading digits found by length and depth"),
     "Patching": ("patching", "Layers and heads that decide the output"),
+    "Perplexity": ("quality:draw_perplexity", "Perplexity of a text, evicted over full cache"),
     "Quality": ("quality:draw_quality", "Scores of answers over the cache share"),
     "Restriction": ("ablation:draw_restriction", "What restrictions on kept sets cost"),
     "SafeBudgets": ("budget:draw_safe_budget", "The smallest safe budget"),

@@ -16,7 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from perturbkv.analyses.budget.cliff import Cliff, Cliffs
-from perturbkv.analyses.budget.criteria import Verdict
+from perturbkv.analyses.budget.criteria import POSITIVE, Verdict
 from perturbkv.analyses.budget.safe_budget import SafeBudgets
 from perturbkv.figures import labels, style
 
@@ -95,8 +95,18 @@ def _draw_crossing(
 
 
 _SAFE_BUDGET_ROW_MM, _LINE_MM = 66, 4
-_LABELS = {"kl": "mean KL (nat)", "drop": "mean drop of the score (points)", "top1": "share of the same token"}
-_SAFE_BUDGET_TITLES = {"kl": "Next token's distribution", "drop": "Score of the answers", "top1": "Same next token"}
+_LABELS = {
+    "kl": "mean KL (nat)",
+    "perplexity": "perplexity over the full cache's",
+    "drop": "mean drop of the score (points)",
+    "top1": "share of the same token",
+}
+_SAFE_BUDGET_TITLES = {
+    "kl": "Next token's distribution",
+    "perplexity": "Perplexity of the text",
+    "drop": "Score of the answers",
+    "top1": "Same next token",
+}
 _ASIDE = 1.03
 """Factor between equal selections' budgets, so that each is visible."""
 _DASHES: tuple[Any, ...] = ("-", "--", ":", "-.")
@@ -135,7 +145,7 @@ def _draw_criterion(axes: Axes, result: SafeBudgets, index: int) -> None:
     axes.set_title(_SAFE_BUDGET_TITLES[criterion.name], loc="left")
     unit = result[0].verdicts[index].budgets[0].config.budget.unit
     axes.set(xlabel=f"budget, {unit}", ylabel=_LABELS[criterion.name])
-    style.set_log_axes(axes, x=True, y=criterion.name == "kl")
+    style.set_log_axes(axes, x=True, y=criterion.name in POSITIVE)
     budgets = sorted({tested.config.budget.value for one in result for tested in one.verdicts[index].budgets})
     axes.xaxis.set_major_locator(FixedLocator(budgets))
     axes.xaxis.set_minor_locator(NullLocator())

@@ -1,4 +1,4 @@
-"""Figures of answers: scores against cache shares (paper, figure 1), and divergence token by token.
+"""Figures of answers: scores against cache shares (paper, figure 1), perplexity, and divergence token by token.
 
 Divergence is the share of free answers still equal to the full cache's, and KL over the full cache's answer.
 """
@@ -21,6 +21,7 @@ from perturbkv.analyses import text
 from perturbkv.analyses.names import SIDE, distinct_choices, distinct_names, fold
 from perturbkv.analyses.quality.divergence import Divergence
 from perturbkv.analyses.quality.divergence_point import DivergencePoint
+from perturbkv.analyses.quality.perplexity import Perplexity
 from perturbkv.analyses.quality.quality import Quality
 from perturbkv.analyses.quality.score_columns import FULL, MethodScore, ScoreColumn, rows
 from perturbkv.analyses.quality.score_tables import scores_note
@@ -28,6 +29,7 @@ from perturbkv.analyses.stats.intervals import MIN_SAMPLES, Band, median_level
 from perturbkv.display import plural
 from perturbkv.figures import labels, style
 from perturbkv.figures.labels import sort_by_cache_share
+from perturbkv.figures.panels import finish_ratio_panel
 
 _MOST = 6
 """Most panels of data sets; of more data sets, kinds of tasks are drawn."""
@@ -182,6 +184,25 @@ def _bars_text(result: Quality) -> str:
         "95 % intervals" if min(sizes) >= MIN_SAMPLES else f"95 % intervals, of fewer than {MIN_SAMPLES} samples ranges"
     )
     return f"Bars and bands: {kind} over samples; methods of equal caches are drawn side by side"
+
+
+_PERPLEXITY_LINE_MM, _PERPLEXITY_AROUND_MM = 6, 24
+
+
+def draw_perplexity(result: Perplexity, width_mm: float = style.WIDE_MM) -> Figure:
+    """Draw each configuration's perplexity over the full cache's, with its interval, in a row of its own."""
+    with style.use():
+        names = [fold(name, 24) for name in result.identity.names]
+        lines = sum(name.count("\n") + 1 for name in names)
+        figure = style.figure(width_mm, lines * _PERPLEXITY_LINE_MM + _PERPLEXITY_AROUND_MM)
+        axes = figure.subplots()
+        axes.axvline(1, color="0.35", linestyle="--", linewidth=0.9, zorder=1, gid=FULL)
+        for row, one in enumerate(result.configs):
+            axes.errorbar([one.ratio], [row], xerr=style.error_bars(one.ratio, one.ratio_interval), marker="o",
+                          color=style.category_colours(1)[0], markersize=3, linewidth=0.9, gid="ratio")  # fmt: skip
+        finish_ratio_panel(axes, names, result.title(), "perplexity over the full cache's", (len(names) - 0.5, -0.5))
+        style.describe_run(figure, result.identity, style.interval_note(len(result.samples)))
+    return figure
 
 
 _PANEL_MM, _DIVERGENCE_AROUND_MM, _DIVERGENCE_LEGEND_MM = 52, 22, 3.4

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from perturbkv.analyses.layers.layers import layer_drift as layer_drift
     from perturbkv.analyses.needle.needle import needle as needle
     from perturbkv.analyses.quality.divergence import divergence as divergence
+    from perturbkv.analyses.quality.perplexity import perplexity as perplexity
     from perturbkv.analyses.quality.quality import quality as quality
     from perturbkv.analyses.tokens.tokens import tokens as tokens
     from perturbkv.api.auditing import audit as audit
@@ -103,6 +104,7 @@ _PUBLIC = {
     "needle": "perturbkv.analyses.needle.needle",
     "option": "perturbkv.configs.option",
     "patching": "perturbkv.api.patching",
+    "perplexity": "perturbkv.analyses.quality.perplexity",
     "quality": "perturbkv.analyses.quality.quality",
     "read_answers": "perturbkv.storage.answers_file",
     "read_trace": "perturbkv.storage.trace.trace_file",

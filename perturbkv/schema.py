@@ -130,7 +130,7 @@ VARIABLES: dict[str, Variable] = {
     "logit_kl": Variable(("config", "step"), "nat", "KL(full || evicted) of the next token's distribution"),
     "logit_kl_noise_floor": Variable(("step",), "nat", "KL(full || everything kept)"),
     "top1_agreement": Variable(("config", "step"), "1", "1 where full and evicted run pick the same token", "uint8"),
-    "token_id": Variable(("step",), "1", "token decoded at the step: the full run's greedy choice", "int64"),
+    "token_id": Variable(("step",), "1", "token decoded at the step: the text's, by default the full run's", "int64"),
     "token_kind": Variable(
         ("step",),
         "1",
@@ -138,8 +138,17 @@ VARIABLES: dict[str, Variable] = {
         "uint8",
         optional=True,
     ),
+    "next_token_id": Variable(("step",), "1", "token after it in the text; -1 where the text ends", "int64", True),
+    "text_logp": Variable(
+        ("config", "step"), "nat", "log probability of next_token_id; NaN where there is none", optional=True
+    ),
+    "text_logp_full": Variable(("step",), "nat", "log probability of next_token_id from the full cache", optional=True),
+    "first_logp": Variable(
+        ("config",), "nat", "log probability of token_id at step 0, after the question (context-only)", optional=True
+    ),
+    "first_logp_full": Variable((), "nat", "the same from the full cache (context-only)", optional=True),
     "steps_measured": Variable(
-        (), "1", "decode steps before the full run's text ends; later steps hold no numbers", "int64", optional=True
+        (), "1", "decode steps before the text ends; later steps hold no numbers", "int64", optional=True
     ),
     "prompt_tokens": Variable((), "token", "entries n in the cache after the prefill", "int64"),
     "question_tokens": Variable(

@@ -423,10 +423,21 @@ def drift(full: Float[Tensor, "*layer d_model"], evicted: Float[Tensor, "row *la
 
 
 def logit_divergence(
-    full: Float[Tensor, " vocab"], evicted: Float[Tensor, "row vocab"]
+    log_full: Float[Tensor, " vocab"], log_evicted: Float[Tensor, "row vocab"]
 ) -> tuple[Float[Tensor, " row"], Bool[Tensor, " row"]]:
-    """Return, per row, the next token's KL(full ‖ evicted) in nats, and whether both runs predict the same token."""
-    log_full = full.to(WORK).log_softmax(dim=-1)
-    log_evicted = evicted.to(WORK).log_softmax(dim=-1)
+    """Return, per row, the next token's KL(full ‖ evicted) in nats, and whether both runs predict the same token.
+
+    Arguments are `log_probabilities` of every token.
+    """
     divergence = (log_full.exp() * (log_full - log_evicted)).sum(dim=-1)
-    return divergence, evicted.argmax(dim=-1) == full.argmax(dim=-1)
+    return divergence, log_evicted.argmax(dim=-1) == log_full.argmax(dim=-1)
+
+
+def log_probabilities(logits: Float[Tensor, "*row vocab"]) -> Float[Tensor, "*row vocab"]:
+    """Return the log probability of every next token, in nats."""
+    return logits.to(WORK).log_softmax(dim=-1)
+
+
+def token_log_probability(log_p: Float[Tensor, "*row vocab"], token: Int[Tensor, ""]) -> Float[Tensor, " *row"]:
+    """Return one token's of `log_probabilities` (METHOD: effect on a text); NaN for the token −1, which is none."""
+    return log_p.index_select(-1, token.clamp(min=0).view(1)).squeeze(-1).where(token >= 0, torch.nan)

@@ -9,7 +9,8 @@ So a larger budget that fails takes their verdict from all smaller ones, and mus
 lognormal's bound is larger for KL far below the limit than for KL close below it where it goes over more powers of ten.
 Therefore KL below a hundredth of the limit counts as that much, and a budget whose KL is no larger than a smaller one's
 on any prompt has at most the smaller one's bound: adding it never takes that one's verdict. Mean KL is assumed not to
-rise with the budget, so that the smaller one's bound is one of the larger one's mean too.
+rise with the budget, so that the smaller one's bound is one of the larger one's mean too. A text's perplexity over the
+full cache's is judged as KL is.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import numpy as np
 from perturbkv.analyses.budget.budget_axis import Axis
 from perturbkv.analyses.columns import Record, column, derived, record
 from perturbkv.analyses.conclusions import NOTHING_TO_LOSE, cut_off_claim
-from perturbkv.analyses.measurements import Floats, Measurements, is_cut_off, scores
+from perturbkv.analyses.measurements import Floats, Measurements, is_cut_off, scores, text_log_p
 from perturbkv.analyses.stats import one_sided
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.configs.entry_counts import Budget
@@ -32,13 +33,20 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError, TraceError
 
 ANALYSIS = "budget"
-_QUANTITIES = {"kl": "mean KL", "drop": "mean drop of the score", "top1": "mean share of the same token"}
+_QUANTITIES = {
+    "kl": "mean KL",
+    "perplexity": "mean perplexity over the full cache's",
+    "drop": "mean drop of the score",
+    "top1": "mean share of the same token",
+}
 """Name of a criterion -> the quantity that it limits."""
-_SHORT = {"kl": "KL", "drop": "drop of score", "top1": "same token"}
+_SHORT = {"kl": "KL", "perplexity": "perplexity / full", "drop": "drop of score", "top1": "same token"}
 """Name of a limited quantity in a narrow table."""
-_UNITS = {"kl": " nat", "drop": " points", "top1": ""}
+_UNITS = {"kl": " nat", "perplexity": "", "drop": " points", "top1": ""}
+POSITIVE = ("kl", "perplexity")
+"""Criteria on what is positive without an upper end, whose bound assumes a lognormal."""
 _NEGLIGIBLE = 0.01
-"""Share of a limit on KL: less counts as that much, as it hardly bears on the mean, and much on its bound."""
+"""Share of a limit on these: less counts as that much, as it hardly bears on the mean, and much on its bound."""
 _SMALLEST = 1e-12
 """Least KL in nat: less is rounding, whose logarithm means nothing."""
 
@@ -48,7 +56,8 @@ class Criterion:
     """A limit that the mean over samples must keep to.
 
     Attributes:
-        name: `kl` (nat, at most), `drop` (of the score, in [0, 1], at most), `top1` (share, at least).
+        name: `kl` (nat, at most), `perplexity` (over the full cache's, at most), `drop` (of the score, in [0, 1], at
+            most), `top1` (share, at least).
         limit: in that unit.
     """
 
@@ -62,7 +71,8 @@ class Criterion:
     @property
     def short_text(self) -> str:
         """The limit as a table shows it: 'KL ≤ 0.1 nat'."""
-        return f"{_SHORT[self.name]} {'≥' if self.is_lower_limit else '≤'} {self.format(self.limit)}{_UNITS[self.name]}"
+        sign = "≥" if self.is_lower_limit else "≤"
+        return f"{_SHORT[self.name]} {sign} {self.format(self.limit)}{_UNITS[self.name]}"
 
     @property
     def quantity(self) -> str:
@@ -75,7 +85,7 @@ class Criterion:
             return "∞"
         if self.name == "drop":
             return f"{100 * value:.3g}".replace("-", "−")
-        return f"{value:.3g}" if self.name == "kl" else f"{value:.4g}"
+        return f"{value:.3g}" if self.name in POSITIVE else f"{value:.4g}"
 
     @property
     def is_lower_limit(self) -> bool:
@@ -89,13 +99,16 @@ class Criterion:
     def sample_means(self, measured: Measurements) -> Floats:
         """Return the limited quantity of each sample, (sample, config): a mean over its steps, or its drop of score.
 
-        KL below its noise floor counts as the floor. Raises TraceError where the trace lacks the quantity, and for a
-        drop where the full cache scores nothing.
+        KL below its noise floor counts as the floor; a text of a token that the prefill gives is as likely from every
+        cache. Raises TraceError where the trace lacks the quantity, and for a drop where the full cache scores nothing.
         """
         if self.name == "drop":
             return _drop(measured)
         if self.name == "top1":
             return measured["top1_agreement"]
+        if self.name == "perplexity":
+            log_p = text_log_p(measured.trace, ANALYSIS)
+            return np.exp(np.nan_to_num(log_p.full[:, None] - log_p.evicted))
         floor = np.maximum(measured["logit_kl_noise_floor"], _SMALLEST)
         return np.asarray(np.maximum(measured["logit_kl"], floor[:, None]))
 
@@ -104,7 +117,7 @@ class Criterion:
 
         `samples`: as if there were that many.
         """
-        if self.name == "kl":
+        if self.name in POSITIVE:
             return one_sided.mean_at_most(np.maximum(each, _NEGLIGIBLE * self.limit), samples)
         if self.name == "drop":  # a drop lies in [−1, 1], and its upper bound mirrors a lower one in [0, 1]
             return 1 - 2 * one_sided.mean_at_least((1 - each) / 2, samples)
@@ -115,17 +128,17 @@ class Criterion:
     def bound_last(self, each: Floats) -> float:
         """Return the bound of the mean at the last budget of (sample, budget) values, the smallest budget first.
 
-        Of KL the least bound of those budgets whose KL is no less on any prompt. Other bounds never rise where values
-        fall: their own is the least.
+        Of KL and perplexity the least bound of those budgets whose own is no less on any prompt. Other bounds never
+        rise where values fall: their own is the least.
         """
-        if self.name != "kl":
+        if self.name not in POSITIVE:
             return self.bound(each[:, -1])
         counted = np.maximum(each, _NEGLIGIBLE * self.limit)
         return min(self.bound(values) for values in counted.T if (values >= counted[:, -1]).all())
 
     def bound_share_above(self, each: Floats) -> float | None:
-        """Return the upper 95 % bound of the share of samples with KL above the limit; None if it is not on KL."""
-        return 1 - one_sided.share_at_least(each <= self.limit) if self.name == "kl" else None
+        """Return the upper 95 % bound of the share of samples above a limit on KL or perplexity; else None."""
+        return 1 - one_sided.share_at_least(each <= self.limit) if self.name in POSITIVE else None
 
     def samples_for(self, each: Floats) -> int | None:
         """Return the number of samples like these at which the bound would meet the limit; None if unknown."""
@@ -148,31 +161,34 @@ def _drop(measured: Measurements) -> Floats:
     return graded.drop
 
 
-def criteria(max_kl: float | None, max_drop: float | None, min_top1: float | None) -> tuple[Criterion, ...]:
+def criteria(
+    max_kl: float | None, max_drop: float | None, min_top1: float | None, max_perplexity: float | None = None
+) -> tuple[Criterion, ...]:
     """Return the criteria of the given limits; `max_drop` in points of 100. Raises ConfigError for invalid limits."""
-    limits = {"kl": max_kl, "drop": max_drop, "top1": min_top1}
+    limits = {"kl": max_kl, "perplexity": max_perplexity, "drop": max_drop, "top1": min_top1}
     if all(limit is None for limit in limits.values()):
         raise ConfigError(
-            "expected what a safe budget may cost, got nothing; give max_kl (--max-kl 0.1), max_drop (--max-drop 1, "
-            "points of 100) or min_top1 (--min-top1 0.99)"
+            "expected what a safe budget may cost, got nothing; give max_kl (--max-kl 0.1), max_perplexity "
+            "(--max-perplexity 1.05), max_drop (--max-drop 1, points of 100) or min_top1 (--min-top1 0.99)"
         )
     return tuple(_criterion(name, limit) for name, limit in limits.items() if limit is not None)
 
 
 _RANGES = {
-    "kl": ("max_kl (--max-kl)", math.inf, "nat"),
-    "drop": ("max_drop (--max-drop)", 100, "points of 100"),
-    "top1": ("min_top1 (--min-top1)", 1, "a share of tokens, such as 0.99"),
+    "kl": ("max_kl (--max-kl)", 0, math.inf, "nat"),
+    "perplexity": ("max_perplexity (--max-perplexity)", 1, math.inf, "over the full cache's, such as 1.05"),
+    "drop": ("max_drop (--max-drop)", 0, 100, "points of 100"),
+    "top1": ("min_top1 (--min-top1)", 0, 1, "a share of tokens, such as 0.99"),
 }
-"""Limit -> its option, the number that it lies below, and its unit."""
+"""Limit -> its option, the numbers that it lies above and below, and its unit."""
 
 
 def _criterion(name: str, limit: float) -> Criterion:
     """Return the criterion of one limit. Raises ConfigError for a limit out of its range."""
-    option, most, unit = _RANGES[name]
-    if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not 0 < limit < most:
+    option, least, most, unit = _RANGES[name]
+    if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not least < limit < most:
         end = f" and below {most:g}" if most < math.inf else ", finite"
-        raise ConfigError(f"expected {option} above 0{end} ({unit}), got {limit}")
+        raise ConfigError(f"expected {option} above {least}{end} ({unit}), got {limit}")
     return Criterion(name, limit / 100 if name == "drop" else float(limit))
 
 
@@ -191,11 +207,12 @@ class TestedBudget(Record):
     cache_share: float = column("entries of its cache over those of the full cache", key="held")
     mean: float = column("mean over samples of the limited quantity")
     bound: float = column(
-        "one-sided 95 % bound of the mean, of KL if it is lognormal and its mean does not rise with the budget; null "
-        "of fewer than five samples"
+        "one-sided 95 % bound of the mean, of KL and perplexity if they are lognormal and their means do not rise with "
+        "the budget; null of fewer than five samples"
     )
     above: float | None = column(
-        "of KL: exact one-sided 95 % bound of the share of samples whose own exceeds the limit; else null"
+        "of KL and perplexity: exact one-sided 95 % bound of the share of samples whose own exceeds the limit; else "
+        "null"
     )
     tested: bool = column("false below the first failure")
     holds: bool = column("whether the bound keeps to the limit; of a budget that was not tested false")
@@ -216,12 +233,12 @@ class Verdict(Record):
 
     @derived(key="criterion")
     def criterion_name(self) -> str:
-        """Limited quantity: kl, drop or top1."""
+        """Limited quantity: kl, perplexity, drop or top1."""
         return self.criterion.name
 
     @derived()
     def limit(self) -> float:
-        """Limit, in its unit: nat; drop of the score, 0 to 1; share."""
+        """Limit, in its unit: nat; over the full cache's; drop of the score, 0 to 1; share."""
         return self.criterion.limit
 
     @derived()
@@ -277,7 +294,7 @@ class Verdict(Record):
 
     @derived(heading="#samples above\nthe limit", json=False)
     def above_shown(self) -> str | None:
-        """Exact 95 % bound of the share of samples whose own KL exceeds the limit, at the smallest safe budget."""
+        """Exact 95 % bound of the share of samples above a limit on KL or perplexity, at the smallest safe budget."""
         return None if self.safe is None or self.safe.above is None else f"≤ {100 * self.safe.above:.0f} %"
 
     def _mean_and_bound(self, tested: TestedBudget) -> str:

@@ -13,6 +13,7 @@ from perturbkv.analyses.budget.criteria import (
     ANALYSIS,
     FEW,
     NONE,
+    POSITIVE,
     SAFE,
     Criterion,
     TestedBudget,
@@ -36,6 +37,7 @@ from perturbkv.errors import ConfigError
 from perturbkv.trace import Trace
 
 _GIB = 2**30
+_LOGNORMAL = {"kl": "KL", "perplexity": "perplexity"}
 _ORDER = (
     "Budgets are tested from the largest down, up to the first that fails, so that each selection's verdict errs "
     "about as often as one bound does; verdicts on several selections are not corrected for their number. A budget "
@@ -45,6 +47,7 @@ _BOUNDS = {
     "kl": "KL: the larger bound of Student's t and of a lognormal, where less than a hundredth of the limit counts as "
     "that much. It holds a lognormal's mean in 95 % of simulated draws of 8 to 40 samples, but only in 74 to 90 % "
     "where one sample in ten carries the mean.",
+    "perplexity": "Perplexity: as KL's bound; of each sample over the full cache's, by the same tokens.",
     "drop": "Drop: a bound for any distribution of scores; {few}.",
     "top1": "Same token: exact for single steps, for means over steps a bound for any distribution.",
 }
@@ -268,7 +271,11 @@ class SafeBudgets(MemberSequence[SafeBudget], Result):
                 if selection.evicted_bytes is not None
             ]
         return [
-            *([columns.table("KL above the limit", above, ("budget", "above_shown"), self.FIRST)] if above else []),
+            *(
+                [columns.table("samples above the limit", above, ("budget", "above_shown"), self.FIRST)]
+                if above
+                else []
+            ),
             _ORDER,
             *(_BOUNDS[name].format(few=few) for name in names),
             *filter(None, [measurements.first_token_note(self.alike, samples)]),
@@ -278,8 +285,9 @@ class SafeBudgets(MemberSequence[SafeBudget], Result):
     def records(self) -> list[dict[str, Any]]:
         """Return a row per selection, limit and budget, the largest budget first.
 
-        `mean` and `bound` are nats, a drop of the score in [0, 1], or a share; `above`, of KL, is the exact bound of
-        the share of samples above the limit; `tested` is 0 below the first failure, and `holds` means nothing there.
+        `mean` and `bound` are nats, a ratio, a drop of the score in [0, 1], or a share; `above`, of KL and perplexity,
+        is the exact bound of the share of samples above the limit; `tested` is 0 below the first failure, and `holds`
+        means nothing there.
         """
         return [
             {"name": selection.name, **config_columns(tested.config), "criterion": verdict.criterion_name,
@@ -290,8 +298,9 @@ class SafeBudgets(MemberSequence[SafeBudget], Result):
 
 
 def _kl_assumption(result: SafeBudgets) -> str:
-    """Return the assumption of the bound on KL, as a phrase; empty without a limit on KL."""
-    return ", of KL if lognormal" if any(verdict.criterion_name == "kl" for verdict in result[0].verdicts) else ""
+    """Return the assumption of the bounds on KL and perplexity, as a phrase; empty without such a limit."""
+    names = [_LOGNORMAL[verdict.criterion_name] for verdict in result[0].verdicts if verdict.criterion_name in POSITIVE]
+    return f", of {text.join_names(names)} if lognormal" if names else ""
 
 
 def _format_gib(size: float) -> str:
@@ -308,6 +317,7 @@ def safe_budget(
     trace: Trace,
     *,
     max_kl: float | None = None,
+    max_perplexity: float | None = None,
     max_drop: float | None = None,
     min_top1: float | None = None,
     sides: Sides | None = None,
@@ -323,6 +333,7 @@ def safe_budget(
         trace: from `measure` or `read_trace`, all budgets entries or all shares. Only complete samples.
         max_kl: mean KL(full ‖ evicted) of the next token, in nats, over the measured steps of each sample; its bound
             assumes that KL is lognormal.
+        max_perplexity: mean over samples of the text's perplexity over the full cache's; its bound likewise.
         max_drop: mean drop of the score of whole answers, in points of 100.
         min_top1: mean share of measured steps whose likeliest token is the full cache's.
         sides: a selection (`attention`), a policy (`h2o`), or both (`adakv:attention`), or several; by default all.
@@ -339,7 +350,7 @@ def safe_budget(
     >>> [(one.name, str(one.safe.config.budget)) for one in result]
     [('attention', '40'), ('two-stage', '40')]
     """
-    limits = criteria(max_kl, max_drop, min_top1)
+    limits = criteria(max_kl, max_drop, min_top1, max_perplexity)
     check_size(for_length, for_batch)
     named = check_sides(trace, "", "" if sides is None else sides)
     measured = Measurements(trace, ANALYSIS)

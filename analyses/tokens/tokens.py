@@ -383,7 +383,7 @@ def tokens(
     The result also has the evicted entries that add most to the head's output.
 
     Args:
-        trace: from `measure` or `read_trace`, with the prompts' text (`text=True`).
+        trace: from `measure` or `read_trace`, with the prompts' text (`prompts=True`).
         sample: id of the sample; None: the first complete one.
         layer: of the head; None: any layer.
         head: query head of the layer; None: the head, of the layer or of all, whose isolated perturbation over ‖o_h‖₁

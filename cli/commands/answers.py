@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,10 +12,11 @@ from perturbkv.analyses.json_values import run_object
 from perturbkv.cli import option_refusals
 from perturbkv.cli.choices import METHODS, parse_methods
 from perturbkv.cli.command_line import hide_options, show_defaults
-from perturbkv.cli.options import DEFAULT_SELECTIONS, MaxNewTokensOption, MetricOption, RunOptions, TracesOptions
+from perturbkv.cli.options import DEFAULT_SELECTIONS, MaxNewTokensOption, RunOptions, TracesOptions
 from perturbkv.cli.saving import text_file
 from perturbkv.cli.session import Analysis, Session, analysis, analysis_views
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.datasets.metrics import CHOICES, DEFAULT
 from perturbkv.errors import ConfigError
 from perturbkv.storage.atomic_files import write_atomically
 from perturbkv.storage.output import OutputFile, OutputFolder
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from perturbkv.analyses.result import Result
     from perturbkv.storage.answers_file import WrittenAnswers
 
+PERPLEXITY = "perplexity"
+"""Metric of a text that is read, in place of one of answers that are generated."""
 _BUDGETS = ("0.1", "0.2", "0.4")
 _METHODS = ",".join(
     [*(f"{policy}:{selection}" for policy in ("snapkv", "adakv") for selection in DEFAULT_SELECTIONS), "random"]
@@ -42,9 +46,18 @@ def _scores(
         ),
     ] = _METHODS,
     max_new_tokens: MaxNewTokensOption = None,
-    metric: MetricOption = "",
+    metric: Annotated[
+        str,
+        Option(
+            metavar="NAME",
+            help=f"Grades answers: {', '.join(CHOICES)}; or {PERPLEXITY} of --text",
+            show_default=f"the dataset's, else {DEFAULT}",
+        ),
+    ] = "",
 ) -> Analysis:
     """Score the answers, one table per data set and budget."""
+    if metric == PERPLEXITY:
+        return _perplexity(run, look, compare, max_new_tokens)
     if answers := [path for path in look.paths if path.suffix == ".jsonl"]:
         raise ConfigError(f"expected traces, got {answers[0]}; --divergence looks at a file of answers")
     if max_new_tokens is not None and max_new_tokens < 1:
@@ -61,6 +74,28 @@ def _scores(
     return Analysis(
         "quality", wanted, lambda: wanted.configs(parse_methods(compare)), analyse, stems=["quality"],
         leave_out_unfit=not run.budget, generate=max_new_tokens, metric=metric, by_dataset=True, outputs=_table_files,
+    )  # fmt: skip
+
+
+def _perplexity(run: RunOptions, look: TracesOptions, compare: str, max_new_tokens: int | None) -> Analysis:
+    """Compare the perplexity of a text under every cache. Raises ConfigError for several traces, and for answers."""
+    if len(look.paths) > 1:
+        raise ConfigError(f"expected one trace for --metric {PERPLEXITY}, got {len(look.paths)}; give them singly")
+    if max_new_tokens is not None:
+        raise ConfigError(
+            f"--max-new-tokens has no effect with --metric {PERPLEXITY}, which generates nothing: --steps says how far "
+            "a text is read; leave it out"
+        )
+    wanted = dataclasses.replace(run.with_budgets(_BUDGETS), reads_whole_text=True)
+
+    def analyse(session: Session) -> Result:
+        from perturbkv.analyses.quality.perplexity import perplexity
+
+        return perplexity(session.trace)
+
+    return Analysis(
+        "quality-perplexity", wanted, lambda: wanted.configs(parse_methods(compare)), analyse,
+        command=f"quality --metric {PERPLEXITY}", leave_out_unfit=not run.budget,
     )  # fmt: skip
 
 
@@ -139,6 +174,7 @@ def quality() -> None:
     """Score the answers from the full and the evicted caches.
 
     --dataset takes several, separated by commas, each with a trace of its own; tables: quality.tex, .md, .csv.
+    --metric perplexity reads a text (--text own, answer, given) to its end, or for --steps tokens.
     --divergence looks at a file of answers that perturbkv generate wrote.
     """
 

@@ -46,6 +46,9 @@ def _safe_budgets(
     look: LookOptions,
     compare: MethodsOption = None,
     max_kl: Annotated[float | None, Option(metavar="X", help="Mean KL at most, nat, by a lognormal's bound")] = None,
+    max_perplexity: Annotated[
+        float | None, Option(metavar="X", help="Mean perplexity of --text at most, over the full cache's: 1.05")
+    ] = None,
     max_drop: Annotated[float | None, Option(metavar="X", help="Mean drop of the score at most, points of 100")] = None,
     min_top1: Annotated[float | None, Option(metavar="X", help="Mean share of same next tokens at least: 0.99")] = None,
     for_length: Annotated[
@@ -58,9 +61,10 @@ def _safe_budgets(
     from perturbkv.analyses.budget.criteria import criteria
     from perturbkv.analyses.budget.safe_budget import check_size
 
-    criteria(max_kl, max_drop, min_top1)
+    criteria(max_kl, max_drop, min_top1, max_perplexity)
     check_size(for_length, for_batch)
-    wanted, sides = run.with_budgets(_BUDGETS), _parse_optional_methods(compare)
+    wanted = dataclasses.replace(run.with_budgets(_BUDGETS), reads_whole_text=max_perplexity is not None)
+    sides = _parse_optional_methods(compare)
 
     def configs() -> tuple[EvictionConfig, ...]:
         chosen = wanted.configs(sides or DEFAULT_SELECTIONS)
@@ -71,8 +75,8 @@ def _safe_budgets(
         from perturbkv.analyses.budget.safe_budget import safe_budget
 
         return safe_budget(
-            session.trace, max_kl=max_kl, max_drop=max_drop, min_top1=min_top1, sides=sides, for_length=for_length,
-            for_batch=for_batch,
+            session.trace, max_kl=max_kl, max_perplexity=max_perplexity, max_drop=max_drop, min_top1=min_top1,
+            sides=sides, for_length=for_length, for_batch=for_batch,
         )  # fmt: skip
 
     return Analysis(
@@ -215,6 +219,7 @@ _HIDDEN = ("seed", "data_dir", "max_tokens", "preset", "alpha", "precision", "sc
 def budget() -> None:
     """Find safe budgets, and from which on KL stays low.
 
-    The smallest budget that keeps to --max-kl, --max-drop and --min-top1 (exit code 1: none; 2: few samples). --cliff
-    takes the largest window of 32, 16, 8, 4, 2, 1 that fits.
+    The smallest budget that keeps to --max-kl, --max-perplexity, --max-drop and --min-top1 (exit code 1: none; 2: few
+    samples). --max-perplexity reads a text (--text) to its end, or for --steps tokens. --cliff takes the largest window
+    of 32, 16, 8, 4, 2, 1 that fits.
     """

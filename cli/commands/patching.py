@@ -33,7 +33,7 @@ _GAME_OPTIONS = ("by", "layers", "outcome", "exact")
 @hide_options("preset", "alpha", "precision", "max_tokens", "dtype")
 @without_options(
     "save",
-    "text",
+    "prompts",
     "kept",
     "correction",
     "shard",

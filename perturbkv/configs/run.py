@@ -29,6 +29,13 @@ SCENARIOS = {
     "regular": "the whole prompt is compressed, its question included",
     "context-only": "only the context is compressed; the question is run over the compressed cache",
 }
+OWN = "own"
+TEXTS = {
+    OWN: "the full run's greedy continuation",
+    "answer": "the first accepted answer",
+    "given": "the row's `text`",
+}
+"""Text that the decode steps read (METHOD: effect on a text)."""
 CACHES = {
     "ragged": "heads of any lengths, in blocks with bounded padding",
     "rectangular": "one length per configuration and layer, no padding",
@@ -36,7 +43,7 @@ CACHES = {
 
 _BOOLEANS = ("random_weights", "chat_template")
 _TYPES: dict[str, Any] = {
-    **dict.fromkeys(("model", "revision", "dataset", "dtype", "device", "scenario", "cache"), str),
+    **dict.fromkeys(("model", "revision", "dataset", "dtype", "device", "scenario", "cache", "text"), str),
     **dict.fromkeys(("samples", "seed", "steps", "generate"), int),
     **dict.fromkeys(("dataset_options", "plugins"), dict),
     **dict.fromkeys(("save", "head_scores"), list),
@@ -50,16 +57,17 @@ class Settings:
     """Settings of a measurement that hold for every prompt and configuration.
 
     Attributes:
-        steps: number of decode steps, teacher-forced on the full run; None: 8, or 1 where a policy reads the
-            prompt in a prefill of its own.
+        steps: number of decode steps at most, teacher-forced on `text`; None: 8, or 1 where a policy reads the prompt
+            in a prefill of its own.
         scenario: `regular`, or `context-only`, which compresses the context before the question is known.
         cache: layout of evicted caches, `ragged` or `rectangular`.
         save: `outputs` keeps head outputs, hidden states and attention too.
         generate: number of tokens that every cache generates, which takes prompts with accepted answers that grade
             them; None: as many as the dataset says.
         head_scores: one row of scores per layer, for the policy `headkv`.
-        text: whether the trace holds each prompt's tokens and text, which `tokens` shows, and the text of answers. No
-            number depends on it: a run that goes on adds it to finished samples, or takes it out of them.
+        text: text that the decode steps read, a key of `TEXTS`.
+        prompts: whether the trace holds each prompt's tokens and text, which `tokens` shows, and the text of answers.
+            No number depends on it: a run that goes on adds it to finished samples, or takes it out of them.
         kept: whether the trace holds the positions that every head keeps, which `tokens` and `Trace.kept` show, beside
             their counts. A run that goes on takes them out of finished samples, and cannot add them.
         scored: whether a prompt whose answers nothing grades is refused, where answers are generated.
@@ -72,7 +80,8 @@ class Settings:
     save: tuple[str, ...] = ()
     generate: int | None = 0
     head_scores: Sequence[Sequence[float]] = ()
-    text: bool = True
+    text: str = OWN
+    prompts: bool = True
     kept: bool = True
     scored: bool = True
     leave_out_unfit: bool = False
@@ -101,6 +110,7 @@ class RunConfig:
         cache: layout of evicted caches, a key of `CACHES`.
         head_scores: one row of scores per layer, for `headkv`; empty where no configuration needs them.
         generate: tokens generated greedily from each cache and scored; 0: none.
+        text: text that the decode steps read, a key of `TEXTS`.
         plugins: external score or policy -> digest of its version.
     """
 
@@ -122,6 +132,7 @@ class RunConfig:
     cache: str = "ragged"
     head_scores: tuple[tuple[float, ...], ...] = ()
     generate: int = 0
+    text: str = OWN
     plugins: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -135,7 +146,7 @@ class RunConfig:
         ):
             if value is not None and value < least:
                 raise ConfigError(f"{expected}, got {value}")
-        for field, known in (("dtype", DTYPES), ("scenario", SCENARIOS), ("cache", CACHES)):
+        for field, known in (("dtype", DTYPES), ("scenario", SCENARIOS), ("cache", CACHES), ("text", TEXTS)):
             if getattr(self, field) not in known:
                 raise UnknownNameError(getattr(self, field), field, known)
         for name in self.save:

@@ -11,11 +11,12 @@ from typing import Any, Protocol, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from perturbkv.configs.run import OWN, TEXTS
 from perturbkv.datasets import metrics
 from perturbkv.datasets import sample as templates
 from perturbkv.datasets.sample import RenderedPrompt, Sample, check_id
 from perturbkv.display import shorten_middle
-from perturbkv.errors import ConfigError, DatasetError, ModelError
+from perturbkv.errors import ConfigError, DatasetError, ModelError, UnknownNameError
 from perturbkv.escaping import escape_line
 
 
@@ -95,6 +96,8 @@ class Prompt:
         metric: metric in place of the task's; empty where none is chosen.
         template_tail: indices of the chat template's own tokens behind the last message, before an answer prefix. A
             token that holds a part of either belongs to the text. Empty where they are not known, or there are none.
+        answer_tokens: the first accepted answer as the model would write it after the prompt; empty without one.
+        text_tokens: the text that follows the prompt, likewise.
     """
 
     sample_id: str
@@ -109,11 +112,14 @@ class Prompt:
     chat_template: bool = field(default=False, compare=False)
     metric: str = ""
     template_tail: range = field(default=range(0), compare=False)
+    answer_tokens: Sequence[int] = field(default=(), compare=False)
+    text_tokens: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         check_id(self.sample_id)
         try:
-            object.__setattr__(self, "token_ids", TokenIds(self.token_ids))
+            for name in ("token_ids", "answer_tokens", "text_tokens"):
+                object.__setattr__(self, name, TokenIds(getattr(self, name)))
         except (TypeError, OverflowError) as error:
             raise DatasetError(
                 f"expected token ids of sample '{self.sample_id}', got others ({error}); give whole numbers"
@@ -135,6 +141,7 @@ class Prompt:
         *,
         id: str = "",
         answers: Sequence[str] = (),
+        continuation: str = "",
         metric: str = "",
         chat_template: bool | None = None,
         max_tokens: int | None = None,
@@ -147,6 +154,7 @@ class Prompt:
             question: question after the text; a line of its own.
             id: unique among the prompts that are measured together; empty: the first number that is no id of these.
             answers: accepted answers.
+            continuation: a text that follows the prompt, which decode steps read with `Settings(text="given")`.
             metric: metric of an answer, one of `metrics.CHOICES`; empty: f1.
             chat_template: None: where the tokenizer has one.
             max_tokens: a longer prompt is cut in the middle.
@@ -164,13 +172,41 @@ class Prompt:
             metrics.check_name(metric)
         suffix = f"\n\n{question}" if question and text else question
         template = bool(model.tokenizer.chat_template) if chat_template is None else chat_template
-        sample = Sample(id, text, suffix, tuple(answers), metric=metric)
+        sample = Sample(id, text, suffix, tuple(answers), metric=metric, text=continuation)
         return encode(sample, model.tokenizer, chat_template=template, max_tokens=max_tokens)
 
     @property
     def grading(self) -> str:
         """Name of the metric that grades an answer; empty without accepted answers."""
         return (self.metric or self.task or metrics.DEFAULT) if self.answers else ""
+
+    def forced_tokens(self, text: str) -> Sequence[int]:
+        """Return the tokens of a text, a key of `configs.run.TEXTS`, that decode steps read; empty for `own`.
+
+        Raises DatasetError where the prompt has no such text, UnknownNameError for another key.
+        """
+        if text == OWN:
+            return ()
+        if text not in TEXTS:
+            raise UnknownNameError(text, "text", TEXTS)
+        tokens, needs = {
+            "answer": (self.answer_tokens, "an accepted answer, as the first of `answers`"),
+            "given": (self.text_tokens, "a text, as `text` in its row"),
+        }[text]
+        if not tokens:
+            raise DatasetError(
+                f"expected {needs}, for --text {text}, got none or an empty one in sample '{self.sample_id}'; give it "
+                f"one, or use --text {OWN}"
+            )
+        return tokens
+
+    def step_count(self, text: str, most: int) -> int:
+        """Return the number of decode steps along a text, at most `most`: of K tokens K − 1, and at least 1.
+
+        Along its own text the full run may take fewer. Raises as `forced_tokens`.
+        """
+        tokens = self.forced_tokens(text)
+        return min(most, max(1, len(tokens) - 1)) if tokens else most
 
     @property
     def cut_index(self) -> int | None:
@@ -219,13 +255,35 @@ def encode(sample: Sample, tokenizer: Tokenizer, *, chat_template: bool, max_tok
     tail_start, tail_stop = (
         len(kept) - min(len(ids) - index, last) for index in (tail.start, tail.stop)
     )  # after a cut
+    after = [
+        _continuation_tokens(rendered.text, text, tokenizer, ids, more)
+        for text in (next(iter(sample.answers), ""), sample.text)
+    ]
     around = tokenizer(rendered.template_text, **more)["input_ids"]
     control = _count_special_tokens(ids, tokenizer) - _count_special_tokens(around, tokenizer)
     return Prompt(
         sample.id, kept, len(ids) - len(kept), question, sample.answers, sample.task, sample.classes, control,
         shorten_middle(sample.prompt), chat_template, sample.metric,
-        range(tail_start, tail_stop),
+        range(tail_start, tail_stop), *after,
     )  # fmt: skip
+
+
+def _continuation_tokens(
+    before: str, text: str, tokenizer: Tokenizer, ids: tuple[int, ...], more: Any
+) -> tuple[int, ...]:
+    """Return the ids of a text that follows the text `before`, whose tokens are `ids`; empty for an empty text.
+
+    A space separates the two where neither has one: " 1234567" after "number is", "Paris" after a template's line
+    break. Where the text would change the last tokens of `before`, as after two line breaks, it is encoded by itself.
+    `more` are arguments of the tokenizer.
+    """
+    if not text:
+        return ()
+    separated = text if before[-1:].isspace() or text[:1].isspace() else f" {text}"
+    whole = tuple(tokenizer(before + separated, **more)["input_ids"])
+    if whole[: len(ids)] == ids:
+        return whole[len(ids) :]
+    return tuple(tokenizer(separated, add_special_tokens=False)["input_ids"])
 
 
 def _count_special_tokens(ids: Sequence[int], tokenizer: Any) -> int:
@@ -349,10 +407,14 @@ def _length_hint(tokens: int, positions: int, steps: int, option: str, extra: in
     return "use a model of more positions"
 
 
-def check_vocabulary(prompt: Prompt, vocabulary: int, model: str) -> None:
-    """Raise ModelError for a token id outside the model's vocabulary, as from another model's tokenizer."""
-    token = max(prompt.token_ids)
-    if not (0 <= min(prompt.token_ids) and token < vocabulary):
+def check_vocabulary(prompt: Prompt, vocabulary: int, model: str, text: str = OWN) -> None:
+    """Raise ModelError for a token id outside the model's vocabulary, as from another model's tokenizer.
+
+    The tokens of the `text` that decode steps read count too.
+    """
+    ids = (*prompt.token_ids, *prompt.forced_tokens(text))
+    token = max(ids)
+    if not (0 <= min(ids) and token < vocabulary):
         raise ModelError(
             f"expected token ids below {vocabulary:,}, which model '{model}' has embeddings of, got {token:,} in "
             f"sample '{prompt.sample_id}'; bring the tokenizer that belongs to the model"

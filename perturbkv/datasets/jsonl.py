@@ -31,7 +31,7 @@ WAYS = (("prompt",), ("messages",), ("context", "question", "input"))
 """The fields that say a prompt, in three ways of which a row has one."""
 FIELDS = (
     *(name for way in WAYS for name in way),
-    *("id", "answers", "answer_prefix", "metric"),
+    *("id", "answers", "answer_prefix", "metric", "text"),
     *("dataset", "all_classes", "_id", "length", "language"),
 )
 """All fields of a row; the last five are LongBench's, and `length` and `language` are never read."""
@@ -367,7 +367,7 @@ def _checked_sample(row: Row, wordings: dict[str, Wording], seen: set[str]) -> S
     """
     _check_fields(row)
     _add_wording(row, wordings)
-    sample = replace(_sample(row, wordings), metric=_metric(row))
+    sample = replace(_sample(row, wordings), metric=_metric(row), text=row.text("text"))
     if sample.id in seen:
         raise row.refusal(f"expected every id once, got '{sample.id}' again")
     seen.add(sample.id)

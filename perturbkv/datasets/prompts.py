@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, overload
 
-from perturbkv.configs.run import DIGESTS, NO_DATASET
+from perturbkv.configs.run import DIGESTS, NO_DATASET, OWN
 from perturbkv.datasets import dataset_registry, metrics
 from perturbkv.datasets.dataset_registry import GENERATION_LENGTH, DatasetOptions
 from perturbkv.datasets.encode import Prompt, Tokenizer, encode
@@ -169,6 +169,16 @@ def _check_length(name: str, length: int, max_tokens: int | None, positions: int
         )
 
 
+def whole_text_steps(prompts: Prompts, text: str) -> int:
+    """Return the number of decode steps that read every prompt's text to its end; at least 1.
+
+    Of their own text as many as the data set's answers have tokens. Raises as `Prompt.forced_tokens`.
+    """
+    if text == OWN:
+        return prompts.generation_length
+    return max(1, *(len(prompt.forced_tokens(text)) - 1 for prompt in prompts))
+
+
 def collect(prompts: Iterable[Prompt]) -> Prompts:
     """Return prompts as `Prompts`; those of a dataset are returned as they are.
 
@@ -208,10 +218,12 @@ def _uses_chat_template(prompts: Prompts) -> bool:
 def _digest(prompt: Prompt) -> str:
     """Return a digest of all properties of a prompt on which results depend.
 
-    A metric that is not chosen is left out, so that prompts of traces without that field have equal digests.
+    A metric that is not chosen and a missing text are left out, so that prompts of older traces have equal digests.
     """
-    names = [each.name for each in dataclasses.fields(prompt) if each.compare and each.name != "metric"]
-    values = (*(getattr(prompt, name) for name in names), *([prompt.metric] if prompt.metric else []))
+    later = ("metric", "text_tokens")
+    names = [each.name for each in dataclasses.fields(prompt) if each.compare and each.name not in later]
+    values = (getattr(prompt, name) for name in names), filter(None, (getattr(prompt, name) for name in later))
+    values = tuple(itertools.chain(*values))
     return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
 
 

@@ -147,6 +147,7 @@ class Sample:
         delimiter: text between prompt and answer_prefix, where no chat template separates them.
         metric: metric in place of the task's, one of `metrics.CHOICES`; empty where none is chosen.
         chat: the turns of a chat, which `context` and `question` then show to people; None for a single turn.
+        text: a text that follows the prompt, for decode steps to read; empty without one.
 
     Raises DatasetError where context and question are both empty, and for an id or a text that no file can hold.
     """
@@ -161,6 +162,7 @@ class Sample:
     delimiter: str = "\n"
     metric: str = ""
     chat: Chat | None = None
+    text: str = ""
 
     def __post_init__(self) -> None:
         check_id(self.id)
@@ -168,6 +170,7 @@ class Sample:
             ("prompt", (self.prompt,)),
             ("answers", self.answers),
             ("answer_prefix", (self.answer_prefix,)),
+            ("text", (self.text,)),
         ):
             for text in texts:
                 check_text(f"sample '{self.id}': expected its {name}", text)

@@ -179,7 +179,7 @@ def test_its_answers_are_the_tokenizers_and_those_that_generate_writes(
 def test_no_text_leaves_answers_out_and_the_same_command_adds_them(perturbkv: Run, needles: list[object]) -> None:
     path = Path("out/trace.h5")
     perturbkv("needle", *needles, *NEEDLE, "-o", "whole")
-    assert perturbkv("needle", *needles, *NEEDLE, "--no-text", "-o", "out").code == 0
+    assert perturbkv("needle", *needles, *NEEDLE, "--no-prompts", "-o", "out").code == 0
     without = read_trace(path)
     assert set(without.arrays).isdisjoint((*TEXT, *ANSWER_TEXT))
     assert perturbkv("list", path, "--json").json()["with_answers"] == []

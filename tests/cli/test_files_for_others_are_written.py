@@ -65,7 +65,7 @@ def complete(path: str) -> Path:
 
 
 def without_text(trace: pk.Trace) -> pk.Trace:
-    """The trace as `--no-text` leaves it."""
+    """The trace as `--no-prompts` leaves it."""
     lean = {name: array for name, array in trace.arrays.items() if name not in TEXT}
     return dataclasses.replace(trace, arrays=lean)
 

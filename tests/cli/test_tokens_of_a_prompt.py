@@ -1,4 +1,4 @@
-"""`perturbkv tokens` on a finished trace, `--no-text` on what makes one, and what `info` and `export` say of text."""
+"""`perturbkv tokens` on a finished trace, `--no-prompts` on what makes one; what `info` and `export` say of text."""
 
 from __future__ import annotations
 
@@ -84,10 +84,12 @@ def test_json_holds_what_a_notebook_holds(perturbkv: Run, traced: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_without_text_leaves_none_and_tokens_says_how_to_get_it(perturbkv: Run, tiny: list[object]) -> None:
-    assert perturbkv("heads", *tiny, "-o", "out", "--no-text", "--format", "png").code == 0
+    assert perturbkv("heads", *tiny, "-o", "out", "--no-prompts", "--format", "png").code == 0
     assert b"brown" not in Path("out/trace.h5").read_bytes()
     assert re.search(r"^text +not stored", perturbkv("list", "out/trace.h5").out, re.MULTILINE)
-    refused(perturbkv("tokens", "out/trace.h5"), f"--model {tiny[1]} --dataset {tiny[3]} … --output out", "--no-text")
+    refused(
+        perturbkv("tokens", "out/trace.h5"), f"--model {tiny[1]} --dataset {tiny[3]} … --output out", "--no-prompts"
+    )
     again = perturbkv("heads", *tiny, "-o", "out", "--format", "png")
     assert "2 samples" in again.err
     assert re.search(r"^text +stored", perturbkv("list", "out/trace.h5").out, re.MULTILINE)
@@ -96,13 +98,13 @@ def test_a_run_without_text_leaves_none_and_tokens_says_how_to_get_it(perturbkv:
 
 @pytest.mark.slow
 def test_text_is_taken_out_of_a_trace_by_the_same_command(perturbkv: Run, tiny: list[object], traced: Path) -> None:
-    ran = perturbkv("trace", *tiny, "-o", traced, "--no-text")
+    ran = perturbkv("trace", *tiny, "-o", traced, "--no-prompts")
     assert ran.code == 0
     assert b"brown" not in traced.read_bytes()
 
 
 def test_a_sweep_file_leaves_text_out(perturbkv: Run, model: Path, data: Path) -> None:
-    lines = [f"model: {model}", f"dataset: {data}", "samples: 1", "budget: 24", "window: 8", "text: false"]
+    lines = [f"model: {model}", f"dataset: {data}", "samples: 1", "budget: 24", "window: 8", "prompts: false"]
     Path("s.yaml").write_text("\n".join(lines))
     assert perturbkv("trace", "--config", "s.yaml", "-o", "s.h5").code == 0
     assert perturbkv("list", "s.h5", "--json").json()["with_text"] == []

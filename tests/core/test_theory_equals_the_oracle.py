@@ -123,12 +123,15 @@ def test_sigma_topk_counts_entries_of_each_head() -> None:
 def test_drift_and_logit_divergence() -> None:
     full, evicted = GENERATOR.normal(size=31), GENERATOR.normal(size=(2, 31))
     drift = theory.drift(torch.from_numpy(full), torch.from_numpy(evicted))
-    divergence, agreement = theory.logit_divergence(torch.from_numpy(full), torch.from_numpy(evicted))
+    log_full, log_evicted = (theory.log_probabilities(torch.from_numpy(logits)) for logits in (full, evicted))
+    divergence, agreement = theory.logit_divergence(log_full, log_evicted)
+    found = theory.token_log_probability(log_evicted, torch.tensor(7))
     for row in range(2):
         difference = evicted[row] - full
         assert float(drift.l1[row]) == pytest.approx(naive.l1(difference), rel=1e-12)
         assert float(drift.l2[row]) == pytest.approx(np.sqrt(np.sum(difference**2)), rel=1e-12)
         assert float(drift.cosine[row]) == pytest.approx(naive.cosine_distance(full, evicted[row]), rel=1e-9)
+        assert float(found[row]) == pytest.approx(naive.log_probability(evicted[row], 7), rel=1e-9)
         assert float(divergence[row]) == pytest.approx(naive.kl(full, evicted[row]), rel=1e-9)
         assert bool(agreement[row]) == (int(np.argmax(full)) == int(np.argmax(evicted[row])))
 

@@ -204,7 +204,7 @@ def test_null_is_a_field_that_is_missing(tmp_path: Path, way: dict[str, Any]) ->
     [
         (['{"prompt": "a"}', "{no json"], "line 2: expected a JSON object, got text that is no JSON"),
         (["[1, 2]"], "line 1: expected a JSON object, got a list"),
-        (['{"text": "a"}'], r"line 1: unknown field `text`; did you mean `context`\?$"),
+        (['{"contxt": "a"}'], r"line 1: unknown field `contxt`; did you mean `context`\?$"),
         (['{"contxt": "a", "question": "b"}'], r"line 1: unknown field `contxt`; did you mean `context`\?$"),
         (['{"prompt": "a"}', '{"prompt": "b", "url": "c"}'], "line 2: expected the fields .*`url`; take it out"),
         (['{"answers": ["a"]}'], r"line 1: expected the field `prompt`, `messages`.*got \['answers'\]"),

@@ -90,8 +90,22 @@ COMMANDS = {
     "needle": [],
     "correlation": [],
     "quality": [],
+    "quality --metric": ["perplexity"],
     "budget --cliff": [],
-    "budget": ["--max-kl", "200", "--max-drop", "99", "--min-top1", "0.01", "--for-length", "2000", "--for-batch", "3"],
+    "budget": [
+        "--max-kl",
+        "200",
+        "--max-perplexity",
+        "9",
+        "--max-drop",
+        "99",
+        "--min-top1",
+        "0.01",
+        "--for-length",
+        "2000",
+        "--for-batch",
+        "3",
+    ],
 }
 
 
@@ -114,6 +128,8 @@ def made(configs: Sequence[EvictionConfig] = CONFIGS) -> Trace:
         arrays |= {"score": draw.integers(0, 2, len(configs)).astype(float), "score_full": np.asarray(1.0)}
         arrays |= {"digits": draw.uniform(0, 1, len(configs)), "digits_full": np.asarray(1.0)}
         arrays["held_share"] = draw.uniform(0.1, 0.5, len(configs))
+        arrays |= {"next_token_id": np.ones(3, dtype=np.int64), "text_logp_full": -draw.uniform(0.1, 1, 3)}
+        arrays["text_logp"] = arrays["text_logp_full"] - draw.normal(0.1, 0.1, (len(configs), 3))
         arrays |= {"cache_bytes": np.asarray(90_000), "cache_padding_bytes": np.asarray(500)}
         arrays["token_kind"] = draw.integers(1, 6, 3).astype(np.uint8)
         samples.append(SampleTrace(f"s{place}", arrays))

@@ -28,15 +28,22 @@ def attention_of(held: dict[str, np.ndarray], scale: float, cap: float | None = 
 class Reference:
     """Everything the oracle says of one sample."""
 
-    def __init__(self, model: object, ids: tuple[int, ...], run: RunConfig, template: range = range(0)) -> None:
+    def __init__(
+        self,
+        model: object,
+        ids: tuple[int, ...],
+        run: RunConfig,
+        template: range = range(0),
+        text: tuple[int, ...] = (),
+    ) -> None:
         self.run, self.decoder, self.template = run, Decoder(model), template
         self.n = len(ids) - (QUESTION if run.scenario == "context-only" else 0)
         self.prompt = [self.decoder.step(token) for token in ids]
-        self.tokens = [int(np.argmax(self.prompt[-1].logits))]
+        self.tokens = [text[0] if text else int(np.argmax(self.prompt[-1].logits))]
         self.full: list[Step] = []
-        for _ in range(run.steps):
+        for step in range(run.steps):
             self.full.append(self.decoder.step(self.tokens[-1]))
-            self.tokens.append(int(np.argmax(self.full[-1].logits)))
+            self.tokens.append(text[step + 1] if text else int(np.argmax(self.full[-1].logits)))
         self.model, self.ids = model, ids
 
     @functools.cache  # noqa: B019

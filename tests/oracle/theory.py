@@ -144,6 +144,10 @@ def kl(full: Array, evicted: Array) -> float:
     return math.fsum(a * (math.log(a) - math.log(b)) for a, b in zip(p, q, strict=True) if a > 0)
 
 
+def log_probability(logits: Array, token: int) -> float:
+    return math.log(softmax(list(logits))[token])
+
+
 def l2(vector: Array) -> float:
     return math.sqrt(math.fsum(component * component for component in vector))
 

@@ -8,7 +8,20 @@ from typing import Any
 import numpy as np
 
 import perturbkv as pk
-from tests.pins.running import POLICIES, below, digest, frame, leaves, left, plain, prompts, run, table, tiny_model
+from tests.pins.running import (
+    POLICIES,
+    below,
+    digest,
+    frame,
+    known,
+    leaves,
+    left,
+    plain,
+    prompts,
+    run,
+    table,
+    tiny_model,
+)
 
 SELECTIONS = ["attention", "attention-unpooled", "two-stage", "two-stage(alpha=0.5, split=total, score=pooled)",
               "two-stage(epsilon=0.001, norm=l2)", "two-stage-uniform", "value", "random", "hindsight",
@@ -29,6 +42,11 @@ OPTIONED = (
 )  # fmt: skip
 
 
+def _no_prompts() -> str:
+    """The option that leaves texts out, as the version names it."""
+    return "--no-prompts" if known("trace --no-prompts") else "--no-text"
+
+
 def record(folder: Path) -> dict[str, Any]:
     """Make labels, sweeps, and files of every kind."""
     found = {f"labels/{name}": value for name, value in _labels().items()}
@@ -38,7 +56,7 @@ def record(folder: Path) -> dict[str, Any]:
     two = ["--selection", "attention", "--selection", "two-stage"]
     made: dict[str, list[Any]] = {
         "trace": ["trace", *common, *two, "--save", "outputs", "--steps", 2],
-        "trace-bare": ["trace", *common, *two, "--no-text", "--no-kept"],
+        "trace-bare": ["trace", *common, *two, _no_prompts(), "--no-kept"],
         "trace-kv": ["trace", *common, *two, "--granularity", "kv", "--precision", "quantise(bits=4)"],
         "trace-rectangular": ["trace", *common, *two, "--cache", "rectangular", "--dtype", "bfloat16"],
         "generate": ["generate", *common, *two, "--max-new-tokens", 6, "--divergence"],

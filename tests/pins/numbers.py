@@ -225,6 +225,7 @@ def _layouts(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
     regular = pk.grid([24, 0.5], policy=["snapkv", "pyramidkv", "caote"], **shared)
     by_head = pk.grid(24, policy=["adakv", "lava", "kvzip(chunk=50)"], **shared)
     both = [*regular, *by_head]
+    without = {"prompts" if hasattr(pk.Settings, "prompts") else "text": False}  # its name in each version
     small, answered = pk.Resources(chunk_bytes=2**14, max_bytes=2**17), pk.Settings(generate=3)
     for family in ("llama", "gemma3_text"):
         for scenario in SCENARIOS:
@@ -232,7 +233,7 @@ def _layouts(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
             name = f"{family} {scenario}"
             yield _measured(f"rectangular {name}", folder, family, regular, cache="rectangular", generate=3, **options)
             yield _measured(f"small {name}", folder, family, both, resources=small, save=("outputs",), **options)
-            yield _measured(f"bare {name}", folder, family, both, text=False, kept=False, **options)
+            yield _measured(f"bare {name}", folder, family, both, kept=False, **without, **options)
         path, model = folder / f"goes-{family}.h5", _spoken(folder, family)
         prompts = pk.load_prompts(str(folder / "asked.jsonl"), model)
         for some, of in ((prompts[:1], regular), (prompts, both)):

@@ -65,7 +65,7 @@ def test_what_is_advised_for_the_disk_makes_it_fit(whole: Plan, share: float) ->
     said = footprint.suggest_options(whole, free, found.memory.total)
     others = {
         "--no-kept": replace(whole, kept=False),
-        "--no-text": replace(whole, text=False),
+        "--no-prompts": replace(whole, with_text=False),
         "no --save outputs": replace(whole, run=replace(whole.run, save=())),
     }
     for name, other in others.items():

@@ -263,6 +263,28 @@ def test_propagated_quantities(case: tuple[SampleTrace, Reference]) -> None:
             assert bool(arrays["top1_agreement"][index, step]) == alike
 
 
+def test_log_p_of_the_text(case: tuple[SampleTrace, Reference]) -> None:
+    sample, reference = case
+    check_log_p(sample, reference)
+
+
+def check_log_p(sample: SampleTrace, reference: Reference) -> None:
+    """Every step's next token, and in context-only the first, which the question's end gives."""
+    arrays, tokens = sample.arrays, reference.tokens
+    assert arrays["next_token_id"].tolist() == tokens[1 : STEPS + 1]
+    runs = {None: reference.full, **{config: reference.evicted(config) for config in reference.run.configs}}
+    found = np.concatenate([arrays["text_logp_full"][None], arrays["text_logp"]])
+    for row, steps in enumerate(runs.values()):
+        expected = [theory.log_probability(steps[step].logits, tokens[step + 1]) for step in range(STEPS)]
+        assert found[row] == pytest.approx(expected, rel=RELATIVE)
+    if reference.run.scenario == "regular":
+        assert not {"first_logp", "first_logp_full"} & arrays.keys()
+        return
+    first = [reference.decoded(config)[QUESTION - 1] for config in reference.run.configs]
+    expected = [theory.log_probability(step.logits, tokens[0]) for step in (reference.prompt[-1], *first)]
+    assert [arrays["first_logp_full"], *arrays["first_logp"]] == pytest.approx(expected, rel=RELATIVE)
+
+
 def test_what_is_compared_with_and_the_floors(case: tuple[SampleTrace, Reference]) -> None:
     """In float64 a floor is one rounding, or the few that were measured: never 0, and far below what is measured."""
     sample, reference = case

@@ -41,7 +41,7 @@ def test_the_reference_is_the_models_own_greedy_text_read_at_once(family: str, r
     adapter, ids = model(family), list(PROMPT.token_ids)
     context, question = ids[:-6], ids[-6:]
     read = prefill(adapter, context, [*CONFIGS[:1]], Resources(), "s")
-    records, tokens = decode_full(adapter, read, question, STEPS, rows)
+    records, tokens, *_ = decode_full(adapter, read, question, STEPS, rows)
     with torch.inference_mode():
         whole = adapter.model(input_ids=torch.tensor([ids + tokens.tolist()]), use_cache=False).logits[0, N - 1 :]
     assert tokens.tolist() == whole[:-1].argmax(dim=-1).tolist()

@@ -27,6 +27,7 @@ from tests.support.models import exact_adapter, tiny_adapter, token_ids
 from tests.support.resolved import trace_sample
 
 STEPS = 6
+TEXT_LOG_P = ("text_logp", "text_logp_full")
 PROMPT = Prompt("s", token_ids(40, seed=3), 0, question_tokens=6)
 CONFIGS = tuple(
     EvictionConfig(budget=Budget(budget), window=6, granularity=granularity)
@@ -63,10 +64,12 @@ def test_nothing_is_measured_from_the_end_token_on(scenario: str, place: int) ->
     assert int(found["steps_measured"]) == measured
     assert int(whole["steps_measured"]) == STEPS
     assert found["token_id"].tolist() == tokens[:measured] + [-1] * (STEPS - measured)
+    following = tokens[1 : tokens.index(end) + 1]
+    assert found["next_token_id"].tolist() == following + [-1] * (STEPS - len(following))
     assert found.keys() == whole.keys()
     for name, array in found.items():
         dims = VARIABLES[name].dims
-        if "step" not in dims or name == "token_id":
+        if "step" not in dims or name in ("token_id", "next_token_id"):
             continue
         by_step, expected = (np.moveaxis(kind[name], dims.index("step"), 0) for kind in (found, whole))
         assert len(by_step) == STEPS
@@ -74,6 +77,8 @@ def test_nothing_is_measured_from_the_end_token_on(scenario: str, place: int) ->
         before = expected[:measured]
         if name == "attention_full":
             before = before[..., : by_step.shape[-1]]
+        if name in TEXT_LOG_P and not following:  # the first token ends the text
+            before = np.full_like(before, np.nan)
         np.testing.assert_allclose(by_step[:measured], before, rtol=1e-4, atol=1e-5)
         past = by_step[measured:]
         assert np.isnan(past).all() if array.dtype.kind == "f" else (past == 0).all()
@@ -84,7 +89,9 @@ def test_a_first_token_that_ends_the_text_is_measured_all_the_same() -> None:
     arrays = trace_sample(ending(first), PROMPT, run(steps=1)).arrays
     assert arrays["token_id"].tolist() == [first]
     assert int(arrays["steps_measured"]) == 1
-    numbers = [array for name, array in arrays.items() if array.dtype.kind == "f" and name != "lost_output"]
+    assert all(np.isnan(arrays[name]).all() for name in TEXT_LOG_P)  # no token follows
+    others = {"lost_output", *TEXT_LOG_P}
+    numbers = [array for name, array in arrays.items() if array.dtype.kind == "f" and name not in others]
     assert not any(np.isnan(array).any() for array in numbers)  # fewer than ten entries may have gone
 
 

@@ -47,7 +47,9 @@ def test_in_context_only_the_question_stands_behind_what_is_compressed() -> None
 def test_a_run_without_text_leaves_none(tmp_path: Path) -> None:
     model = tiny_adapter()
     for path in (None, tmp_path / "t.h5"):
-        trace = pk.measure(model, prompts(model), CONFIGS, settings=pk.Settings(text=False), path=path, progress=False)
+        trace = pk.measure(
+            model, prompts(model), CONFIGS, settings=pk.Settings(prompts=False), path=path, progress=False
+        )
         assert set(trace.arrays).isdisjoint(TEXT)
         assert "lost_position" in trace.arrays
     assert b"fox" not in (tmp_path / "t.h5").read_bytes()
@@ -58,16 +60,16 @@ def test_a_run_that_goes_on_gives_or_takes_the_text_and_measures_nothing_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, path = tiny_adapter(), tmp_path / "t.h5"
-    pk.measure(model, prompts(model), CONFIGS, settings=pk.Settings(text=False), path=path, progress=False)
+    pk.measure(model, prompts(model), CONFIGS, settings=pk.Settings(prompts=False), path=path, progress=False)
     caplog.set_level(logging.INFO, "perturbkv")
     monkeypatch.setattr(engine_choice, "trace", None)  # nothing is measured any more
     held = pk.measure(model, prompts(model), CONFIGS, path=path, progress=False)
     assert held.arrays["prompt_text"].tolist() == [f"{place} {SAID}\n\nWho?" for place in range(2)]
-    assert "the text of 2 samples that were measured without it is added; --no-text" in caplog.text
+    assert "the text of 2 samples that were measured without it is added; --no-prompts" in caplog.text
     caplog.clear()
     pk.measure(model, prompts(model), CONFIGS, path=path, progress=False)
     assert "text" not in caplog.text
-    pk.measure(model, prompts(model), CONFIGS, settings=pk.Settings(text=False), path=path, progress=False)
+    pk.measure(model, prompts(model), CONFIGS, settings=pk.Settings(prompts=False), path=path, progress=False)
     assert "the text of 2 samples is taken out of the trace" in caplog.text
     assert describe(path).with_text == ()
 
@@ -75,7 +77,7 @@ def test_a_run_that_goes_on_gives_or_takes_the_text_and_measures_nothing_for_it(
 @pytest.mark.slow
 def test_samples_that_are_added_and_those_that_are_there_have_the_text_alike(tmp_path: Path) -> None:
     model, path = tiny_adapter(), tmp_path / "t.h5"
-    pk.measure(model, prompts(model, 1), CONFIGS, settings=pk.Settings(text=False), path=path, progress=False)
+    pk.measure(model, prompts(model, 1), CONFIGS, settings=pk.Settings(prompts=False), path=path, progress=False)
     trace = pk.measure(model, prompts(model, 3), CONFIGS, path=path, progress=False)
     assert describe(path).with_text == ("p0", "p1", "p2")
     assert [str(one)[:1] for one in trace.arrays["prompt_text"]] == ["0", "1", "2"]

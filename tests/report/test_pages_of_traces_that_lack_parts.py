@@ -67,7 +67,7 @@ OPTIONAL = [name for name, spec in VARIABLES.items() if spec.optional]
     ("part", "names", "said"),
     [
         ("kept", ("kept_code", "kept_offset", "kept_length", "kept_digest"), "perturbkv trace"),
-        ("prompt", TEXT, "text=True"),
+        ("prompt", TEXT, "prompts=True"),
         ("losses", ("lost_position", "lost_output", "weighted_norm"), "perturbkv trace"),
         ("attention", ("attention_full",), "--save outputs"),
         ("answers", ("score_full", "score", "digits_full", "digits"), "perturbkv quality"),

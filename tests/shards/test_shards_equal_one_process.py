@@ -78,7 +78,7 @@ def test_seven_shards_give_the_file_of_one_process(
     adapter: Adapter, prompts: tuple[pk.Prompt, ...], tmp_path: Path, scenario: str, text: bool
 ) -> None:
     assert {config.policy.name for config in CONFIGS} == set(registry.names())
-    settings = pk.Settings(scenario=scenario, text=text, head_scores=HEAD_SCORES)
+    settings = pk.Settings(scenario=scenario, prompts=text, head_scores=HEAD_SCORES)
     alone = pk.measure(adapter, prompts, CONFIGS, settings=settings, path=tmp_path / "one.h5", progress=False)
     *left, last = in_shards(tmp_path / "t.h5", adapter, prompts, CONFIGS, settings=settings)
     assert [len(one.samples) for one in left] == [1] * 6

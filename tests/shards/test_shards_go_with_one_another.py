@@ -277,11 +277,11 @@ def test_a_shard_that_begins_again_and_lacks_nothing_is_done_all_the_time(tmp_pa
 
 def test_text_is_in_all_shards_or_added(tmp_path: Path) -> None:
     path = tmp_path / "t.h5"
-    measure_shard(path, "1/2", text=True)
+    measure_shard(path, "1/2", with_text=True)
     measure_shard(path, "2/2")
     with pytest.raises(TraceError, match="text in all .* got samples without; this adds it: perturbkv trace -o t"):
         merge(path)
-    measure_shard(path, "2/2", text=True)
+    measure_shard(path, "2/2", with_text=True)
     merge(path)
     assert "prompt_text" in read_trace(path).arrays
 
@@ -290,7 +290,7 @@ def test_text_is_in_all_shards_or_added(tmp_path: Path) -> None:
 def test_answers_of_shards_are_joined_without_a_tokenizer(tmp_path: Path, by: str) -> None:
     path, whole = tmp_path / "t.h5", record("1/1", by)
     for shard in ("1/2", "2/2"):
-        measure_shard(path, shard, by, text=True)
+        measure_shard(path, shard, by, with_text=True)
     trace = merge(path)
     texts = {name: told(name) for name in SAMPLES}
     writer = TraceWriter(tmp_path / "one.h5", whole.run, SAMPLES, {}, texts=texts)
@@ -311,9 +311,9 @@ def test_what_processes_say_of_themselves_is_told_of_all(tmp_path: Path) -> None
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
-    measure_shard(tmp_path / "t.h5", "2/3", "configs", text=True)
-    assert find_shards(tmp_path / "t.h5")[0].record() == record("2/3", "configs", text=True)
-    assert find_shards(tmp_path / "t.h5")[0].record() != replace(record("2/3", "configs"), text=False)
+    measure_shard(tmp_path / "t.h5", "2/3", "configs", with_text=True)
+    assert find_shards(tmp_path / "t.h5")[0].record() == record("2/3", "configs", with_text=True)
+    assert find_shards(tmp_path / "t.h5")[0].record() != replace(record("2/3", "configs"), with_text=False)
 
 
 def test_a_folder_that_spells_a_shard_otherwise_is_none(tmp_path: Path) -> None:

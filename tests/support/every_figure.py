@@ -63,6 +63,7 @@ _RESULTS: Mapping[str, Callable[[], Any]] = {
     "MethodRanking": lambda: pk.methods(asked_of("ablation --methods")),
     "Needle": lambda: pk.needle(plain()),
     "Patching": lambda: patching(permutations=8),
+    "Perplexity": lambda: pk.perplexity(plain()),
     "Quality": lambda: quality("qasper", "multi_news"),
     "Restriction": lambda: pk.restriction(asked_of("ablation --restrictions")),
     "SafeBudgets": lambda: pk.safe_budget(asked_of("budget"), max_kl=200.0),

@@ -80,7 +80,7 @@ def teacher_force(
         if compressor is not None:
             compressor.compress(len(divergences) + 1)
         count = _TOKENS_PER_PASS if compressor is None else min(_TOKENS_PER_PASS, compressor.tokens_until_limit())
-        full, evicted = read(ids[len(divergences) : len(divergences) + count])
+        full, evicted = map(theory.log_probabilities, read(ids[len(divergences) : len(divergences) + count]))
         divergences += [theory.logit_divergence(full[index], evicted[:, index]) for index in range(len(full))]
     return _make_divergence(divergences, rows)
 

@@ -228,7 +228,7 @@ def _options_for_disk(planned: Plan, estimate: Footprint, free: int) -> Iterator
     """Yield command-line options with which the run fits `free` bytes of disk."""
     alternatives = {
         "--no-kept": replace(planned, kept=False),
-        "--no-text": replace(planned, text=False),
+        "--no-prompts": replace(planned, with_text=False),
         "no --save outputs": replace(planned, run=replace(planned.run, save=())),
     }
     yield from (
@@ -273,7 +273,7 @@ def _sample_bytes(planned: Plan, context: int, tokens: int) -> tuple[int, int]:
     }  # fmt: skip
     codes = _kept_set_bytes(run, shape, context) if planned.kept else 0
     answers = (1 + len(run.configs)) * (_ANSWER_BYTES + _ANSWER_TOKEN_BYTES * run.generate) if run.generate else 0
-    text = _TOKEN_BYTES * tokens + answers if planned.text else 0
+    text = _TOKEN_BYTES * tokens + answers if planned.with_text else 0
     stored, raw = codes * _CODES_SHARE + text, _JOURNAL_ENTRY_BYTES + float(codes)
     for name in _fixed_size_variables(planned):
         dims, dtype = VARIABLES[name].dims, VARIABLES[name].dtype

@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from perturbkv import memory
 from perturbkv.cache import entries
@@ -53,6 +53,8 @@ def plan_prompt_batches(prompt: Prompt, run: ResolvedRun, shape: Shape, resource
 
 
 _log = logging.getLogger(__name__)
+_RUN_SETTINGS = ("steps", "scenario", "cache", "save", "generate", "head_scores", "text")
+"""Settings that a run records."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Plan:
         configs: its configurations, resolved.
         resources: bounds on memory, and kernels.
         batches: batches of the configurations for the largest prompt.
-        text: whether the trace gets the text of prompts and answers; no number depends on it, so `run` lacks it.
+        with_text: whether the trace gets the text of prompts and answers; no number depends on it, so `run` lacks it.
         kept: whether the trace gets the kept positions, likewise.
         loaded: the model, where it is loaded already.
     """
@@ -88,7 +90,7 @@ class Plan:
     configs: tuple[ResolvedConfig, ...]
     resources: Resources
     batches: Batches
-    text: bool = True
+    with_text: bool = True
     kept: bool = True
     loaded: Adapter | None = None
 
@@ -118,9 +120,10 @@ class Plan:
     def narrow(self, samples: Collection[str], configs: Sequence[EvictionConfig]) -> Plan:
         """Return the plan of the prompts with ids `samples` and of the given configurations. Raises PerturbkvErrors."""
         run, chosen = self.run, tuple(prompt for prompt in self.prompts if prompt.sample_id in samples)
-        settings = (run.steps, run.scenario, run.cache, run.save, run.generate, run.head_scores, self.text, self.kept)
+        same = {name: getattr(run, name) for name in _RUN_SETTINGS}
+        settings = Settings(**same, prompts=self.with_text, kept=self.kept)
         prompts = replace(self.prompts, prompts=chosen)
-        return plan(self.files, self.placement, prompts, configs, Settings(*settings), self.resources, self.loaded)
+        return plan(self.files, self.placement, prompts, configs, settings, self.resources, self.loaded)
 
     def caches_bytes(self) -> int:
         """Return the bytes of the longest prompt's full cache and of the largest batch of evicted caches."""
@@ -152,7 +155,7 @@ def plan(
     policies = [config.policy for config in configs]
     steps = cache_contents.default_steps(policies) if settings.steps is None else settings.steps
     cache_contents.check_sparse_prefill(policies, steps, generate, files.config, files.name)
-    _check_prompts(prompts, settings.scenario, files.config, max(steps, generate), files.name)
+    _check_prompts(prompts, settings, steps, generate, files)
     if generate and settings.scored:
         check_answers(prompts)
     grading = {METRICS: sorted({metric.name for metric in metrics_of(prompts).values()})} if generate else {}
@@ -176,6 +179,7 @@ def plan(
         cache=settings.cache,
         head_scores=tuple(map(tuple, settings.head_scores)),
         generate=generate,
+        text=settings.text,
         plugins={name: version for config in configs for name, version in registry.plugin_digests(config).items()},
     )
     for name in compatibility.scores_with_norms_counted_twice(fit):
@@ -187,7 +191,7 @@ def plan(
     resolved_run = ResolvedRun.from_run(run, fit)
     planned = [plan_prompt_batches(prompt, resolved_run, shape, resources) for prompt in prompts]
     batches = max(planned, key=lambda each: (len(each.indices), each.largest_bytes))
-    return Plan(files, placement, prompts, run, fit, resources, batches, settings.text, settings.kept, loaded)
+    return Plan(files, placement, prompts, run, fit, resources, batches, settings.prompts, settings.kept, loaded)
 
 
 def _answer_length(prompts: Prompts) -> int:
@@ -231,18 +235,20 @@ def fitting_configs(
     return tuple(fit)
 
 
-def _check_prompts(prompts: Sequence[Prompt], scenario: str, model_config: Any, decoded: int, name: str) -> None:
-    """Raise DatasetError or ModelError for a prompt that the model cannot read, with `decoded` tokens after it.
+def _check_prompts(prompts: Sequence[Prompt], settings: Settings, steps: int, generate: int, files: ModelFiles) -> None:
+    """Raise DatasetError or ModelError for a prompt that the model cannot read, with the tokens decoded after it.
 
-    It has tokens that are not the model's, or more of them than the model, its sliding window or its rotations support.
-    `name` is the model's.
+    It lacks the text of `settings`, or has tokens that are not the model's, or more of them than the model, its sliding
+    window or its rotations support. At most `steps` of a text are decoded, and `generate` tokens of an answer.
     """
+    config, name = files.config, files.name
     for prompt in prompts:
-        context, total = len(prompt.parts(scenario)[0]), len(prompt.token_ids) + decoded
-        check_vocabulary(prompt, int(model_config.vocab_size), name)
-        check_length(prompt, int(model_config.max_position_embeddings), decoded)
-        check_sliding_window(model_config, total, prompt.sample_id, name, decoded)
-        check_long_rotations(model_config, context, total, prompt.sample_id, name, decoded)
+        decoded = max(prompt.step_count(settings.text, steps), generate)
+        context, total = len(prompt.parts(settings.scenario)[0]), len(prompt.token_ids) + decoded
+        check_vocabulary(prompt, int(config.vocab_size), name, settings.text)
+        check_length(prompt, int(config.max_position_embeddings), decoded)
+        check_sliding_window(config, total, prompt.sample_id, name, decoded)
+        check_long_rotations(config, context, total, prompt.sample_id, name, decoded)
 
 
 def _bound_memory(

@@ -253,7 +253,7 @@ def _join_parts(
 
 def texts_of(planned: Plan) -> Texts:
     """Return sample id -> text of the prompt and its answers; empty where the trace stores no text."""
-    return PromptTexts(planned.prompts, planned.files.tokenizer.decode) if planned.text else {}
+    return PromptTexts(planned.prompts, planned.files.tokenizer.decode) if planned.with_text else {}
 
 
 def _log_earlier_samples(planned: Plan, missing: Missing) -> None:
@@ -274,8 +274,10 @@ def _log_text_changes(planned: Plan, changing: int) -> None:
     """Log that the text of so many stored samples, `changing`, is added or removed."""
     if changing:
         samples = plural(changing, "sample")
-        added = f"the text of {samples} that were measured without it is added; --no-text (text=False) leaves it out"
-        _log.info(added if planned.text else f"the text of {samples} is taken out of the trace")
+        added = (
+            f"the text of {samples} that were measured without it is added; --no-prompts (prompts=False) leaves it out"
+        )
+        _log.info(added if planned.with_text else f"the text of {samples} is taken out of the trace")
 
 
 def _log_kept_changes(leaving: int, lacking: int) -> None:

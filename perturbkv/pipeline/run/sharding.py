@@ -66,7 +66,7 @@ def run_shard(
     as `run_to_file`, and OutputError where shards of another run exist.
     """
     ids, attrs = tuple(planned.prompts.ids), provenance(planned)
-    record = ShardRecord(shard, planned.run, ids, attrs, planned.text, command, planned.kept)
+    record = ShardRecord(shard, planned.run, ids, attrs, planned.with_text, command, planned.kept)
     journal = ShardJournal(path, shard).path
     check_writable(journal)
     with _lock_shard(path, journal, wait, lambda: _are_all_measured(path, record, overwrite)):

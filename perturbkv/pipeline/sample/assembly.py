@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Int, UInt8
+from jaxtyping import Float, Int, UInt8
 from numpy.typing import NDArray
 from torch import Tensor
 
+from perturbkv import theory
 from perturbkv.cache.entries import Lengths
 from perturbkv.cache.makers import OwnPrefill
 from perturbkv.configs.precision import FULL_BITS
@@ -44,6 +45,7 @@ class BatchResult:
         isolated: index of a configuration with entries of its own -> isolated perturbations (step, name, layer, head),
             names as `CHANGED_VARIABLES`; NaN where nothing is changed.
         prefills: index of a configuration with a prefill of its own -> that prefill.
+        first_logp: log p of the text's first token, after the question; None without one.
     """
 
     configs: tuple[int, ...]
@@ -56,6 +58,7 @@ class BatchResult:
     generated: dict[int | None, list[int]]
     isolated: dict[int, Tensor]
     prefills: Mapping[int, OwnPrefill] = field(default_factory=dict)
+    first_logp: Float[Tensor, " config"] | None = None
 
 
 def sample_arrays(sample: SampleRun, batches: Sequence[BatchResult], lengths: Sequence[Lengths]) -> Arrays:
@@ -70,12 +73,26 @@ def sample_arrays(sample: SampleRun, batches: Sequence[BatchResult], lengths: Se
         "cut_tokens": prompt.cut_tokens,
         "token_id": tokens,
         "token_kind": token_kinds(prompt.token_ids, tokens, sample.adapter.tokenizer.decode),
+        "next_token_id": sample.full.next_tokens.tolist(),
         "steps_measured": len(tokens),
         "evicted": [any(min(layer[index]) < n for layer in lengths) for index in range(len(sample.run.configs))],
         "cache_bytes": sum(batch.cache_bytes for batch in batches),
         "cache_padding_bytes": sum(batch.padding_bytes for batch in batches),
     }
     return _as_arrays(values)
+
+
+def first_token_arrays(sample: SampleRun, batches: Sequence[BatchResult]) -> Arrays:
+    """Return log p of the text's first token in a context-only run; empty in others, whose prefill gives it."""
+    evicted = [batch.first_logp for batch in batches if batch.first_logp is not None]
+    if not evicted:
+        return {}
+    run_order = _inverse_order([index for batch in batches for index in batch.configs])
+    full = theory.token_log_probability(theory.log_probabilities(sample.full.logits), sample.full.tokens[0])
+    return {
+        "first_logp": to_numpy(torch.cat(evicted), VARIABLES["first_logp"].dtype)[run_order],
+        "first_logp_full": to_numpy(full, VARIABLES["first_logp_full"].dtype),
+    }
 
 
 def isolated_arrays(layers: Sequence[LayerResult], device: torch.device) -> Arrays:
@@ -264,7 +281,7 @@ def _pad_variable(name: str, array: NDArray[Any], steps: int) -> NDArray[Any]:
     if "step" not in dims:
         return array
     missing = steps - array.shape[dims.index("step")]
-    blank = np.nan if array.dtype.kind == "f" else -1 if name == "token_id" else 0
+    blank = np.nan if array.dtype.kind == "f" else -1 if name in ("token_id", "next_token_id") else 0
     return np.pad(array, [(0, missing if axis == "step" else 0) for axis in dims], constant_values=blank)
 
 

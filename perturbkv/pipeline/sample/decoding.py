@@ -111,29 +111,45 @@ class _StepRecorder:
 
 @torch.inference_mode()
 def decode_full(
-    adapter: Adapter, prefill: Prefill, question: Sequence[int], steps: int, rows: int, ends: Collection[int] = ()
-) -> tuple[list[StepRecord], Int[Tensor, " step"]]:
-    """Decode the question and then greedy steps from the full cache; return the steps' records and tokens.
+    adapter: Adapter,
+    prefill: Prefill,
+    question: Sequence[int],
+    steps: int,
+    rows: int,
+    ends: Collection[int] = (),
+    text: Sequence[int] = (),
+) -> tuple[list[StepRecord], Int[Tensor, " step"], Int[Tensor, " step"], Float[Tensor, " vocab"]]:
+    """Decode the question and then a text from the full cache, at most `steps` steps.
 
-    There are `steps` steps, or fewer where the text ends, at a token in `ends`. The batch has `rows` identical rows so
-    that the linear layers see the evicted runs' shapes; row 0 is recorded. The first token is the greedy choice after
-    the prompt and its question. The measured layers' cache grows by the steps' tokens, others are put back;
-    `prefill.finite` checks the activations.
+    Returns the steps' records and tokens, the text's token after each step (−1 where the text ends), and the logits
+    before the first step. Each step reads a token of `text` that another follows, or its only one; without a text the
+    greedy choices, the first of them after the prompt and its question, up to a token in `ends`.
+
+    The batch has `rows` identical rows so that the linear layers see the evicted runs' shapes; row 0 is recorded. The
+    measured layers' cache grows by the steps' tokens, others are put back; `prefill.finite` checks the activations.
     """
     cache = SharedCache(prefill.cache, prefill.states, rows)
     logits = prefill.logits
     if question:
         ids = to_device(question, adapter.device)
         logits = _decode_pass(adapter, cache, decode_shared(adapter), ids, rows, prefill.finite)[0].logits[0]
-    tokens = _greedy_tokens(adapter, cache, logits.argmax(), steps, rows)
-    tokens = tokens[: count_text_steps(tokens, ends)]
-    records: list[StepRecord] = []
+    if text:
+        read = to_device(text[: steps + 1], adapter.device)
+        measured = max(1, len(read) - 1)
+    else:
+        read = _greedy_tokens(adapter, cache, logits.argmax(), steps, rows)
+        measured = count_text_steps(read, ends)
+    tokens, records = read[:measured], list[StepRecord]()
     for chunk in torch.split(tokens, STEPS_AT_ONCE):
         of_pass = _decode_pass(adapter, cache, decode_shared(adapter), chunk, rows, prefill.finite, len(chunk))
         prefill.read.update(of_pass[-1].read)
         records += map(_first_row, of_pass)
     restore_states(prefill.cache, prefill.states)
-    return records, tokens
+    last = read.new_full((1,), -1) if text else records[-1].logits.argmax(dim=-1)
+    following = torch.cat([read[1:], last])[:measured]
+    if not text:
+        following = following.masked_fill(torch.isin(tokens, to_device(sorted(ends), adapter.device, read.dtype)), -1)
+    return records, tokens, following, logits
 
 
 def _greedy_tokens(

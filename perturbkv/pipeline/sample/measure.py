@@ -174,9 +174,12 @@ def _norm_variables(name: str, full: Float[Tensor, "*batch d_model"]) -> dict[st
     return {name: full.abs().sum(dim=-1), f"{name}_l2": torch.linalg.vector_norm(full, dim=-1)}
 
 
-def propagated_quantities(adapter: Adapter, full: StepRecord, evicted: StepRecord) -> dict[str, Tensor]:
+def propagated_quantities(
+    adapter: Adapter, full: StepRecord, evicted: StepRecord, next_token: Int[Tensor, ""]
+) -> dict[str, Tensor]:
     """Return name -> propagated perturbation of heads, drift of hidden states or divergence of logits at one step.
 
+    `next_token` is the text's after the step; −1 where the text ends.
     Results are (config, layer, …), or (layer, …) for noise floors and norms, on the device of the logits; nothing waits
     for it. Row 0 of `evicted` keeps everything.
     """
@@ -195,7 +198,14 @@ def propagated_quantities(adapter: Adapter, full: StepRecord, evicted: StepRecor
     hidden = _drift_variables("hidden", states, stack_on_device(device, evicted.hidden, dim=1), dtype)
     final = _drift_variables("final", full.final[0], evicted.final, dtype)
     norms = _norm_variables("hidden_norm", states.to(WORK)) | {"final_norm": full.final[0].to(WORK).abs().sum()}
-    return heads | hidden | final | norms | _gate_variables(adapter, full) | _logit_variables(full, evicted, dtype)
+    return (
+        heads
+        | hidden
+        | final
+        | norms
+        | _gate_variables(adapter, full)
+        | _logit_variables(full, evicted, next_token, dtype)
+    )
 
 
 def _head_variables(
@@ -239,17 +249,22 @@ def _drift_variables(
     return floors | _distance_variables(f"{name}_drift", distances, suffix="_l1")
 
 
-def _logit_variables(full: StepRecord, evicted: StepRecord, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the KL divergence and top-1 agreement of the logits and the noise floor of KL, by name.
+def _logit_variables(
+    full: StepRecord, evicted: StepRecord, token: Int[Tensor, ""], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Return KL and top-1 agreement of the logits, the noise floor of KL, and log p of the text's next token, by name.
 
     The floor is row 0's divergence, at least one rounding of a log-probability of 1 nat in `dtype`.
     """
-    divergence, agreement = theory.logit_divergence(full.logits[0], evicted.logits)
+    log_full, log_evicted = map(theory.log_probabilities, (full.logits[0], evicted.logits))
+    divergence, agreement = theory.logit_divergence(log_full, log_evicted)
     rounding = torch.full_like(divergence[0], torch.finfo(dtype).eps)
     return {
         "logit_kl_noise_floor": theory.floor_at_rounding(divergence[0], rounding),
         "logit_kl": divergence[1:],
         "top1_agreement": agreement[1:],
+        "text_logp": theory.token_log_probability(log_evicted[1:], token),
+        "text_logp_full": theory.token_log_probability(log_full, token),
     }
 
 

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from perturbkv import memory
+from perturbkv import memory, theory
 from perturbkv.cache.compact import CompactCache, CompactLayer, join_layers
 from perturbkv.cache.entries import (
     Lengths,
@@ -45,6 +45,7 @@ from perturbkv.pipeline.sample.assembly import (
     cached_bytes,
     cached_shares,
     changed_isolated_arrays,
+    first_token_arrays,
     isolated_arrays,
     kept_arrays,
     lost_arrays,
@@ -185,6 +186,7 @@ def _assemble_arrays(
         arrays |= changed_isolated_arrays(batches, arrays)
         arrays |= {"held_share": cached_shares(batches, adapter.shape, n)}
         arrays |= cached_bytes(batches, adapter.shape, n)
+        arrays |= first_token_arrays(sample, batches)
         arrays |= step_arrays(batches) | kept_arrays(batches, lengths, layers, adapter.heads)
         arrays |= lost_arrays(layers, adapter.device)
         if run.generate:
@@ -244,7 +246,8 @@ class _BatchDecoder:
         for full, evicted in zip(sample.full.steps, records, strict=True):
             measure.check_everything_kept(self.finite, self.adapter, full.logits[0], evicted.logits[0])
         with phase("measure"):
-            steps = [self._measure(step, len(indices)) for step in zip(sample.full.steps, records, strict=True)]
+            each = zip(sample.full.steps, records, sample.full.next_tokens.unbind(), strict=True)
+            steps = [self._measure(*step, len(indices)) for step in each]
         sizes = {
             index: CacheSize(*map(sum, zip(*(layer.sizes[index] for layer in evicted_layers), strict=True)))
             for index in indices
@@ -255,6 +258,10 @@ class _BatchDecoder:
             stored = sum(size.entries for size in sizes.values())
             cache_bytes, padding_bytes = stored * latent * self.adapter.dtype.itemsize, 0
         answers = self._answers(cache, question_logits, indices) if self.run.generate else {}  # drops rows
+        first_logp = None
+        if question_logits is not None:
+            log_p = theory.log_probabilities(question_logits[1 : 1 + len(indices)])
+            first_logp = theory.token_log_probability(log_p, sample.full.tokens[0])
         first, owners = evicted_layers[0], self.adapter.owners
         return BatchResult(
             configs=indices,
@@ -274,6 +281,7 @@ class _BatchDecoder:
                 for index in first.isolated[0]
             },
             prefills={index: maker.prefill for index, maker in makers.items() if maker.prefill is not None},
+            first_logp=first_logp,
         )
 
     def _evict(self, index: int, makers: Mapping[int, Maker]) -> _EvictedLayer:
@@ -302,11 +310,13 @@ class _BatchDecoder:
         sizes = {config: CacheSize(entries.attended_entries, entries.bits) for config, entries in made.items()}
         return _EvictedLayer(cache, kept.order, codes, isolated, sizes)
 
-    def _measure(self, step: tuple[StepRecord, StepRecord], configs: int) -> dict[str, Tensor]:
-        """Return name -> propagated quantity of a step (full and evicted record), without padding rows."""
-        quantities = measure.propagated_quantities(self.adapter, *step)
+    def _measure(
+        self, full: StepRecord, evicted: StepRecord, next_token: Int[Tensor, ""], configs: int
+    ) -> dict[str, Tensor]:
+        """Return name -> propagated quantity of a step, without padding rows; `next_token` follows it in the text."""
+        quantities = measure.propagated_quantities(self.adapter, full, evicted, next_token)
         if "outputs" in self.run.save:
-            quantities |= measure.raw_outputs(*step)
+            quantities |= measure.raw_outputs(full, evicted)
         return {
             name: tensor[:configs] if "config" in VARIABLES[name].dims else tensor
             for name, tensor in quantities.items()

@@ -32,22 +32,34 @@ class FullRun:
 
     Attributes:
         steps: records of the steps.
-        tokens: the decoded tokens, the first of them the greedy choice after the prompt.
+        tokens: the decoded tokens of the text, which step 0 begins.
+        next_tokens: the text's token after each step; −1 where the text ends.
+        logits: those after the prompt and its question, from which the first token comes.
         rows: number of identical rows in the batch.
     """
 
     steps: list[StepRecord]
     tokens: Int[Tensor, " step"]
+    next_tokens: Int[Tensor, " step"]
+    logits: Float[Tensor, " vocab"]
     rows: int
 
 
-def full_run(adapter: Adapter, prefilled: Prefill, question: Sequence[int], steps: int, rows: int) -> FullRun:
-    """Decode the question and at most `steps` greedy steps from the full cache, and return the reference run.
+def full_run(
+    adapter: Adapter,
+    prefilled: Prefill,
+    question: Sequence[int],
+    steps: int,
+    rows: int,
+    text: Sequence[int] = (),
+) -> FullRun:
+    """Decode the question and at most `steps` steps from the full cache, and return the reference run.
 
-    The batch has `rows` identical rows. Steps after the end of the text are left out.
+    The steps read `text`, or without one the full run's greedy choices. The batch has `rows` identical rows. Steps
+    after the end of the text are left out.
     """
     with phase("reference"):
-        return FullRun(*decode_full(adapter, prefilled, question, steps, rows, end_tokens(adapter)), rows)
+        return FullRun(*decode_full(adapter, prefilled, question, steps, rows, end_tokens(adapter), text), rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +99,7 @@ class SampleRun:
         """
         context, question = prompt.parts(run.scenario)
         prefilled = prefill(adapter, prompt, run, resources, sources(adapter, context, run.configs, masks))
-        full = full_run(adapter, prefilled, question, run.steps, rows)
+        full = full_run(adapter, prefilled, question, run.steps, rows, prompt.forced_tokens(run.text))
         sample = cls(adapter, run, resources, prompt, prefilled, full)
         sample._add_hindsight_norms()
         return sample

@@ -90,9 +90,10 @@ class MixtureSample:
         context, question = prompt.parts(run.scenario)
         prefilled = prefill(adapter, prompt, run, resources, sources(adapter, context, run.configs, {}))
         repeated = replace(prefilled, cache=copy.deepcopy(prefilled.cache), read=dict(prefilled.read))
-        full = {2: full_run(adapter, prefilled, question, run.steps, 3)}
+        text = prompt.forced_tokens(run.text)
+        full = {2: full_run(adapter, prefilled, question, run.steps, 3, text)}
         if rows != 2:
-            full[rows] = full_run(adapter, repeated, question, run.steps, rows + 1)
+            full[rows] = full_run(adapter, repeated, question, run.steps, rows + 1, text)
         self.sample: SampleRun = SampleRun(adapter, run, resources, prompt, prefilled, full[2])
         self.adapter = adapter
         self.run = run
@@ -138,7 +139,8 @@ class MixtureSample:
         )
         for expected, found in zip(full.steps, evicted, strict=True):
             measure.check_everything_kept(self.finite, self.adapter, expected.logits[0], found.logits[0])
-        steps = [measure.propagated_quantities(self.adapter, *step) for step in zip(full.steps, evicted, strict=True)]
+        each = zip(full.steps, evicted, full.next_tokens.unbind(), strict=True)
+        steps = [measure.propagated_quantities(self.adapter, *step) for step in each]
         scores = (
             self._grade_answers(cache, question_logits, len(mixtures))
             if self.run.generate

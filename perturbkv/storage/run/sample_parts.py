@@ -21,7 +21,10 @@ from perturbkv.trace import SampleTrace
 Arrays = Mapping[str, NDArray[Any]]
 Shapes = dict[str, tuple[int, ...]]
 
-FULL_RUN = ("prompt_tokens", "question_tokens", "cut_tokens", "token_id", "steps_measured", "score_full")
+FULL_RUN = (
+    *("prompt_tokens", "question_tokens", "cut_tokens"),
+    *("token_id", "next_token_id", "steps_measured", "score_full"),
+)
 """Variables that identify a full-cache run: where they differ between parts, the parts are not comparable."""
 
 _FLOORS = tuple(name for name in VARIABLES if "noise_floor" in name)

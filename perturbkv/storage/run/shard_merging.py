@@ -186,11 +186,11 @@ def _texts_to_store(path: Path, records: Sequence[ShardRecord], overwrite: bool)
 
     Raises TraceError where only some samples have their text.
     """
-    if not any(record.text for record in records):
+    if not any(record.with_text for record in records):
         return {}
     old = existing_trace(path, records[0].run, overwrite)
     without_text = old and set(old.sample_ids) - old.failures.keys() - old.with_text
-    if not all(record.text for record in records) or without_text or Journal(journal_path(path)).sample_ids():
+    if not all(record.with_text for record in records) or without_text or Journal(journal_path(path)).sample_ids():
         raise TraceError(
             f"expected the prompts' text in all shards of {path} or in none, got samples without; this adds it: "
             f"{records[0].command.without_shard()}"
@@ -268,7 +268,7 @@ class ShardWriter:
         if self.shard.is_done() and not self._missing and before and before.is_equivalent(self._record):
             return
         self.shard.begin(self._record)
-        if self._texts and not (before and before.text):
+        if self._texts and not (before and before.with_text):
             self._add_texts()
 
     def _add_texts(self) -> None:

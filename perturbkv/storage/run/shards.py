@@ -105,7 +105,7 @@ class ShardRecord:
         run: the whole run's configuration.
         sample_ids: ids of all samples of the run, in the order of the file.
         attrs: provenance of the shard's measurements.
-        text: whether its samples are stored with the text of prompts and answers.
+        with_text: whether its samples are stored with the text of prompts and answers.
         kept: whether they are stored with kept positions.
         command: the command that measured it.
     """
@@ -114,7 +114,7 @@ class ShardRecord:
     run: RunConfig
     sample_ids: tuple[str, ...]
     attrs: Mapping[str, str]
-    text: bool
+    with_text: bool
     command: Command = Command()
     kept: bool = True
 
@@ -161,8 +161,8 @@ class ShardJournal:
             return None
         if run is None or (shard.number, shard.count) != (self.shard.number, self.shard.count):
             return None
-        text, kept = record.get("text") is True, record.get("kept") is not False
-        return ShardRecord(shard, run, ids, attrs, text, command, kept)
+        with_text, kept = record.get("with_text") is True, record.get("kept") is not False
+        return ShardRecord(shard, run, ids, attrs, with_text, command, kept)
 
     def begin(self, record: ShardRecord) -> None:
         """Create the journal, store the record, and remove the mark of completion."""
