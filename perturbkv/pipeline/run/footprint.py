@@ -229,7 +229,7 @@ def _options_for_disk(planned: Plan, estimate: Footprint, free: int) -> Iterator
     alternatives = {
         "--no-kept": replace(planned, kept=False),
         "--no-text": replace(planned, text=False),
-        "no --save outputs": replace(planned, run=replace(planned.run, save=())),
+        "no --save outputs": replace(planned, run=replace(planned.run, save=tuple({*planned.run.save} - {"outputs"}))),
     }
     yield from (
         name
@@ -292,8 +292,8 @@ def _fixed_size_variables(planned: Plan) -> list[str]:
         *((DIGEST,) if planned.kept else KEPT),
         *(() if planned.run.generate else _ANSWER_VARIABLES),
     }
-    saves_raw = "outputs" in planned.run.save
-    return [name for name, variable in VARIABLES.items() if name not in left_out and (saves_raw or not variable.raw)]
+    saved = {"", *planned.run.save}
+    return [name for name, variable in VARIABLES.items() if name not in left_out and variable.save in saved]
 
 
 def _kept_set_bytes(run: RunConfig, shape: Shape, tokens: int) -> int:

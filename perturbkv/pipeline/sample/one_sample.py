@@ -45,6 +45,7 @@ from perturbkv.pipeline.sample.assembly import (
     cached_bytes,
     cached_shares,
     changed_isolated_arrays,
+    entry_effect_array,
     isolated_arrays,
     kept_arrays,
     lost_arrays,
@@ -55,6 +56,7 @@ from perturbkv.pipeline.sample.assembly import (
 )
 from perturbkv.pipeline.sample.capture import FiniteCheck
 from perturbkv.pipeline.sample.decoding import StepRecord, decode_evicted
+from perturbkv.pipeline.sample.effect import propagated_effects
 from perturbkv.pipeline.sample.layer import LayerResult, measure_layer
 from perturbkv.pipeline.sample.sample_run import SampleRun
 from perturbkv.pipeline.variants.presses import KeptMasks
@@ -182,6 +184,7 @@ def _assemble_arrays(
     adapter, run, n = sample.adapter, sample.run, sample.tokens
     with phase("assembly"):
         arrays = sample_arrays(sample, batches, lengths) | isolated_arrays(layers, adapter.device)
+        arrays |= entry_effect_array(layers, adapter.device, sample.full.steps[-1].entries)
         arrays |= changed_isolated_arrays(batches, arrays)
         arrays |= {"held_share": cached_shares(batches, adapter.shape, n)}
         arrays |= cached_bytes(batches, adapter.shape, n)
@@ -307,6 +310,8 @@ class _BatchDecoder:
         quantities = measure.propagated_quantities(self.adapter, *step)
         if "outputs" in self.run.save:
             quantities |= measure.raw_outputs(*step)
+        if "effect" in self.run.save:
+            quantities |= propagated_effects(*step)
         return {
             name: tensor[:configs] if "config" in VARIABLES[name].dims else tensor
             for name, tensor in quantities.items()
