@@ -28,7 +28,7 @@ from perturbkv.theory import WORK
 
 
 def add_gradients(
-    adapter: Adapter, prefill: Prefill, question: Sequence[int], steps: Sequence[StepRecord], text: Int[Tensor, " token"]
+    adapter: Adapter, prefill: Prefill, question: Sequence[int], steps: Sequence[StepRecord], text: Int[Tensor, " text"]
 ) -> None:
     """Fill `gradient` of the full run's steps with ∂ log p / ∂ (input of the output projection) of a fixed text.
 
@@ -55,7 +55,7 @@ def add_gradients(
 
 @torch.inference_mode(False)
 def _backward(
-    adapter: Adapter, prefill: Prefill, question: Sequence[int], text: Int[Tensor, " token"]
+    adapter: Adapter, prefill: Prefill, question: Sequence[int], text: Int[Tensor, " text"]
 ) -> tuple[Float[Tensor, "step vocab"], tuple[Float[Tensor, "1 token head_d_value"], ...]]:
     """Return the logits of the text's steps, and per measured layer the gradient of log p where heads stand apart.
 
@@ -105,10 +105,10 @@ class EntryEffects:
         rows = torch.cat([kept, kept.new_ones(*kept.shape[:2], len(weighted.T) - n)], dim=-1)
         output = (weighted * rows).sum(dim=-1) / ((self.attention * rows).sum(dim=-1) + self.sink)  # ⟨g, ô_h⟩
         parts = (self.attention[:, :n] * output.unsqueeze(-1) - weighted[:, :n]).masked_fill(kept, 0)
-        floor = theory.floor_at_rounding(weighted.new_zeros(()), torch.finfo(WORK).eps * weighted.abs().sum(dim=-1))
+        rounding = torch.finfo(WORK).eps * weighted.abs().sum(dim=-1)
         return {
             "effect_isolated": parts.sum(dim=-1),
-            "effect_noise_floor_isolated": floor,
+            "effect_noise_floor_isolated": theory.floor_at_rounding(rounding, rounding),
             "entry_effect": parts.sum(dim=1),
         }
 

@@ -43,7 +43,7 @@ class FullRun:
     rows: int
 
     @property
-    def text(self) -> Int[Tensor, " token"]:
+    def text(self) -> Int[Tensor, " text"]:
         """The decoded tokens and the one that follows: what the steps read, and what they predict."""
         return torch.cat([self.tokens, self.steps[-1].logits.argmax(dim=-1)])
 
