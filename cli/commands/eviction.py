@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from perturbkv.trace import Trace
 
 DistanceOption = Annotated[str, Option(metavar="NAME", help="l1, l2 or cosine")]
+HeadDistanceOption = Annotated[str, Option(metavar="NAME", help="l1, l2, cosine, or effect (--save effect)")]
 _MOST_STEM_CHARACTERS = 150
 """Most characters of a figure's name; file systems limit it."""
 
@@ -30,9 +31,9 @@ def _name_with_distance(analysis: str, distance: str) -> str:
 
     Raises UnknownNameError for an unknown distance.
     """
-    from perturbkv.analyses.verdicts import DISTANCES
+    from perturbkv.analyses.verdicts import DISTANCES, HEAD_DISTANCES
 
-    check_choice("distance", distance, tuple(DISTANCES))
+    check_choice("distance", distance, tuple(HEAD_DISTANCES if analysis == "heads" else DISTANCES))
     return analysis if distance == "l1" else f"{analysis}-{distance}"
 
 
@@ -57,7 +58,7 @@ def _pairs_check(run: RunOptions, look: LookOptions, names: Sequence[str]) -> Ca
 
 @analysis
 def heads(
-    run: RunOptions, look: LookOptions, compare: CompareOption = DEFAULT_COMPARE, distance: DistanceOption = "l1"
+    run: RunOptions, look: LookOptions, compare: CompareOption = DEFAULT_COMPARE, distance: HeadDistanceOption = "l1"
 ) -> Analysis:
     """Compare selections head by head, isolated and propagated.
 
