@@ -203,7 +203,11 @@ class RunOptions(DataOptions):
     device_map: Annotated[str, _rare_option(_RUN, metavar="NAME", help="auto: layers over all GPUs; none")] = "none"
     save: Annotated[
         list[str] | None,
-        _rare_option(_RUN, metavar="NAME", help="outputs: head outputs, hidden states, attention; effect: cost of losses in log p"),
+        _rare_option(
+            _RUN,
+            metavar="NAME",
+            help="outputs: head outputs, hidden states, attention; effect: cost of losses in log p",
+        ),
     ] = None
     text: Annotated[
         bool,

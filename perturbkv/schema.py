@@ -135,10 +135,18 @@ VARIABLES: dict[str, Variable] = {
     "logit_kl_noise_floor": Variable(("step",), "nat", "KL(full || everything kept)"),
     "top1_agreement": Variable(("config", "step"), "1", "1 where full and evicted run pick the same token", "uint8"),
     "effect_isolated": Variable(
-        _HEADS, "nat", "first-order change of the text's log p by the head's isolated loss", optional=True, save="effect"
+        _HEADS,
+        "nat",
+        "first-order change of the text's log p by the head's isolated loss",
+        optional=True,
+        save="effect",
     ),
     "effect_propagated": Variable(
-        _HEADS, "nat", "first-order change of the text's log p by the head's propagated loss", optional=True, save="effect"
+        _HEADS,
+        "nat",
+        "first-order change of the text's log p by the head's propagated loss",
+        optional=True,
+        save="effect",
     ),
     "effect_noise_floor": Variable(
         _FLOORS, "nat", "size of the propagated effect with everything kept", optional=True, save="effect"
@@ -259,10 +267,20 @@ VARIABLES: dict[str, Variable] = {
         ("config",), "1", "share of the answer's leading digits that the evicted cache gives", optional=True
     ),
     "head_output_full": Variable(
-        ("step", "layer", "head", "d_value"), "1", "full-cache head output before W_O", "float32", optional=True, save="outputs"
+        ("step", "layer", "head", "d_value"),
+        "1",
+        "full-cache head output before W_O",
+        "float32",
+        optional=True,
+        save="outputs",
     ),
     "head_output": Variable(
-        ("config", "step", "layer", "head", "d_value"), "1", "evicted head output before W_O", "float32", optional=True, save="outputs"
+        ("config", "step", "layer", "head", "d_value"),
+        "1",
+        "evicted head output before W_O",
+        "float32",
+        optional=True,
+        save="outputs",
     ),
     "hidden_full": Variable(
         ("step", "decoder_layer", "d_model"),
@@ -281,7 +299,12 @@ VARIABLES: dict[str, Variable] = {
         save="outputs",
     ),
     "attention_full": Variable(
-        ("step", "layer", "head", "key"), "1", "full-cache attention weights; NaN past n+t+1", "float32", optional=True, save="outputs"
+        ("step", "layer", "head", "key"),
+        "1",
+        "full-cache attention weights; NaN past n+t+1",
+        "float32",
+        optional=True,
+        save="outputs",
     ),
 }
 

@@ -143,8 +143,8 @@ class Trace:
             save = f" --save {VARIABLES[name].save}" if name in VARIABLES and VARIABLES[name].save else ""
             raise TraceError(
                 f"{analysis} needs the variable '{name}', which {self.source or 'this trace'} lacks; "
-                f"record it{save and ' with'}{save}: perturbkv trace --model {self.run.model} --dataset {self.run.dataset}"
-                f"{save} -o trace.h5"
+                f"record it{save and ' with'}{save}: perturbkv trace --model {self.run.model} "
+                f"--dataset {self.run.dataset}{save} -o trace.h5"
             )
         array = self.arrays[name]
         return array[self.ok] if VARIABLES[name].axes[0] == "sample" else array

@@ -209,12 +209,12 @@ def fates(trace: Trace, prompt: PromptText, sides: tuple[int, int], layer: int, 
     return (*compressed, *[QUESTION] * (len(prompt.tokens) - prompt.compressed))
 
 
-def text_effects(trace: Trace, prompt: PromptText, side: int) -> Floats:
+def text_effects(trace: Trace, prompt: PromptText, side: int) -> tuple[float, ...]:
     """Return what losing each token of the prompt changes log p of the text by, all heads; NaN where not measured."""
     effects = np.full(len(prompt.tokens), np.nan)
     if "entry_effect" in trace.arrays:
         effects[: prompt.compressed] = trace.arrays["entry_effect"][prompt.index, side, : prompt.compressed]
-    return effects
+    return tuple(effects.tolist())
 
 
 def losses(

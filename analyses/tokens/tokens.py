@@ -268,7 +268,11 @@ class Tokens(Result, PairRecord):
     def details(self) -> Sequence[Part]:
         """Return the evicted entries that add most to the output, and both sides' cache shares."""
         shares = " → ".join(map(text.decimal, self.cache_shares))
-        return [*self._loss_tables(), *self._cost_table(), f"Entries of the evicted cache over those of the full one: {shares}."]
+        return [
+            *self._loss_tables(),
+            *self._cost_table(),
+            f"Entries of the evicted cache over those of the full one: {shares}.",
+        ]
 
     def _reason(self) -> str:
         """Return how much of the head's attention each side evicts, and which of its evicted entries adds most."""
@@ -288,7 +292,9 @@ class Tokens(Result, PairRecord):
             for name, effects in sides
             if effects.any()
         ]
-        return [f"Log p of the text by what all heads evict, to first order, in nat: {'; '.join(told)}.\n"] if told else []
+        return (
+            [f"Log p of the text by what all heads evict, to first order, in nat: {'; '.join(told)}.\n"] if told else []
+        )
 
     def _cost_table(self) -> list[Part]:
         """Return the table of the tokens whose loss costs the text most; empty where the trace does not tell."""
@@ -309,8 +315,13 @@ class Tokens(Result, PairRecord):
         }
         return [
             {
-                **labels, "position": token.position, "token": token.id, "text": token.text, "fate": token.fate,
-                "baseline_effect": token.baseline_effect, "treatment_effect": token.treatment_effect,
+                **labels,
+                "position": token.position,
+                "token": token.id,
+                "text": token.text,
+                "fate": token.fate,
+                "baseline_effect": token.baseline_effect,
+                "treatment_effect": token.treatment_effect,
             }
             for token in self.tokens
         ]
@@ -455,7 +466,7 @@ def tokens(
         heads=tuple(heads),
         fates=fates(trace, prompt, sides, layers.index(shown.layer), shown.head),
         losses=losses(trace, prompt.index, sides, layers.index(shown.layer), shown.head),
-        effects=tuple(tuple(text_effects(trace, prompt, side).tolist()) for side in sides),
+        effects=(text_effects(trace, prompt, sides[0]), text_effects(trace, prompt, sides[1])),
         other_pairs=len(matching) - 1,
         everything=everything,
     )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from perturbkv.trace import Trace
 
 DistanceOption = Annotated[str, Option(metavar="NAME", help="l1, l2 or cosine")]
-HeadDistanceOption = Annotated[str, Option(metavar="NAME", help="l1, l2, cosine, or effect (--save effect)")]
+HeadDistanceOption = Annotated[str, Option(metavar="NAME", help="l1, l2, cosine; effect: on the text's log p")]
 _MOST_STEM_CHARACTERS = 150
 """Most characters of a figure's name; file systems limit it."""
 
@@ -65,6 +65,8 @@ def heads(
     Which heads are better, tied or worse than with the baseline, and what the sum over them does (paper, figure 2).
     """
     names, name = parse_compare(compare), _name_with_distance("heads", distance)
+    saved = dict.fromkeys([*(run.save or ()), *(["effect"] if distance == "effect" else ())])
+    wanted = dataclasses.replace(run, save=[*saved])
 
     def analyse(session: Session) -> Result:
         from perturbkv.analyses.heads.heads import compare_heads
@@ -78,7 +80,7 @@ def heads(
         return result
 
     return Analysis(
-        name, run, lambda: run.configs(names), analyse, stems=[name], check=_pairs_check(run, look, names),
+        name, wanted, lambda: run.configs(names), analyse, stems=[name], check=_pairs_check(run, look, names),
         compares_sums=True,
     )  # fmt: skip
 

@@ -29,7 +29,7 @@ WINDOW, N, STEPS = 5, 40, 3
 PROMPT = Prompt("s", token_ids(N, seed=4), 0, question_tokens=9)
 CONFIGS = tuple(configuration(14, window=WINDOW, selection=selection) for selection in ("attention", "two-stage"))
 ANSWER, WORD, PLACE, HEAD = 77, 7, 11, (1, 2)
-"""In the planted world: the token that follows, the word that decides it, its place, and the layer and head that see it."""
+"""The planted world's token that follows, the word that decides it, its place, and the layer and head that see it."""
 
 
 def traced(adapter: Adapter, *configs: pk.EvictionConfig, prompt: Prompt = PROMPT, **more: Any) -> SampleTrace:
@@ -155,9 +155,7 @@ def test_tokens_say_which_word_costs_the_text_and_heads_compare_effects(world: T
 
 def test_what_is_no_kept_set_has_no_entries_and_a_prefill_of_its_own_no_isolated_effect() -> None:
     lines = configuration(14, policy="vertical-slash(last=9, first=2)", selection="attention", window=WINDOW)
-    inside = configuration(
-        14, policy="streaming-llm(positions=in-cache)", selection="position", window=WINDOW
-    )
+    inside = configuration(14, policy="streaming-llm(positions=in-cache)", selection="position", window=WINDOW)
     arrays = traced(tiny_adapter(), CONFIGS[0], lines, inside, steps=1).arrays
     assert np.isnan(arrays["effect_isolated"]).all(axis=(1, 2, 3)).tolist() == [False, True, False]
     assert np.isnan(arrays["entry_effect"]).all(axis=1).tolist() == [False, True, True]
@@ -186,7 +184,9 @@ def test_a_model_through_which_no_gradient_flows_is_refused_in_one_line() -> Non
 
 
 def test_what_a_trace_lacks_or_no_distance_is_told_in_one_line() -> None:
-    trace = Trace.from_samples(RunConfig("m", "d", CONFIGS, steps=STEPS, samples=1), [traced(tiny_adapter(), save=())], {})
+    trace = Trace.from_samples(
+        RunConfig("m", "d", CONFIGS, steps=STEPS, samples=1), [traced(tiny_adapter(), save=())], {}
+    )
     with pytest.raises(TraceError, match="record it with --save effect"):
         pk.compare_heads(trace, distance="effect")
     with pytest.raises(UnknownNameError, match="^unknown distance 'effect'; known: l1, l2, cosine"):

@@ -83,7 +83,7 @@ def _backward(
 
 @dataclass(frozen=True)
 class EntryEffects:
-    """What the entries of a layer add to the text's log p at one step, in nat, to first order.
+    """The effect of a layer's entries on the text's log p at one step, in nat, to first order.
 
     Attributes:
         attention: A of the entries that the step sees.

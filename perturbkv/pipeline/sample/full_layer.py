@@ -102,7 +102,8 @@ class FullLayer:
     def entry_effects(self, step: StepRecord) -> Float[Tensor, "head key"]:
         """Return ⟨g, 𝒱_i⟩, in nat per unit of attention, of the entries that a decode step sees."""
         values = self.values[:, : step.entries].to(theory.WORK)
-        return (self.gradient_at(step).unflatten(0, (len(values), -1)) @ values.transpose(1, 2)).flatten(0, 1)
+        gradient = self.gradient_at(step).view(len(values), -1, values.shape[-1])
+        return (gradient @ values.transpose(1, 2)).flatten(0, 1)
 
     @property
     def softmax(self) -> theory.Softmax:

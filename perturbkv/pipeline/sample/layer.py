@@ -87,8 +87,8 @@ class LayerResult:
         isolated: per step, name -> (config, head), or (head,) for noise floors; configurations in `groups`' order.
         lost: largest evicted outputs of the first step, name -> (config, head, lost_entry), or (head,) for Σ A ν.
         attention: reference attention per step (head, key), where the run saves outputs.
-        entry_effects: effect on the text of every entry of the prompt, of all heads and steps (config, n), configurations
-            in `groups`' order; None where the run does not save effects.
+        entry_effects: effect on the text of every entry of the prompt, of all heads and steps (config, n),
+            configurations in `groups`' order; None where the run does not save effects.
     """
 
     groups: list[AnyGroup]
@@ -138,11 +138,11 @@ def measure_layer(sample: SampleRun, index: int, owner: LayerResult | None) -> L
         evicted.append(largest_evicted_outputs(ranked, masks[0].kept))
     for lines in in_prompt:  # measured once, at queries of the prompt
         alphas = _alpha_per_head(layer, configs, lines, slice(None))
-        mask = lines.decoding_mask(heads)
+        seen = lines.decoding_mask(heads)
         quantities.append([readers.isolated_along_lines(layer, lines, summands[0], alphas)])
         for known, effect in zip(quantities[-1], effects, strict=False):
-            known |= effect.unknown(mask)
-        evicted.append(largest_evicted_outputs(ranked, mask))
+            known |= effect.unknown(seen)
+        evicted.append(largest_evicted_outputs(ranked, seen))
     isolated = [_join_configs(step) for step in zip(*quantities, strict=True)]
     if in_prompt:
         isolated[0] |= _largest_floors([steps_of_group[0] for steps_of_group in quantities])

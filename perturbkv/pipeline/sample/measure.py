@@ -269,7 +269,9 @@ def check_everything_kept(
     """
     expected, found = full.double(), kept.double()
     length = (expected - expected.mean(dim=-1, keepdim=True)).norm().clamp(min=1e-30)
-    finite.check_agreement(f"model '{adapter.name}' {told}", (found - expected).norm() / length, LOGIT_ERRORS[adapter.dtype])
+    finite.check_agreement(
+        f"model '{adapter.name}' {told}", (found - expected).norm() / length, LOGIT_ERRORS[adapter.dtype]
+    )
 
 
 def check_quantised_entries(finite: FiniteCheck, layer: int, entries: KeptEntries) -> None:
@@ -286,8 +288,8 @@ def isolated_perturbations(
 ) -> dict[int, Tensor]:
     """Return index -> isolated perturbations (step, name, head) of the rows with entries of their own.
 
-    Names are `CHANGED_VARIABLES`, without the effect where steps have no gradient; NaN where a head's entries are the full cache's. `full` are the steps of the full
-    run.
+    Names are `CHANGED_VARIABLES`, without the effect where steps have no gradient; NaN where a head's entries are the
+    full cache's. `full` are the steps of the full run.
     """
     own = {index: entries for index, entries in rows.items() if isinstance(entries, OwnEntries)}
     steps = [_step_perturbations(layer, step, own) for step in full] if own else []
