@@ -165,7 +165,7 @@ def _draw_token_kinds(axes: Axes, result: HeadComparison, kinds: Sequence[TokenK
         draw_sum_ratio(axes, 0, name, whole.sum_ratio, whole.sum_ratio_interval)
         for row, one in enumerate(kinds, start=1):
             draw_sum_ratio(axes, row, name, getattr(one, f"{name}_ratio"), getattr(one, f"{name}_ratio_interval"))
-    unit, (baseline, _) = DISTANCES[result.distance].unit, result.sides
+    unit, (baseline, _) = distance_of(result.distance).unit, result.sides
     finish_ratio_panel(axes, names, "by kind of decoded token", f"Σ {unit} over {baseline}'s (log axis)",
                        ylim=(len(names) - 0.5, -0.5))  # fmt: skip
     axes.legend(handles=marker_entries((marker, name) for name, (marker, _) in KIND_MARKERS.items()), loc="best")
