@@ -87,6 +87,10 @@ class Measurements:
         """Return the least number of a variable over the decode steps of each sample. Raises as `__getitem__`."""
         return self._read(name, least=True)
 
+    def sizes(self, name: str) -> Floats:
+        """Return a signed variable's size, the mean of its absolute numbers over the steps. Raises as `__getitem__`."""
+        return self._read(name, size=True)
+
     def __contains__(self, name: str) -> bool:
         return name in self.trace.arrays
 
@@ -154,12 +158,14 @@ class Measurements:
         own, full = (self.trace.arrays[name][self.trace.ok] for name in ("prefill_seconds", "prefill_seconds_full"))
         return np.asarray(own.mean(axis=0)), float(full.mean())
 
-    def _read(self, name: str, threshold: float | None = None, least: bool = False) -> Floats:
+    def _read(self, name: str, threshold: float | None = None, least: bool = False, size: bool = False) -> Floats:
         """Return a variable of the complete samples as the object reads it, or 1 where it exceeds a threshold, else 0.
 
-        `least`: its least number over the steps in place of the mean. Raises as `__getitem__`.
+        `least`: its least number over the steps in place of the mean; `size`: of absolute numbers. Raises as
+        `__getitem__`.
         """
         array = np.asarray(self.trace.get(name, self.analysis), dtype=np.float64)
+        array = np.abs(array) if size else array
         dims = VARIABLES[name].dims
         if "step" not in dims:
             _check_numbers(self.trace, name, array)

@@ -84,14 +84,18 @@ def intervals_note(samples: int, exact: bool = False, medians: bool = False) -> 
     return f"n = {samples} samples, too few for intervals; in parentheses: {RANGES_NOTE}.{shares}"
 
 
-def noise_floor_note(relative: float) -> str:
-    """Return the note on the noise floor of the heads' perturbation, relative to ‖o_h‖."""
-    return f"Noise floor: {relative:.1e} of ‖o_h‖ (median)."
+def noise_floor_note(relative: float, unit: str = "of ‖o_h‖") -> str:
+    """Return the note on the noise floor of the heads' perturbation, relative to ‖o_h‖ or in a unit."""
+    return f"Noise floor: {relative:.1e} {unit} (median)."
 
 
 RANGES_NOTE = "the range of single samples, outside which a number of all of them together can lie"
 """The median over heads of their sums over samples is not the mean of the samples' medians."""
 DRIFT_NOTE = "Drift: distance of the evicted run's residual stream from the full run's, median over samples."
+EFFECT_NOTE = (
+    "Effect: what a head's loss changes log p of the text by, to first order, by the full run's gradient; compared is "
+    "its size, mean over steps. Propagated, a loss counts again in later layers."
+)
 TIES_NOTE = "A tie differs by at most 2 noise floors, or keeps the same entries."
 CACHE_SHARE_NOTE = "cache share: entries that the evicted cache holds over those of the full cache."
 ABOVE_FULL = (

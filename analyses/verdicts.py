@@ -6,6 +6,7 @@ perturbation, whatever rounding shows; equal propagated perturbation needs the e
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,11 +25,13 @@ class Distance:
         unit: as axes and titles write it.
         suffix: end of the names of its variables.
         angular: whether it depends on directions alone, so is relative, and grows with the square of the angle.
+        of_text: whether it is what the text's log p changes by, so that no norm of outputs is its scale.
     """
 
     unit: str
     suffix: str
     angular: bool = False
+    of_text: bool = False
 
     def __str__(self) -> str:
         return self.unit
@@ -39,18 +42,20 @@ DISTANCES = {
     "l2": Distance("L2", "_l2"),
     "cosine": Distance("cosine distance", "_cosine", angular=True),
 }
+HEAD_DISTANCES = {**DISTANCES, "effect": Distance("first-order effect on log p, nat", "", of_text=True)}
+"""Distances of heads: those of vectors, and the size of what a head's loss changes the text's log p by."""
 
 
-def distance_of(name: str) -> Distance:
-    """Return the distance called `l1`, `l2` or `cosine`. Raises UnknownNameError for another name."""
-    if name not in DISTANCES:
-        raise UnknownNameError(name, "distance", DISTANCES)
-    return DISTANCES[name]
+def distance_of(name: str, known: Mapping[str, Distance] = HEAD_DISTANCES) -> Distance:
+    """Return the distance of a name. Raises UnknownNameError for one that is not `known`."""
+    if name not in known:
+        raise UnknownNameError(name, "distance", known)
+    return known[name]
 
 
 def distance_terms(distance: str) -> list[str]:
     """Return the distance as text, as a list; empty for L1, the default."""
-    return [] if distance == "l1" else [str(DISTANCES[distance])]
+    return [] if distance == "l1" else [str(distance_of(distance))]
 
 
 LESS, MORE, ALIKE, EQUIVALENT, UNDECIDED, FEW = "less", "more", "alike", "equivalent", "undecided", "few"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from perturbkv.pipeline.run.plan import Plan
 
 _MIB = 2**20
-_STAGES = {"prefill": "prefill", "layer": "a layer's sums", "decoding": "decoding"}
+_STAGES = {"prefill": "prefill", "layer": "a layer's sums", "decoding": "decoding", "backward": "the text's backward"}
 """Stage of a sample, as `footprint.Memory` names it -> as it is printed."""
 
 
@@ -114,7 +114,9 @@ def _shard_text(document: dict[str, Any]) -> str:
 def _memory_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
     """Return table rows on needed and free memory and disk, on whether the run fits, and on advice to make it fit."""
     needed, free = (_size(document[name]) for name in ("memory_mib", "memory_free_mib"))
-    stages = ", ".join(f"{what} {_size(document[f'{name}_mib'])}" for name, what in _STAGES.items())
+    stages = ", ".join(
+        f"{what} {_size(document[f'{name}_mib'])}" for name, what in _STAGES.items() if document[f"{name}_mib"]
+    )
     rows = [
         ("scores and norms", f"{_size(document['statistics_mib'])} of all layers"),
         ("one stage at a time", stages),

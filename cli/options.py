@@ -207,7 +207,11 @@ class RunOptions(DataOptions):
     device_map: Annotated[str, _rare_option(_RUN, metavar="NAME", help="auto: layers over all GPUs; none")] = "none"
     save: Annotated[
         list[str] | None,
-        _rare_option(_RUN, metavar="NAME", help="outputs: also head outputs, hidden states, attention"),
+        _rare_option(
+            _RUN,
+            metavar="NAME",
+            help="outputs: head outputs, hidden states, attention; effect: cost of losses in log p",
+        ),
     ] = None
     prompts: Annotated[
         bool,

@@ -21,7 +21,7 @@ from perturbkv.analyses.heads.head_comparison import HeadComparison, HeadKind
 from perturbkv.analyses.heads.heads import HeadComparisons
 from perturbkv.analyses.heads.token_kinds import TokenKind
 from perturbkv.analyses.names import common_text, fold, short_names
-from perturbkv.analyses.verdicts import DISTANCES
+from perturbkv.analyses.verdicts import distance_of
 from perturbkv.display import plural
 from perturbkv.figures import style
 from perturbkv.figures.labels import cache_shares_text, sort_by_cache_share
@@ -165,7 +165,7 @@ def _draw_token_kinds(axes: Axes, result: HeadComparison, kinds: Sequence[TokenK
         draw_sum_ratio(axes, 0, name, whole.sum_ratio, whole.sum_ratio_interval)
         for row, one in enumerate(kinds, start=1):
             draw_sum_ratio(axes, row, name, getattr(one, f"{name}_ratio"), getattr(one, f"{name}_ratio_interval"))
-    unit, (baseline, _) = DISTANCES[result.distance].unit, result.sides
+    unit, (baseline, _) = distance_of(result.distance).unit, result.sides
     finish_ratio_panel(axes, names, "by kind of decoded token", f"Σ {unit} over {baseline}'s (log axis)",
                        ylim=(len(names) - 0.5, -0.5))  # fmt: skip
     axes.legend(handles=marker_entries((marker, name) for name, (marker, _) in KIND_MARKERS.items()), loc="best")
@@ -204,7 +204,7 @@ def foot_text(result: HeadComparison) -> str:
 def _draw_kind(axes: Axes, result: HeadComparison, name: str) -> None:
     """Draw the heads of one kind, "isolated" or "propagated", with title and axis labels."""
     kind: HeadKind = getattr(result, name)
-    unit = DISTANCES[result.distance].unit
+    unit = distance_of(result.distance).unit
     baseline, treatment = result.sides
     ends = axis_limits([kind])
     draw_scatter(axes, kind, result.flagged, ends, square=style.current_style().notes)
@@ -236,7 +236,7 @@ def _axis_label(side: str, name: str, unit: str) -> str:
 def _extra_lines(result: HeadComparison) -> int:
     """Return the number of lines of title and axis label beyond those for short names."""
     baseline, _ = result.sides
-    unit = DISTANCES[result.distance].unit
+    unit = distance_of(result.distance).unit
     title = _kind_title(result.propagated, "propagated", f"Σ {unit} over {baseline}'s")
     return title.count("\n") + 1 - _TITLE_LINES + _axis_label(baseline, "propagated", unit).count("\n")
 
@@ -358,7 +358,7 @@ def _draw_small_panel(axes: Axes, result: HeadComparison, ends: tuple[float, flo
 
 def _name_axes(axes: Sequence[Axes], results: Sequence[HeadComparison], columns: int) -> None:
     """Label the axes of the left column and of the lowest panel of each column."""
-    unit = DISTANCES[results[0].distance].unit
+    unit = distance_of(results[0].distance).unit
     baselines, treatments = _side_names(results)
     named = treatments[0] if len(treatments) == 1 else "the second named" if len(baselines) > 1 else "named above"
     for index, panel in enumerate(axes[: len(results)]):

@@ -27,13 +27,17 @@ ROWS = {
 
 @dataclass(frozen=True)
 class Variable:
-    """A stored variable: axes without `sample`, unit, long name, dtype, and whether it is optional in a trace."""
+    """A stored variable: axes without `sample`, unit, long name, dtype, and whether it is optional in a trace.
+
+    `save` is the `--save` that stores it, empty where every run does.
+    """
 
     dims: tuple[str, ...]
     units: str
     long_name: str
     dtype: str = "float64"
     optional: bool = False
+    save: str = ""
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -52,7 +56,7 @@ class Variable:
 
     @property
     def raw(self) -> bool:
-        """True if the variable holds head outputs, hidden states or attention, stored only with `--save outputs`."""
+        """True if the variable holds vectors, or a number for every entry of the cache."""
         return not {"d_value", "d_model", "key"}.isdisjoint(self.dims)
 
 
@@ -130,6 +134,33 @@ VARIABLES: dict[str, Variable] = {
     "logit_kl": Variable(("config", "step"), "nat", "KL(full || evicted) of the next token's distribution"),
     "logit_kl_noise_floor": Variable(("step",), "nat", "KL(full || everything kept)"),
     "top1_agreement": Variable(("config", "step"), "1", "1 where full and evicted run pick the same token", "uint8"),
+    "effect_isolated": Variable(
+        _HEADS,
+        "nat",
+        "first-order change of the text's log p by the head's isolated loss",
+        optional=True,
+        save="effect",
+    ),
+    "effect_propagated": Variable(
+        _HEADS,
+        "nat",
+        "first-order change of the text's log p by the head's propagated loss",
+        optional=True,
+        save="effect",
+    ),
+    "effect_noise_floor": Variable(
+        _FLOORS, "nat", "size of the propagated effect with everything kept", optional=True, save="effect"
+    ),
+    "effect_noise_floor_isolated": Variable(
+        _FLOORS, "nat", "rounding of the isolated effect", optional=True, save="effect"
+    ),
+    "entry_effect": Variable(
+        ("config", "key"),
+        "nat",
+        "the entry's part of the isolated effect of all layers, heads and steps; NaN past n",
+        optional=True,
+        save="effect",
+    ),
     "token_id": Variable(("step",), "1", "token decoded at the step: the text's, by default the full run's", "int64"),
     "token_kind": Variable(
         ("step",),
@@ -245,10 +276,20 @@ VARIABLES: dict[str, Variable] = {
         ("config",), "1", "share of the answer's leading digits that the evicted cache gives", optional=True
     ),
     "head_output_full": Variable(
-        ("step", "layer", "head", "d_value"), "1", "full-cache head output before W_O", "float32", optional=True
+        ("step", "layer", "head", "d_value"),
+        "1",
+        "full-cache head output before W_O",
+        "float32",
+        optional=True,
+        save="outputs",
     ),
     "head_output": Variable(
-        ("config", "step", "layer", "head", "d_value"), "1", "evicted head output before W_O", "float32", optional=True
+        ("config", "step", "layer", "head", "d_value"),
+        "1",
+        "evicted head output before W_O",
+        "float32",
+        optional=True,
+        save="outputs",
     ),
     "hidden_full": Variable(
         ("step", "decoder_layer", "d_model"),
@@ -256,6 +297,7 @@ VARIABLES: dict[str, Variable] = {
         "full-cache residual stream after the layer",
         "float32",
         optional=True,
+        save="outputs",
     ),
     "hidden": Variable(
         ("config", "step", "decoder_layer", "d_model"),
@@ -263,9 +305,15 @@ VARIABLES: dict[str, Variable] = {
         "evicted residual stream after the layer",
         "float32",
         optional=True,
+        save="outputs",
     ),
     "attention_full": Variable(
-        ("step", "layer", "head", "key"), "1", "full-cache attention weights; NaN past n+t+1", "float32", optional=True
+        ("step", "layer", "head", "key"),
+        "1",
+        "full-cache attention weights; NaN past n+t+1",
+        "float32",
+        optional=True,
+        save="outputs",
     ),
 }
 

@@ -140,11 +140,11 @@ class Trace:
         `analysis` names the caller in the error message.
         """
         if name not in self.arrays:
-            record = " with --save outputs" if name in VARIABLES and VARIABLES[name].raw else ""
+            save = f" --save {VARIABLES[name].save}" if name in VARIABLES and VARIABLES[name].save else ""
             raise TraceError(
                 f"{analysis} needs the variable '{name}', which {self.source or 'this trace'} lacks; "
-                f"record it{record}: perturbkv trace --model {self.run.model} --dataset {self.run.dataset}"
-                f"{' --save outputs' if record else ''} -o trace.h5"
+                f"record it{save and ' with'}{save}: perturbkv trace --model {self.run.model} "
+                f"--dataset {self.run.dataset}{save} -o trace.h5"
             )
         array = self.arrays[name]
         return array[self.ok] if VARIABLES[name].axes[0] == "sample" else array

@@ -133,7 +133,7 @@ def compare_kind(
         floor: noise floor.
         norm: ‖o_h‖ in the distance's unit.
         flagged: (layer, head) True where σ ≤ 0.5.
-        distance: a key of `DISTANCES`.
+        distance: a key of `HEAD_DISTANCES`.
         name: of the kind.
     """
     samples = len(baseline)
@@ -245,7 +245,7 @@ class HeadComparison(PairRecord, Record):
 
     baseline: EvictionConfig = column("what is compared with")
     treatment: EvictionConfig = column("what is compared")
-    distance: str = column("l1, l2 or cosine")
+    distance: str = column("l1, l2, cosine or effect")
     step: int | None = column(STEP)
     isolated: HeadKind = column("each layer cut on its own")
     propagated: HeadKind = column("every earlier layer's error included")
@@ -382,7 +382,7 @@ def _head_kind(
     """Return the comparison of `sides` (indices of baseline, treatment) in `isolated` or `propagated` perturbation."""
     both, floor = compared_perturbation(measured, kind, distance, sides)
     unit = distance_of(distance)
-    norm = np.ones_like(floor) if unit.angular else measured[f"output_norm{unit.suffix}"]
+    norm = np.ones_like(floor) if unit.angular or unit.of_text else measured[f"output_norm{unit.suffix}"]
     return compare_kind(*both, floor, norm, flagged, distance, kind)
 
 
@@ -403,9 +403,11 @@ def perturbation_and_floor(measured: Measurements, kind: str, distance: str) -> 
 
     Raises as `compared_perturbation`.
     """
-    suffix = distance_of(distance).suffix
-    floor = f"noise_floor{'_isolated' if kind == 'isolated' else ''}{suffix}"
-    return measured[f"perturbation_{kind}{suffix}"], measured[floor]
+    unit = distance_of(distance)
+    floor = f"noise_floor{'_isolated' if kind == 'isolated' else ''}{unit.suffix}"
+    if unit.of_text:
+        return measured.sizes(f"effect_{kind}"), measured[f"effect_{floor}"]
+    return measured[f"perturbation_{kind}{unit.suffix}"], measured[floor]
 
 
 def select_sides(values: Floats, sides: tuple[int, int], same: NDArray[np.bool_]) -> tuple[Floats, Floats]:

@@ -33,7 +33,7 @@ from perturbkv.analyses.measurements import Measurements
 from perturbkv.analyses.names import pair_columns, pair_names, pairs_of, pairs_title
 from perturbkv.analyses.result import MemberSequence, Result, beside_first_step
 from perturbkv.analyses.sides import Sides, choose_sides, configs_of, pairs
-from perturbkv.analyses.verdicts import DISTANCES, distance_terms
+from perturbkv.analyses.verdicts import distance_of, distance_terms
 from perturbkv.display import Part, plural
 from perturbkv.errors import ConfigError
 from perturbkv.trace import Trace
@@ -97,7 +97,7 @@ class HeadComparisons(MemberSequence[HeadComparison], Result):
 
     def title(self) -> str:
         """Return the table's title: distance, sides, and the choices that all configurations share."""
-        distance = DISTANCES[self.members[0].distance]
+        distance = distance_of(self.members[0].distance)
         return f"perturbation ({distance}) of {pairs_title(self.members, self.identity.shared)}"
 
     def lines(self) -> Sequence[Line]:
@@ -130,7 +130,7 @@ class HeadComparisons(MemberSequence[HeadComparison], Result):
             text.TIES_NOTE,
             f"Significant: {tests.flips:,} flips of whole samples' signs, Benjamini–Hochberg at 5 %; the smallest p is "
             f"{tests.smallest:.2g}: {power}. Without any effect p ≤ 0.05 in {tests.chance_mean:.1f} heads.",
-            text.noise_floor_note(self.members[0].propagated.floor_relative_median),
+            *self._floor_notes(),
             *self._prefill_note(),
         ]
 
@@ -164,6 +164,11 @@ class HeadComparisons(MemberSequence[HeadComparison], Result):
         staged = [pair for pair in self.members if pair.treatment.is_staged]
         flagged, heads = (sum(getattr(pair, name) for pair in staged) for name in ("flagged_count", "heads"))
         return [f"σ ≤ 0.5 in {flagged:,} of {heads:,} heads, where Theorem 3 says nothing."] if flagged else []
+
+    def _floor_notes(self) -> list[str]:
+        """Return the note on the noise floor, after the definition of an effect where effects are compared."""
+        of_text, floor = distance_of(self.members[0].distance).of_text, self.members[0].propagated.floor_relative_median
+        return [text.EFFECT_NOTE, text.noise_floor_note(floor, "nat")] if of_text else [text.noise_floor_note(floor)]
 
     def _prefill_note(self) -> list[str]:
         """Return the note on the durations of configurations' own prefills; empty without own prefills."""
@@ -200,7 +205,9 @@ def compare_heads(
         treatments: likewise, one or several; None: two-stage, or all that the trace has.
         step: which decode step, from 0; None: the mean over the steps of each sample.
         distance: `l1`, `l2` or `cosine`: between a head's contribution to the attention output with the full cache and
-            with the evicted one, each of d_model numbers; L1 and L2 in the output's own unit, cosine from 0 to 2.
+            with the evicted one, each of d_model numbers; L1 and L2 in the output's own unit, cosine from 0 to 2. Or
+            `effect`, of a trace with `save=("effect",)`: the size of what that difference changes log p of the text
+            by, to first order, in nat.
 
     Returns the pairs as one result. Its arrays are (layer, head), means over samples.
 

@@ -19,7 +19,7 @@ from perturbkv.analyses.names import PairRecord
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import ratio
 from perturbkv.analyses.stats.intervals import POSITIVE, RATIO, Band, OptionalInterval
-from perturbkv.analyses.verdicts import distance_of, equal_layers, verdicts
+from perturbkv.analyses.verdicts import DISTANCES, distance_of, equal_layers, verdicts
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.schema import VARIABLES
 from perturbkv.trace import Trace
@@ -185,7 +185,7 @@ def drift_ratio(baseline: Floats, treatment: Floats) -> tuple[Floats, Band]:
 
 def drift_values(measured: Measurements, distance: str) -> Floats:
     """Return the drift in a distance, (sample, config, layer). Raises UnknownNameError for an unknown distance."""
-    distance_of(distance)
+    distance_of(distance, DISTANCES)
     return measured[f"hidden_drift_{distance}"]
 
 

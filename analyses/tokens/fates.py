@@ -11,6 +11,7 @@ from perturbkv.analyses import text
 from perturbkv.analyses.columns import Record, column, derived, record
 from perturbkv.analyses.measurements import Floats
 from perturbkv.analyses.stats.arithmetic import ratio
+from perturbkv.analyses.text import three_digits
 from perturbkv.errors import TraceError
 from perturbkv.schema import TEXT
 from perturbkv.storage.trace.texts import token_texts
@@ -102,6 +103,16 @@ class Token(Record):
     id: int = column("of the tokenizer")
     text: str = column("its piece of the prompt; empty for a part of the next one's character")
     fate: str = column("who keeps it: both, baseline, treatment or neither; question: it is not compressed")
+    baseline_effect: float = column(
+        "what losing it in every head that evicts it changes the text's log p by with the baseline, to first order, "
+        "isolated; null where the trace does not tell",
+        unit="nat",
+        heading="#log p,\nbaseline",
+        text=three_digits,
+    )
+    treatment_effect: float = column(
+        "the same with the treatment", unit="nat", heading="#log p,\ntreatment", text=three_digits
+    )
 
 
 @record
@@ -196,6 +207,14 @@ def fates(trace: Trace, prompt: PromptText, sides: tuple[int, int], layer: int, 
     names = {(True, True): BOTH, (True, False): BASELINE, (False, True): TREATMENT, (False, False): NEITHER}
     compressed = [names[position in first, position in second] for position in range(prompt.compressed)]
     return (*compressed, *[QUESTION] * (len(prompt.tokens) - prompt.compressed))
+
+
+def text_effects(trace: Trace, prompt: PromptText, side: int) -> tuple[float, ...]:
+    """Return what losing each token of the prompt changes log p of the text by, all heads; NaN where not measured."""
+    effects = np.full(len(prompt.tokens), np.nan)
+    if "entry_effect" in trace.arrays:
+        effects[: prompt.compressed] = trace.arrays["entry_effect"][prompt.index, side, : prompt.compressed]
+    return tuple(effects.tolist())
 
 
 def losses(

@@ -8,6 +8,8 @@ from dataclasses import replace
 from itertools import groupby, pairwise
 from typing import Any, ClassVar
 
+import numpy as np
+
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, Record, column, derived, record, table
 from perturbkv.analyses.conclusions import Case, Claim
@@ -32,6 +34,7 @@ from perturbkv.analyses.tokens.fates import (
     fates,
     losses,
     prompt_of,
+    text_effects,
 )
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Part, plural
@@ -101,6 +104,8 @@ _CONTEXT_CHARACTERS = 14
 """Characters shown before and after an evicted token."""
 _HALF = "·"
 """Stands for a token that is a part of a character."""
+_COSTLY = 10
+"""Largest number of tokens in the table of what costs the text most."""
 _HEADS = 5
 """Largest number of heads in the table."""
 _OUTPUT_NOTE = (
@@ -129,6 +134,8 @@ class Tokens(Result, PairRecord):
             was given.
         fates: who keeps each token: `both`, `baseline`, `treatment`, `neither`; `question` is not compressed.
         losses: evicted entries of both sides that add most to the output; None where the trace does not tell.
+        effects: with each side what losing a token in all heads that evict it changes the text's log p by, to first
+            order, in nat; NaN where the trace does not tell.
         everything: whether the prompt is shown whole.
     """
 
@@ -151,6 +158,7 @@ class Tokens(Result, PairRecord):
     )
     fates: tuple[str, ...]
     losses: tuple[tuple[Loss, ...], tuple[Loss, ...]] | None
+    effects: tuple[tuple[float, ...], tuple[float, ...]]
     other_pairs: int = column("further pairs of these sides in the trace", default=0)
     everything: bool = False
 
@@ -202,7 +210,7 @@ class Tokens(Result, PairRecord):
     @derived()
     def tokens(self) -> tuple[Token, ...]:
         """Tokens of the whole prompt, whatever is folded on the screen."""
-        columns = zip(self.prompt.tokens, self.prompt.pieces, self.fates, strict=True)
+        columns = zip(self.prompt.tokens, self.prompt.pieces, self.fates, *self.effects, strict=True)
         return tuple(Token(position, *values) for position, values in enumerate(columns))
 
     @derived()
@@ -246,7 +254,7 @@ class Tokens(Result, PairRecord):
 
     def body(self) -> list[Part]:
         """Return the table of heads, why the shown one's output moves, and the prompt with the fate of its tokens."""
-        return [self.table(), self._reason(), self._legend(), self._prompt_passage()]
+        return [self.table(), self._reason(), *self._cost(), self._legend(), self._prompt_passage()]
 
     def interval_note(self) -> str:
         """Return an empty note: numbers of one sample have no intervals."""
@@ -260,7 +268,11 @@ class Tokens(Result, PairRecord):
     def details(self) -> Sequence[Part]:
         """Return the evicted entries that add most to the output, and both sides' cache shares."""
         shares = " → ".join(map(text.decimal, self.cache_shares))
-        return [*self._loss_tables(), f"Entries of the evicted cache over those of the full one: {shares}."]
+        return [
+            *self._loss_tables(),
+            *self._cost_table(),
+            f"Entries of the evicted cache over those of the full one: {shares}.",
+        ]
 
     def _reason(self) -> str:
         """Return how much of the head's attention each side evicts, and which of its evicted entries adds most."""
@@ -271,6 +283,28 @@ class Tokens(Result, PairRecord):
         largest = (f"‹{self._piece(lost[0].position)}› at {lost[0].position:,}" for lost in self.losses)
         return f"Why: {shares} Of what each evicts, most to the output adds {', and '.join(largest)}.\n"
 
+    def _cost(self) -> list[str]:
+        """Return what eviction with each side costs the text, as a list; empty where the trace does not tell."""
+        sides = zip(self.sides, np.nan_to_num(self.effects), strict=True)
+        told = [
+            f"{name} {text.three_digits(effects.sum())} (‹{self._piece(int(effects.argmin()))}› at "
+            f"{effects.argmin():,} costs most, {text.three_digits(effects.min())})"
+            for name, effects in sides
+            if effects.any()
+        ]
+        return (
+            [f"Log p of the text by what all heads evict, to first order, in nat: {'; '.join(told)}.\n"] if told else []
+        )
+
+    def _cost_table(self) -> list[Part]:
+        """Return the table of the tokens whose loss costs the text most; empty where the trace does not tell."""
+        costs = np.nan_to_num(self.effects).min(axis=0)
+        places = [int(place) for place in costs.argsort(kind="stable")[:_COSTLY] if costs[place] < 0]
+        lines = [Line(str(place), (Context(self._context(place)), self.tokens[place])) for place in places]
+        title = "tokens whose loss costs most of the text's log p: nat, to first order, isolated, of all heads together"
+        columns = ("context", "baseline_effect", "treatment_effect")
+        return [table(title, lines, columns, "position")] if lines else []
+
     def records(self) -> list[dict[str, Any]]:
         """Return a row per token, in the prompt's order."""
         labels = {
@@ -280,7 +314,15 @@ class Tokens(Result, PairRecord):
             "head": self.shown.head,
         }
         return [
-            {**labels, "position": token.position, "token": token.id, "text": token.text, "fate": token.fate}
+            {
+                **labels,
+                "position": token.position,
+                "token": token.id,
+                "text": token.text,
+                "fate": token.fate,
+                "baseline_effect": token.baseline_effect,
+                "treatment_effect": token.treatment_effect,
+            }
             for token in self.tokens
         ]
 
@@ -424,6 +466,7 @@ def tokens(
         heads=tuple(heads),
         fates=fates(trace, prompt, sides, layers.index(shown.layer), shown.head),
         losses=losses(trace, prompt.index, sides, layers.index(shown.layer), shown.head),
+        effects=(text_effects(trace, prompt, sides[0]), text_effects(trace, prompt, sides[1])),
         other_pairs=len(matching) - 1,
         everything=everything,
     )

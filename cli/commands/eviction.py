@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from perturbkv.trace import Trace
 
 DistanceOption = Annotated[str, Option(metavar="NAME", help="l1, l2 or cosine")]
+HeadDistanceOption = Annotated[str, Option(metavar="NAME", help="l1, l2, cosine; effect: on the text's log p")]
 _MOST_STEM_CHARACTERS = 150
 """Most characters of a figure's name; file systems limit it."""
 
@@ -30,9 +31,9 @@ def _name_with_distance(analysis: str, distance: str) -> str:
 
     Raises UnknownNameError for an unknown distance.
     """
-    from perturbkv.analyses.verdicts import DISTANCES
+    from perturbkv.analyses.verdicts import DISTANCES, HEAD_DISTANCES
 
-    check_choice("distance", distance, tuple(DISTANCES))
+    check_choice("distance", distance, tuple(HEAD_DISTANCES if analysis == "heads" else DISTANCES))
     return analysis if distance == "l1" else f"{analysis}-{distance}"
 
 
@@ -57,13 +58,15 @@ def _pairs_check(run: RunOptions, look: LookOptions, names: Sequence[str]) -> Ca
 
 @analysis
 def heads(
-    run: RunOptions, look: LookOptions, compare: CompareOption = DEFAULT_COMPARE, distance: DistanceOption = "l1"
+    run: RunOptions, look: LookOptions, compare: CompareOption = DEFAULT_COMPARE, distance: HeadDistanceOption = "l1"
 ) -> Analysis:
     """Compare selections head by head, isolated and propagated.
 
     Which heads are better, tied or worse than with the baseline, and what the sum over them does (paper, figure 2).
     """
     names, name = parse_compare(compare), _name_with_distance("heads", distance)
+    saved = dict.fromkeys([*(run.save or ()), *(["effect"] if distance == "effect" else ())])
+    wanted = dataclasses.replace(run, save=[*saved])
 
     def analyse(session: Session) -> Result:
         from perturbkv.analyses.heads.heads import compare_heads
@@ -77,7 +80,7 @@ def heads(
         return result
 
     return Analysis(
-        name, run, lambda: run.configs(names), analyse, stems=[name], check=_pairs_check(run, look, names),
+        name, wanted, lambda: run.configs(names), analyse, stems=[name], check=_pairs_check(run, look, names),
         compares_sums=True,
     )  # fmt: skip
 

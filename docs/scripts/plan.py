@@ -59,7 +59,7 @@ class Shape:
             "lost_entry": LOST_ENTRIES,
         }
         names = VARIABLES.keys() - {*TEXT, *ANSWER_TEXT, *APART, KEPT[2], *({DIGEST} if kept else KEPT)}
-        held = [one for one in map(VARIABLES.__getitem__, names) if not one.raw]
+        held = [one for one in map(VARIABLES.__getitem__, names) if not one.save]
         return sum(math.prod(sizes[axis] for axis in one.dims) * np.dtype(one.dtype).itemsize for one in held)
 
 

@@ -24,7 +24,7 @@ DIGESTS = "prompt_digests"
 METRICS = "metrics"
 """Dataset option: names of the metrics that grade answers, where any are generated."""
 DTYPES = ("float32", "bfloat16", "float16")
-SAVES = ("outputs",)
+SAVES = ("outputs", "effect")
 SCENARIOS = {
     "regular": "the whole prompt is compressed, its question included",
     "context-only": "only the context is compressed; the question is run over the compressed cache",
@@ -61,7 +61,8 @@ class Settings:
             in a prefill of its own.
         scenario: `regular`, or `context-only`, which compresses the context before the question is known.
         cache: layout of evicted caches, `ragged` or `rectangular`.
-        save: `outputs` keeps head outputs, hidden states and attention too.
+        save: `outputs` keeps head outputs, hidden states and attention too; `effect` what each head's loss, and each
+            evicted entry, costs the text (METHOD: effect on a text).
         generate: number of tokens that every cache generates, which takes prompts with accepted answers that grade
             them; None: as many as the dataset says.
         head_scores: one row of scores per layer, for the policy `headkv`.
@@ -105,7 +106,7 @@ class RunConfig:
         chat_template: whether prompts went through the tokenizer's chat template.
         dtype, device: dtype and device of the model.
         configs: the eviction configurations, in the order of the trace's `config` dimension.
-        save: extra variables to store: `outputs`.
+        save: extra variables to store: of `SAVES`.
         scenario: what is compressed, a key of `SCENARIOS`.
         cache: layout of evicted caches, a key of `CACHES`.
         head_scores: one row of scores per layer, for `headkv`; empty where no configuration needs them.

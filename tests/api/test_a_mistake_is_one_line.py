@@ -73,7 +73,7 @@ def test_nothing_is_written_where_no_bar_is_wanted(
         (lambda model: pk.measure(model, [prompt(model)], CONFIGS, resources=Resources(max_bytes=1024)), ConfigError,
          r"^max_bytes \(--max-memory\) allows 1 KiB"),
         (lambda model: run_config(max_tokens=1), ConfigError, "^max_tokens must be at least 2, got 1"),
-        (lambda model: run_config(save=("all",)), UnknownNameError, "^unknown save 'all'; known: outputs"),
+        (lambda model: run_config(save=("all",)), UnknownNameError, "^unknown save 'all'; known: outputs, effect"),
         (lambda model: pk.grid(24, selection="a(" * 99), ConfigError, "inside each other"),
         (lambda model: pk.load_model(model.model, tokenizer=model.tokenizer, dtype="float16"), ConfigError, "dtype"),
         (lambda model: pk.load_model("random:smollm2-135m", tokenizer=model.tokenizer), ConfigError, "tokenizer"),

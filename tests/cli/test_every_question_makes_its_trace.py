@@ -19,6 +19,7 @@ QUESTIONS: dict[str, tuple[tuple[float, ...], int, set[str]]] = {
     "heads": ((24,), 2, {"heads"}),
     "heads --compare attention,two-stage,random": ((24, 0.5), 6, {"heads-attention-two-stage-random"}),
     "heads --compare streaming-llm,snapkv:two-stage": ((24,), 2, {"heads"}),
+    "heads --distance effect": ((24,), 2, {"heads-effect"}),
     "layers --per-sample": ((24,), 2, {"layers", "layers-samples"}),
     "layers --budgets": (SHARES, 8, {"layers", "layers-budgets"}),
     "assumption --step 1": ((24, 60), 2, {"assumption"}),

@@ -12,7 +12,7 @@ from perturbkv.configs.choice import parse
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
-from tests.oracle import correction, lines, pages, policies, quantisation, selection, shared, theory
+from tests.oracle import correction, effect, lines, pages, policies, quantisation, selection, shared, theory
 from tests.oracle.decoder import Chosen, Decoder, Step
 from tests.support.configs import flat
 
@@ -57,6 +57,12 @@ class Reference:
             "w_o": cell.w_o(layer) * self.full[step].gates[layer].reshape(-1),
             "sinks": cell.sinks(layer),
         }
+
+    @functools.cache  # noqa: B019
+    def gradient(self, layer: int, step: int) -> np.ndarray:
+        """(d_model,): g of the text's tokens after the first decoded one."""
+        text = (*self.ids, *self.tokens)
+        return effect.gradient(self.model, text, self.run.steps, self.decoder.places[layer], len(self.ids) + step)
 
     @functools.cache  # noqa: B019
     def norms(self, layer: int, step: int) -> np.ndarray:

@@ -26,6 +26,9 @@ TEMPLATE = range(LENGTH - 4, LENGTH - 1)
 """Inside the window, before the answer's first token; silent where the text's queries alone vote."""
 HEAD_SCORES = ((1.0, 5.0, 2.0, 2.0), (3.0, 1.0, 1.0, 9.0))
 RELATIVE = 1e-5
+SAVE = ("outputs", "effect")
+LEAST = {"perturbation_isolated_cosine": 1e-24, "effect_isolated": 1e-9}
+"""Rounding of numbers whose own is not 1e-12: differences of log p are exact to 1e-10."""
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
@@ -33,7 +36,7 @@ def case(request: pytest.FixtureRequest) -> tuple[SampleTrace, Reference]:
     family, heads, granularity, scenario, kind = request.param
     adapter, ids = exact_adapter(family, *HEADS[heads]), token_ids(LENGTH, seed=1)
     chosen = CONFIGS[kind](granularity)
-    run = RunConfig("m", "d", chosen, steps=STEPS, save=("outputs",), scenario=scenario, head_scores=HEAD_SCORES)
+    run = RunConfig("m", "d", chosen, steps=STEPS, save=SAVE, scenario=scenario, head_scores=HEAD_SCORES)
     prompt = Prompt("s", ids, 0, question_tokens=QUESTION, template_tail=TEMPLATE)
     return trace_sample(adapter, prompt, run), Reference(adapter.model, ids, run, TEMPLATE)
 
@@ -190,6 +193,7 @@ def test_isolated_quantities(case: tuple[SampleTrace, Reference]) -> None:
                         "perturbation_isolated": theory.l1(full - evicted),
                         "perturbation_isolated_l2": theory.l2(full - evicted),
                         "perturbation_isolated_cosine": theory.cosine_distance(full, evicted),
+                        "effect_isolated": float(reference.gradient(layer, step) @ (evicted - full)),
                         "theta": theory.theta(a, v, kept),
                         "theta_hat": theory.theta_hat(a, v, kept, stage1),
                         "theta_hat_relax": theory.theta_hat_relax(a, v, kept, stage1, smallest),
@@ -202,8 +206,33 @@ def test_isolated_quantities(case: tuple[SampleTrace, Reference]) -> None:
                     }
                     for name, number in expected.items():
                         found = float(sample.arrays[name][index, step, layer, head])
-                        least = 1e-24 if name.endswith("cosine") else 1e-12
+                        least = LEAST.get(name, 1e-12)
                         assert found == pytest.approx(number, rel=RELATIVE, abs=least), (name, index, layer, step, head)
+
+
+def test_what_every_entry_costs_the_text(case: tuple[SampleTrace, Reference]) -> None:
+    """Entry by entry A_i ⟨g, ô_h − 𝒱_i⟩ of what went, over all layers, heads and steps."""
+    sample, reference = case
+    decoder, arrays = reference.decoder, sample.arrays
+    for index, config in enumerate(reference.run.configs):
+        found = arrays["entry_effect"][index]
+        assert len(found) == LENGTH + STEPS and np.isnan(found[reference.n :]).all()
+        if config.quantised or (arrays["evicted"][index] and not config.only_evicts):
+            assert np.isnan(found).all()
+            continue
+        expected = np.zeros(reference.n)
+        for layer, step, head in np.ndindex(decoder.layers, STEPS, decoder.heads):
+            held, (kept, _) = reference.layer(layer, step), reference.kept(layer, config, step)[head]
+            projection = theory.head_slice(held["w_o"], head, decoder.d_head)
+            projected = held["value"][head * decoder.kv_heads // decoder.heads] @ projection
+            attention, stays = attention_of(held, decoder.scale)[head], {*kept, *range(reference.n, len(projected))}
+            mass = 1 - sum(attention[i] for i in range(reference.n) if i not in stays)
+            output = sum(attention[i] * projected[i] for i in stays) / mass
+            for entry in set(range(reference.n)) - stays:
+                costs = attention[entry] * reference.gradient(layer, step) @ (output - projected[entry])
+                expected[entry] += costs
+        np.testing.assert_allclose(found[: reference.n], expected, rtol=RELATIVE, atol=1e-9)
+        assert np.nansum(found) == pytest.approx(arrays["effect_isolated"][index].sum(), rel=1e-10, abs=1e-14)
 
 
 def test_the_losses_that_move_the_output_most(case: tuple[SampleTrace, Reference]) -> None:
@@ -245,6 +274,8 @@ def test_propagated_quantities(case: tuple[SampleTrace, Reference]) -> None:
                 where = (index, step, layer)
                 outputs = zip(heads(reference, full, layer), heads(reference, evicted, layer), strict=True)
                 for head, (u, v) in enumerate(outputs):
+                    effect = float(reference.gradient(layer, step) @ (v - u))
+                    same(arrays["effect_propagated"][*where, head], effect, rounding=1e-9)
                     same(arrays["perturbation_propagated"][*where, head], theory.l1(u - v))
                     same(arrays["perturbation_propagated_l2"][*where, head], theory.l2(u - v))
                     same(arrays["perturbation_propagated_cosine"][*where, head], theory.cosine_distance(u, v))

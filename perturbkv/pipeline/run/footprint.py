@@ -70,6 +70,7 @@ class Memory:
         layer: rankings of all layers, and one layer's entries, projection and sums in float64, or the joined scores of
             all layers that share kept sets.
         decoding: rankings and coded kept sets of all layers, the largest batch of evicted caches, and copies.
+        backward: what a backward pass through the text's tokens holds of all layers; 0 without effects.
     """
 
     weights: int
@@ -78,11 +79,12 @@ class Memory:
     prefill: int
     layer: int
     decoding: int
+    backward: int = 0
 
     @property
     def stage(self) -> str:
-        """Name of the stage that takes most: `prefill`, `layer` or `decoding`."""
-        return max(("prefill", "layer", "decoding"), key=lambda name: int(getattr(self, name)))
+        """Name of the stage that takes most: `prefill`, `layer`, `decoding` or `backward`."""
+        return max(("prefill", "layer", "decoding", "backward"), key=lambda name: int(getattr(self, name)))
 
     @property
     def total(self) -> int:
@@ -149,7 +151,21 @@ def estimate_memory(planned: Plan) -> Memory:
         layer=rankings
         + max(_measured_layer_bytes(run, shape, tokens, working), _joined_bytes(ranked, shape, tokens, norm_bytes)),
         decoding=rankings + codes + planned.batches.largest_bytes + max(copied, projection),
+        backward=_backward_bytes(run, shape, longest, longest - tokens) if "effect" in run.save else 0,
     )
+
+
+def _backward_bytes(run: RunConfig, shape: Shape, entries: int, question: int) -> int:
+    """Return the bytes that a backward pass through a text and its question holds of all layers.
+
+    Of each layer these are the entries, with the text's behind them, once as they are and once for every query head;
+    attention weights, before and after the softmax; a token's activations, as in a prefill; and the steps' logits.
+    """
+    read, wide = question + run.steps, shape.heads / shape.kv_heads
+    activations = 8 * shape.d_model + 4 * shape.d_mlp + 2 * shape.heads * (entries + read)
+    layers = shape.itemsize * shape.decoder_layers * read * activations
+    logits = 3 * WORK.itemsize * run.steps * shape.vocab
+    return int((1 + wide) * shape.full_cache_bytes(entries + read)) + layers + logits
 
 
 def _loop_bytes(planned: Plan) -> int:
@@ -229,7 +245,7 @@ def _options_for_disk(planned: Plan, estimate: Footprint, free: int) -> Iterator
     alternatives = {
         "--no-kept": replace(planned, kept=False),
         "--no-prompts": replace(planned, with_text=False),
-        "no --save outputs": replace(planned, run=replace(planned.run, save=())),
+        "no --save outputs": replace(planned, run=replace(planned.run, save=tuple({*planned.run.save} - {"outputs"}))),
     }
     yield from (
         name
@@ -292,8 +308,8 @@ def _fixed_size_variables(planned: Plan) -> list[str]:
         *((DIGEST,) if planned.kept else KEPT),
         *(() if planned.run.generate else _ANSWER_VARIABLES),
     }
-    saves_raw = "outputs" in planned.run.save
-    return [name for name, variable in VARIABLES.items() if name not in left_out and (saves_raw or not variable.raw)]
+    saved = {"", *planned.run.save}
+    return [name for name, variable in VARIABLES.items() if name not in left_out and variable.save in saved]
 
 
 def _kept_set_bytes(run: RunConfig, shape: Shape, tokens: int) -> int:

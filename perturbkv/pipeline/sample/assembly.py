@@ -121,10 +121,26 @@ def changed_isolated_arrays(batches: Sequence[BatchResult], arrays: Arrays) -> A
     result = {"perturbation_eviction": by_eviction, "perturbation_change": np.zeros_like(by_eviction)}
     result |= {name: arrays[name].copy() for name in CHANGED_VARIABLES if name in arrays}
     by_name = torch.stack(list(changed.values())).unbind(dim=2)  # each (config, step, layer, head)
-    for name, tensor in zip(CHANGED_VARIABLES, by_name, strict=True):
+    for name, tensor in zip(CHANGED_VARIABLES, by_name, strict=False):  # without gradients, without the effect
         for index, array in zip(changed, to_numpy(tensor, VARIABLES[name].dtype), strict=True):
             result[name][index] = np.where(np.isnan(array), result[name][index], array)
+    if "entry_effect" in arrays:  # of entries in the cache that are no part of the prompt's
+        result["entry_effect"] = arrays["entry_effect"].copy()
+        result["entry_effect"][[index for index, tensor in changed.items() if not tensor.isnan().all()]] = np.nan
     return result
+
+
+def entry_effect_array(layers: Sequence[LayerResult], device: torch.device, entries: int) -> Arrays:
+    """Return the effect of every entry on the text (config, key), all layers, heads and steps; NaN past the prompt.
+
+    `entries` is the length of the axis. Empty where the run does not save effects.
+    """
+    effects = [layer.entry_effects for layer in layers if layer.entry_effects is not None]
+    if not effects:
+        return {}
+    run_order = _inverse_order(config_order(layers[0].groups))
+    array = to_numpy(stack_on_device(device, effects).sum(dim=0), VARIABLES["entry_effect"].dtype)[run_order]
+    return {"entry_effect": np.pad(array, [(0, 0), (0, entries - array.shape[1])], constant_values=np.nan)}
 
 
 def lost_arrays(layers: Sequence[LayerResult], device: torch.device) -> Arrays:

@@ -32,7 +32,8 @@ class Observer:
     Attributes:
         attention: query (batch, head, query, d_key), key (batch, kv_head, key, d_key) and value (batch, kv_head, key,
             d_value), after RoPE.
-        head_output: input of the output projection (batch, query, head · d_value), before it mixes the heads.
+        head_output: input of the output projection (batch, query, head · d_value), before it mixes the heads; a tensor
+            that it returns is projected instead.
         hidden: residual stream after a decoder layer, measured or not (batch, query, d_model), or several streams side
             by side; the index is the layer's number among all.
         final: hidden state after the final norm (batch, query, d_model).
@@ -42,7 +43,7 @@ class Observer:
     """
 
     attention: Callable[[int, Tensor, Tensor, Tensor], None] | None = None
-    head_output: Callable[[int, Tensor], None] | None = None
+    head_output: Callable[[int, Tensor], Tensor | None] | None = None
     hidden: Callable[[int, Tensor], None] | None = None
     final: Callable[[Tensor], None] | None = None
     attention_input: Callable[[int, Tensor], None] | None = None
@@ -173,8 +174,8 @@ def _gate_hook(index: int, callback: Callable[[int, Tensor], None]) -> Callable[
     return split
 
 
-def _head_output_hook(index: int, callback: Callable[[int, Tensor], None]) -> Callable[..., None]:
-    """Return a pre-hook that calls `callback` with the input of layer `index`'s output projection."""
+def _head_output_hook(index: int, callback: Callable[[int, Tensor], Tensor | None]) -> Callable[..., Any]:
+    """Return a pre-hook that calls `callback` with the input of layer `index`'s output projection, or replaces it."""
     return lambda module, args: callback(index, args[0])
 
 

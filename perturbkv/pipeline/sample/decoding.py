@@ -46,6 +46,7 @@ class StepRecord:
         logits: (row, vocab).
         entries: number of entries that the query attends to in the full cache, its own included.
         gates: layer -> γ (row, head · d_value), of the layers with a gate.
+        gradient: ∂ log p of the text / ∂ `head_output` (head, d_value), of the full run where effects are measured.
         read: what attention read of row 0 in layers whose cache holds latents, in the last step of a pass alone; empty
             once it is stored in the prefill.
     """
@@ -57,6 +58,7 @@ class StepRecord:
     logits: Float[Tensor, "row vocab"] = field(default_factory=lambda: torch.empty(0, 0))
     entries: int = 0
     gates: dict[int, Float[Tensor, "row head_d_value"]] = field(default_factory=dict)
+    gradient: list[Float[Tensor, "head d_value"]] = field(default_factory=list)
     read: EntriesRead = field(default_factory=dict)
 
 

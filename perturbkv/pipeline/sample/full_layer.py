@@ -94,6 +94,17 @@ class FullLayer:
             return self.slices
         return theory.head_slices(self.projection_at(step), self.adapter.heads)
 
+    def gradient_at(self, step: StepRecord) -> Float[Tensor, "head d_value"]:
+        """Return ∂ log p of the text / ∂ Σ A V of a decode step's heads: that of `head_output` times γ."""
+        gradient, gate = step.gradient[self.index], step.gates.get(self.index)
+        return gradient if gate is None else gradient * gate[0].view_as(gradient)
+
+    def entry_effects(self, step: StepRecord) -> Float[Tensor, "head key"]:
+        """Return ⟨g, 𝒱_i⟩, in nat per unit of attention, of the entries that a decode step sees."""
+        values = self.values[:, : step.entries].to(theory.WORK)
+        gradient = self.gradient_at(step).view(len(values), -1, values.shape[-1])
+        return (gradient @ values.transpose(1, 2)).flatten(0, 1)
+
     @property
     def softmax(self) -> theory.Softmax:
         """The layer's softmax, by which logits become attention weights."""

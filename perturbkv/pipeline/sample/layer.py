@@ -19,6 +19,7 @@ from perturbkv import theory
 from perturbkv.devices import to_device, working_bytes
 from perturbkv.pipeline.progress import phase
 from perturbkv.pipeline.sample import measure
+from perturbkv.pipeline.sample.effect import EntryEffects
 from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.measure import LayerMasks
 from perturbkv.pipeline.sample.prefill import layer_value_norms
@@ -87,12 +88,15 @@ class LayerResult:
         isolated: per step, name -> (config, head), or (head,) for noise floors; configurations in `groups`' order.
         lost: largest evicted outputs of the first step, name -> (config, head, lost_entry), or (head,) for Σ A ν.
         attention: reference attention per step (head, key), where the run saves outputs.
+        entry_effects: effect on the text of every entry of the prompt, of all heads and steps (config, n),
+            configurations in `groups`' order; None where the run does not save effects.
     """
 
     groups: list[AnyGroup]
     isolated: list[dict[str, Tensor]]
     lost: dict[str, Tensor]
     attention: list[Tensor]
+    entry_effects: Tensor | None = None
 
 
 def config_order(groups: Sequence[AnyGroup]) -> list[int]:
@@ -114,6 +118,11 @@ def measure_layer(sample: SampleRun, index: int, owner: LayerResult | None) -> L
         measure.layer_reference(entries, of_step, layer.slices_at(step), sink)
         for (entries, sink), of_step, step in zip(weights, summands, sample.full.steps, strict=True)
     ]
+    effects = [
+        EntryEffects(*of_step, layer.entry_effects(step))
+        for of_step, step in zip(weights, sample.full.steps, strict=True)
+        if step.gradient
+    ]
     ranked = rank_outputs(attention[0], summands[0].norms(), n)
     quantities, evicted = [], []
     working = working_bytes(layer.keys.device, sample.resources.chunk_bytes)
@@ -125,16 +134,24 @@ def measure_layer(sample: SampleRun, index: int, owner: LayerResult | None) -> L
         alphas = _alpha_per_head(layer, configs, group, rows)
         measured = [measure.isolated_quantities(*each, alphas) for each in zip(steps, masks, strict=True)]
         quantities.append(list(chain.from_iterable(measured)))
+        at_step = masks * len(references) if len(masks) == 1 else masks
+        for known, effect, mask in zip(quantities[-1], effects, at_step, strict=False):  # none where they are not saved
+            known |= effect.isolated(mask.kept)
         evicted.append(largest_evicted_outputs(ranked, masks[0].kept))
     for lines in in_prompt:  # measured once, at queries of the prompt
         alphas = _alpha_per_head(layer, configs, lines, slice(None))
+        seen = lines.decoding_mask(heads)
         quantities.append([readers.isolated_along_lines(layer, lines, summands[0], alphas)])
-        evicted.append(largest_evicted_outputs(ranked, lines.decoding_mask(heads)))
+        for known, effect in zip(quantities[-1], effects, strict=False):
+            known |= effect.unknown(seen)
+        evicted.append(largest_evicted_outputs(ranked, seen))
     isolated = [_join_configs(step) for step in zip(*quantities, strict=True)]
     if in_prompt:
         isolated[0] |= _largest_floors([steps_of_group[0] for steps_of_group in quantities])
+    entry_effects = torch.stack([step.pop("entry_effect") for step in isolated]).sum(dim=0) if effects else None
     lost = _join_configs(evicted) | {"weighted_norm": references[0].total}
-    return LayerResult(groups, isolated, lost, attention if "outputs" in sample.run.save else [])
+    saved = attention if "outputs" in sample.run.save else []
+    return LayerResult(groups, isolated, lost, saved, entry_effects)
 
 
 def _summands(sample: SampleRun, layer: FullLayer) -> list[Summands]:

@@ -287,21 +287,26 @@ def to_numpy(tensor: Tensor, dtype: str) -> NDArray[Any]:
     return tensor.cpu().numpy().astype(np.dtype(dtype))
 
 
-CHANGED_VARIABLES = (*theory.Distances.names("perturbation_isolated"), "perturbation_change")
-"""Variables measured of own entries: the distance from the full output, and, in L1, from the kept set's alone."""
+CHANGED_VARIABLES = (*theory.Distances.names("perturbation_isolated"), "perturbation_change", "effect_isolated")
+"""Variables measured of own entries: the distance from the full output, in L1 from the kept set's alone, the effect."""
 
 
 def check_everything_kept(
-    finite: FiniteCheck, adapter: Adapter, full: Float[Tensor, "*token vocab"], kept: Float[Tensor, "*token vocab"]
+    finite: FiniteCheck,
+    adapter: Adapter,
+    full: Float[Tensor, "*token vocab"],
+    kept: Float[Tensor, "*token vocab"],
+    told: str = "decodes otherwise from all entries of its cache than from the cache itself",
 ) -> None:
     """Record whether a compact cache that keeps everything decodes as the model does from its own, by their logits.
 
-    What a short text could not show at the door, such as a rule for long prompts, shows here.
+    What a short text could not show at the door, such as a rule for long prompts, shows here. `told` is the error.
     """
-    told = f"model '{adapter.name}' decodes otherwise from all entries of its cache than from the cache itself"
     expected, found = full.double(), kept.double()
     length = (expected - expected.mean(dim=-1, keepdim=True)).norm().clamp(min=1e-30)
-    finite.check_agreement(told, (found - expected).norm() / length, LOGIT_ERRORS[adapter.dtype])
+    finite.check_agreement(
+        f"model '{adapter.name}' {told}", (found - expected).norm() / length, LOGIT_ERRORS[adapter.dtype]
+    )
 
 
 def check_quantised_entries(finite: FiniteCheck, layer: int, entries: KeptEntries) -> None:
@@ -318,8 +323,8 @@ def isolated_perturbations(
 ) -> dict[int, Tensor]:
     """Return index -> isolated perturbations (step, name, head) of the rows with entries of their own.
 
-    Names are `CHANGED_VARIABLES`; NaN where a head's entries are the full cache's. `full` are the steps of the full
-    run.
+    Names are `CHANGED_VARIABLES`, without the effect where steps have no gradient; NaN where a head's entries are the
+    full cache's. `full` are the steps of the full run.
     """
     own = {index: entries for index, entries in rows.items() if isinstance(entries, OwnEntries)}
     steps = [_step_perturbations(layer, step, own) for step in full] if own else []
@@ -334,6 +339,7 @@ def _step_perturbations(layer: FullLayer, record: StepRecord, rows: Mapping[int,
         evicted, own, changed = entries.outputs(step)
         from_full = theory.distances(output, theory.project_outputs(own - step.mixed, slices))
         from_kept_set = theory.project_outputs(own - evicted, slices).abs().sum(dim=-1)
-        numbers = torch.stack([*from_full.tensors(), from_kept_set])
+        effect = [((own - step.mixed) * layer.gradient_at(record)).sum(dim=-1)] if record.gradient else []
+        numbers = torch.stack([*from_full.tensors(), from_kept_set, *effect])
         result[index] = numbers if changed is None else numbers.where(changed, torch.nan)
     return result

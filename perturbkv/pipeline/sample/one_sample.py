@@ -45,6 +45,7 @@ from perturbkv.pipeline.sample.assembly import (
     cached_bytes,
     cached_shares,
     changed_isolated_arrays,
+    entry_effect_array,
     first_token_arrays,
     isolated_arrays,
     kept_arrays,
@@ -56,6 +57,7 @@ from perturbkv.pipeline.sample.assembly import (
 )
 from perturbkv.pipeline.sample.capture import FiniteCheck
 from perturbkv.pipeline.sample.decoding import StepRecord, decode_evicted
+from perturbkv.pipeline.sample.effect import propagated_effects
 from perturbkv.pipeline.sample.layer import LayerResult, measure_layer
 from perturbkv.pipeline.sample.sample_run import SampleRun
 from perturbkv.pipeline.variants.presses import KeptMasks
@@ -183,6 +185,7 @@ def _assemble_arrays(
     adapter, run, n = sample.adapter, sample.run, sample.tokens
     with phase("assembly"):
         arrays = sample_arrays(sample, batches, lengths) | isolated_arrays(layers, adapter.device)
+        arrays |= entry_effect_array(layers, adapter.device, sample.full.steps[-1].entries)
         arrays |= changed_isolated_arrays(batches, arrays)
         arrays |= {"held_share": cached_shares(batches, adapter.shape, n)}
         arrays |= cached_bytes(batches, adapter.shape, n)
@@ -317,6 +320,8 @@ class _BatchDecoder:
         quantities = measure.propagated_quantities(self.adapter, full, evicted, next_token)
         if "outputs" in self.run.save:
             quantities |= measure.raw_outputs(full, evicted)
+        if "effect" in self.run.save:
+            quantities |= propagated_effects(full, evicted)
         return {
             name: tensor[:configs] if "config" in VARIABLES[name].dims else tensor
             for name, tensor in quantities.items()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers.generation import end_tokens
 from perturbkv.pipeline.progress import phase
 from perturbkv.pipeline.sample.decoding import StepRecord, decode_full
+from perturbkv.pipeline.sample.effect import add_gradients
 from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.prefill import Prefill, layer_value_norms, prefill
 from perturbkv.pipeline.variants.presses import KeptMasks, sources
@@ -43,6 +45,11 @@ class FullRun:
     next_tokens: Int[Tensor, " step"]
     logits: Float[Tensor, " vocab"]
     rows: int
+
+    @property
+    def text(self) -> Int[Tensor, " text"]:
+        """The decoded tokens and the one that follows, −1 for none: what the steps read, and what they predict."""
+        return torch.cat([self.tokens, self.next_tokens[-1:]])
 
 
 def full_run(
@@ -100,6 +107,9 @@ class SampleRun:
         context, question = prompt.parts(run.scenario)
         prefilled = prefill(adapter, prompt, run, resources, sources(adapter, context, run.configs, masks))
         full = full_run(adapter, prefilled, question, run.steps, rows, prompt.forced_tokens(run.text))
+        if "effect" in run.save:
+            with phase("effect"):
+                add_gradients(adapter, prefilled, question, full.steps, full.text)
         sample = cls(adapter, run, resources, prompt, prefilled, full)
         sample._add_hindsight_norms()
         return sample

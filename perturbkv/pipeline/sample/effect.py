@@ -1,0 +1,134 @@
+"""Effect of lost entries on a text, to first order (METHOD: effect on a text).
+
+The gradient of the text's log p is taken where the heads' outputs stand apart, at the input of the output projection:
+⟨∂ log p / ∂ o, x W_O^h⟩ = ⟨∂ log p / ∂ x_h, x⟩ for every vector x of head h, so that W_O is not needed. One forward and
+backward pass over all of the text's tokens gives it for all layers and steps; the prompt's cache is a constant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from perturbkv import memory, theory
+from perturbkv.cache.compact import rebuild_cache
+from perturbkv.devices import copy_to_device, stack_on_device, to_device
+from perturbkv.errors import ModelError
+from perturbkv.models.adapter import Adapter
+from perturbkv.models.forward import run_with_cache
+from perturbkv.pipeline.sample.capture import Observer, capture
+from perturbkv.pipeline.sample.decoding import StepRecord
+from perturbkv.pipeline.sample.measure import check_everything_kept
+from perturbkv.pipeline.sample.prefill import Prefill
+from perturbkv.theory import WORK
+
+
+def add_gradients(
+    adapter: Adapter, prefill: Prefill, question: Sequence[int], steps: Sequence[StepRecord], text: Int[Tensor, " text"]
+) -> None:
+    """Fill `gradient` of the full run's steps with ∂ log p / ∂ (input of the output projection) of a fixed text.
+
+    Step t decodes token t of the text, and its logits predict token t + 1: the text has one token more than there are
+    steps, −1 where it has ended, and log p is the sum over those that steps predict. `prefill.finite` checks the
+    gradients, and that one pass over the text gives the steps' logits. Raises ModelError for a model through which no
+    gradient flows.
+    """
+    try:
+        with memory.translate_allocation_errors():
+            logits, gradients = _backward(adapter, prefill, question, text)
+    except RuntimeError as error:
+        raise ModelError(
+            f"--save effect expects a model through which gradients flow; '{adapter.name}' has layers without "
+            f"({' '.join(str(error).split())[:200] or type(error).__name__})"
+        ) from error
+    told = "decodes a text's tokens one by one otherwise than together"
+    full = torch.cat([step.logits for step in steps])
+    check_everything_kept(prefill.finite, adapter, copy_to_device(full, logits.device), logits, told)
+    for layer, gradient in zip(adapter.layer_indices, gradients, strict=True):
+        prefill.finite.check_derived(f"the gradient of layer {layer}", gradient)
+        for step, row in zip(steps, gradient[0, -len(steps) :], strict=True):
+            step.gradient.append(row.view(adapter.heads, adapter.d_value).to(WORK))
+
+
+@torch.inference_mode(False)
+def _backward(
+    adapter: Adapter, prefill: Prefill, question: Sequence[int], text: Int[Tensor, " text"]
+) -> tuple[Float[Tensor, "step vocab"], tuple[Float[Tensor, "1 token head_d_value"], ...]]:
+    """Return the logits of the text's steps, and per measured layer the gradient of log p where heads stand apart.
+
+    The question is read with the text, over views of the prompt's entries. Raises RuntimeError without a gradient.
+    """
+    ids, tokens = torch.cat([to_device(question, text.device, torch.int64), text[:-1]]), prefill.statistics.tokens
+    owned = [adapter.cache_layer(prefill.cache, layer) for layer in adapter.holders]
+    entries = [(layer.keys[0, ..., :tokens, :], layer.values[0, ..., :tokens, :]) for layer in owned]
+    cache = rebuild_cache(adapter, entries, prefill.states)
+    received: list[Tensor] = []
+
+    def receive(layer: int, mixed: Tensor) -> Tensor:
+        if received and not mixed.requires_grad:
+            raise RuntimeError(f"nothing flows through the attention of layer {adapter.layer_indices[layer]}")
+        received.append(torch.zeros_like(mixed, requires_grad=True))
+        return mixed + received[-1]
+
+    with torch.enable_grad(), capture(adapter, Observer(head_output=receive)):
+        ids = copy_to_device(ids, adapter.device).unsqueeze(0)
+        logits = run_with_cache(adapter.model, ids, cache, logits_to_keep=len(text) - 1).logits[0]
+        predicted = copy_to_device(text[1:].clone(), logits.device).unsqueeze(-1)  # no tensor of inference mode
+        log_p = logits.to(WORK).log_softmax(dim=-1).gather(-1, predicted.clamp(min=0))[predicted >= 0].sum()
+    return logits.detach(), torch.autograd.grad(log_p, received)
+
+
+@dataclass(frozen=True)
+class EntryEffects:
+    """The effect of a layer's entries on the text's log p at one step, in nat, to first order.
+
+    Attributes:
+        attention: A of the entries that the step sees.
+        sink: weight of each head's sink, which always stays.
+        effect: ⟨g, 𝒱_i⟩ of each entry.
+    """
+
+    attention: Float[Tensor, "head key"]
+    sink: Float[Tensor, " head"]
+    effect: Float[Tensor, "head key"]
+
+    def isolated(self, kept: Bool[Tensor, "config head n"]) -> dict[str, Tensor]:
+        """Return the isolated effect (config, head) of losing what is not `kept`, its floor, and entries' parts.
+
+        The part of an evicted entry is A_i ⟨g, ô_h − 𝒱_i⟩, that of a kept one 0. A head's effect ⟨g, ô_h − o_h⟩ is the
+        sum of its parts; `entry_effect` (config, n) sums an entry's over heads. The floor (head,) is a rounding.
+        """
+        n, weighted = kept.shape[-1], self.attention * self.effect
+        rows = torch.cat([kept, kept.new_ones(*kept.shape[:2], len(weighted.T) - n)], dim=-1)
+        output = (weighted * rows).sum(dim=-1) / ((self.attention * rows).sum(dim=-1) + self.sink)  # ⟨g, ô_h⟩
+        parts = (self.attention[:, :n] * output.unsqueeze(-1) - weighted[:, :n]).masked_fill(kept, 0)
+        rounding = torch.finfo(WORK).eps * weighted.abs().sum(dim=-1)
+        return {
+            "effect_isolated": parts.sum(dim=-1),
+            "effect_noise_floor_isolated": theory.floor_at_rounding(rounding, rounding),
+            "entry_effect": parts.sum(dim=1),
+        }
+
+    def unknown(self, kept: Bool[Tensor, "config head n"]) -> dict[str, Tensor]:
+        """Return the same variables, NaN for configurations: what is lost is no set of the decoding query's entries."""
+        return {name: one.fill_(torch.nan) if one.ndim > 1 else one for name, one in self.isolated(kept).items()}
+
+
+def propagated_effects(full: StepRecord, evicted: StepRecord) -> dict[str, Tensor]:
+    """Return the heads' propagated effects (config, layer, head) at a step and their noise floor (layer, head), in nat.
+
+    Row 0 of `evicted` keeps everything: its size is the floor, at least one rounding of the model's type.
+    """
+    device = evicted.logits.device
+    effects, roundings = [], []
+    for before, after, gradient in zip(full.head_output, evicted.head_output, full.gradient, strict=True):
+        effects.append(((after.to(WORK) - before.to(WORK)) * gradient).sum(dim=-1))
+        sizes = (before[0].to(WORK) * gradient).abs().sum(dim=-1)
+        roundings.append(torch.finfo(before.dtype).eps * sizes)
+    rows = stack_on_device(device, effects, dim=1)
+    floor = theory.floor_at_rounding(rows[0].abs(), stack_on_device(device, roundings))
+    return {"effect_propagated": rows[1:], "effect_noise_floor": floor}
