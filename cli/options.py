@@ -210,7 +210,7 @@ class RunOptions(DataOptions):
         _rare_option(
             _RUN,
             metavar="NAME",
-            help="outputs: head outputs, hidden states, attention; effect: cost of losses in log p",
+            help="outputs (heads, layers, attention); effect (on log p)",
         ),
     ] = None
     prompts: Annotated[
