@@ -113,7 +113,7 @@ def test_a_trace_of_prompts_without_answers_or_without_text_has_no_texts_of_answ
     generate = 0 if text else 4
     prompt = replace(PROMPT, answers=("red",))
     arrays = pk.measure(
-        speaking(), [prompt], CONFIGS, settings=pk.Settings(generate=generate, text=text), progress=False
+        speaking(), [prompt], CONFIGS, settings=pk.Settings(generate=generate, prompts=text), progress=False
     ).arrays
     assert ("generated" in arrays) == (not text)
     assert set(arrays).isdisjoint(ANSWER_TEXT)
@@ -146,7 +146,7 @@ def test_a_score_is_of_the_data_sets_metric_or_of_the_one_chosen(
 
 def test_digits_stay_for_answers_that_are_numbers() -> None:
     adapter = tiny_adapter()
-    adapter.tokenizer.decode = lambda tokens, skip_special_tokens: f"It is 12{sum(tokens)}."  # type: ignore[method-assign]
+    adapter.tokenizer.decode = lambda tokens, skip_special_tokens=False: f"It is 12{sum(tokens)}."  # type: ignore[method-assign]
     prompt = replace(PROMPT, answers=("1200",), metric="exact-number")
     run = RunConfig("m", "d", CONFIGS, generate=4)
     arrays = trace_sample(adapter, prompt, run).arrays

@@ -311,7 +311,8 @@ def test_what_cannot_be_swapped_is_one_line(change: dict[str, object], said: str
         treatment, _ = baseline, asked.pop("treatment")
     with pytest.raises(ConfigError, match=said):
         question = pk.PatchingConfig(**asked)  # type: ignore[arg-type]
-        pk.patching(small(), prompts, baseline, treatment, question=question, progress=False)
+        once = pk.Settings(steps=1)
+        pk.patching(small(), prompts, baseline, treatment, question=question, settings=once, progress=False)
 
 
 def test_sides_of_two_granularities_and_budgets_that_evict_nothing_are_refused() -> None:

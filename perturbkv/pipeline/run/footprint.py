@@ -259,10 +259,10 @@ def _options_for_disk(planned: Plan, estimate: Footprint, free: int) -> Iterator
 
 def _options_for_memory(planned: Plan, free: int) -> Iterator[str]:
     """Yield command-line options with which the run fits `free` bytes of memory."""
-    least = max(_row_bytes(planned, planned.shape))  # of a batch of one configuration
-    alone = replace(planned, batches=replace(planned.batches, largest_bytes=least))
-    if least < planned.batches.largest_bytes and estimate_memory(alone).total <= free:
-        yield f"--max-memory {math.ceil(least / 2**20)}MiB"
+    mib = math.ceil(max(_row_bytes(planned, planned.shape)) / 2**20)  # of a batch of one configuration
+    bounded = replace(planned, batches=replace(planned.batches, largest_bytes=mib * 2**20))
+    if mib * 2**20 < planned.batches.largest_bytes and estimate_memory(bounded).total <= free:
+        yield f"--max-memory {mib}MiB"
     half = replace(planned, placement=replace(planned.placement, dtype=torch.bfloat16))
     if planned.placement.dtype.itemsize > 2 and estimate_memory(half).total <= free:
         yield "--dtype bfloat16"
