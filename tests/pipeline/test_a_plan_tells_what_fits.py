@@ -78,22 +78,14 @@ def test_what_is_advised_for_the_disk_makes_it_fit(whole: Plan, share: float) ->
 
 
 def test_what_is_advised_for_memory_makes_it_fit() -> None:
-    whole = make_plan(
-        tiny_adapter(layers=4),
-        PROMPTS,
-        CONFIGS,
-        Settings(generate=2, scored=False),
-        Resources(2**20, 2**30),
-        resumable=True,
-    )
+    settings = Settings(generate=2, scored=False)
+    whole = make_plan(tiny_adapter(layers=4), PROMPTS, CONFIGS, settings, Resources(2**20, 2**30), resumable=True)
     needed = footprint.estimate_memory(whole).total
     assert len(whole.batches.indices) == 1, "all at once, unless a bound is given"
     (size, dtype) = footprint.suggest_options(whole, 2**60, needed - 1)
     assert dtype == "--dtype bfloat16"
     bound = parse_size("--max-memory", size.split()[1])
-    less = make_plan(
-        tiny_adapter(layers=4), PROMPTS, CONFIGS, Settings(generate=2, scored=False), Resources(2**20, bound), resumable=True
-    )  # fmt: skip
+    less = make_plan(tiny_adapter(layers=4), PROMPTS, CONFIGS, settings, Resources(2**20, bound), resumable=True)
     assert footprint.estimate_memory(less).total < needed
     assert footprint.suggest_options(whole, 2**60, 0) == [], "nothing makes it fit into nothing"
 

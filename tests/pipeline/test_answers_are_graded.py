@@ -146,7 +146,11 @@ def test_a_score_is_of_the_data_sets_metric_or_of_the_one_chosen(
 
 def test_digits_stay_for_answers_that_are_numbers() -> None:
     adapter = tiny_adapter()
-    adapter.tokenizer.decode = lambda tokens, skip_special_tokens=False: f"It is 12{sum(tokens)}."  # type: ignore[method-assign]
+
+    def decode(tokens: list[int], skip_special_tokens: bool = False) -> str:
+        return f"It is 12{sum(tokens)}."
+
+    adapter.tokenizer.decode = decode  # type: ignore[method-assign]
     prompt = replace(PROMPT, answers=("1200",), metric="exact-number")
     run = RunConfig("m", "d", CONFIGS, generate=4)
     arrays = trace_sample(adapter, prompt, run).arrays
