@@ -43,7 +43,8 @@ class UnreachableHubError(HubError):
 def download_file(repository: str, name: str, revision: str = "", kind: str = "model") -> Path:
     """Return the path of a repository's file in the hub's cache, downloaded if it is not there. Raises HubError."""
     with _one_line_errors(repository, name):
-        if try_to_load_from_cache(repository, name, revision=revision or None, repo_type=kind) is None:
+        cached = try_to_load_from_cache(repository, name, revision=revision or None, repo_type=kind)
+        if cached is None and not constants.HF_HUB_OFFLINE:
             _log.info("downloading %s of %s, once, into %s", name, repository, constants.HF_HUB_CACHE)
         return Path(hf_hub_download(repository, name, revision=revision or None, repo_type=kind))
 

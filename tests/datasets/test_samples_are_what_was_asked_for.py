@@ -115,10 +115,13 @@ def test_a_folder_of_data_may_come_from_the_environment(tmp_path: Path, monkeypa
     assert len(loaded("qasper").samples) == 1
 
 
-def test_without_a_hub_the_file_and_both_ways_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_hub_the_file_and_both_ways_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(DatasetError) as told:
+    with caplog.at_level("INFO"), pytest.raises(DatasetError) as told:
         loaded("qasper", data_dir=tmp_path)
+    assert not caplog.records, "nothing is said to be downloaded offline"
     for wanted in ("qasper.jsonl", "zai-org/LongBench/data.zip", "--data-dir", "HF_HOME", "HF_HUB_OFFLINE is set"):
         assert wanted in str(told.value)
     assert "\n" not in str(told.value)
