@@ -23,7 +23,6 @@ from perturbkv.storage.answers_file import WrittenAnswers
 from perturbkv.trace import Trace
 
 _BYTE_HEADINGS = ("", "#bits", "#bytes /\nfull")
-FIRST_STEP = "first step alone"
 MOST_NAMED = 12
 """Largest number of configurations that a figure's foot names; its metadata names all."""
 
@@ -258,7 +257,7 @@ def _steps_in_words(trace: Trace, step: int | None) -> str:
     if trace.run.steps == 1:
         return ""
     if step is not None:
-        return f"step {step} alone" if step else FIRST_STEP
+        return f"step {step} alone" if step else "first step alone"
     counts = measured_steps(trace)
     return f"mean over {'up to ' if counts.min() < counts.max() else ''}{counts.max()} steps"
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 from perturbkv.analyses import columns, text
 from perturbkv.analyses.columns import Line, Record
 from perturbkv.analyses.conclusions import Claim, conclude
-from perturbkv.analyses.identity import FIRST_STEP, RunIdentity
+from perturbkv.analyses.identity import RunIdentity
 from perturbkv.display import Part, Table, as_html, as_text
 from perturbkv.errors import ConfigError
 
@@ -99,8 +99,9 @@ class Result(Record, ABC):
         return columns.table(self.title(), self.lines(), self.shown_columns(), self.FIRST)
 
     def notes(self) -> str:
-        """Return at most three lines under the table: n and intervals, then the caveats."""
-        return "\n".join(self._remarks()[:_MOST_NOTES])
+        """Return what the first step alone gives, then at most three lines: n and intervals, then the caveats."""
+        first = [self.identity.first_step] if self.identity.first_step else []
+        return "\n".join([*first, *self._remarks()[:_MOST_NOTES]])
 
     def explain(self) -> list[Part]:
         """Return what `--explain` adds: the meaning of every column, the notes not shown, and further tables."""
@@ -112,8 +113,7 @@ class Result(Record, ABC):
     def _remarks(self) -> list[str]:
         """Return the notes under the table, most important first."""
         samples = " ".join(filter(None, [self.interval_note(), self.identity.whole_caches_note()]))
-        about = self.identity
-        return list(filter(None, [samples, about.cache_share_note(), about.first_step, *self.caveats()]))
+        return list(filter(None, [samples, self.identity.cache_share_note(), *self.caveats()]))
 
     def plot(self, width_mm: float | None = None, style: str = "screen") -> CaptionedFigure:
         """Return the result's figure, a matplotlib `Figure` with an attribute `caption`.
@@ -174,7 +174,8 @@ def beside_first_step(result: AnyResult, step: int | None, again: Callable[[], A
     """
     if step is not None:
         return result
-    first = conclude(again().claims(), [FIRST_STEP])
+    alone = again()
+    first = conclude(alone.claims()[:1], [term for term in alone.scope() if term not in result.scope()])
     record: Any = result
     beside: AnyResult = replace(record, identity=replace(result.identity, first_step=first))
     return beside

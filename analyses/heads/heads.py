@@ -92,7 +92,7 @@ class HeadComparisons(MemberSequence[HeadComparison], Result):
         first = self.members[0]
         heads = text.percent(first.propagated.better_share, first.propagated.better_share_interval)
         share = [f"{heads} of the heads better"] if len(self) == 1 else []
-        token = [self.first_token] if self.first_token and not first.step else []
+        token = [self.first_token] if self.first_token and first.step == 0 else []
         return ["propagated, sum over heads", *share, *distance_terms(first.distance), *super().scope(), *token]
 
     def title(self) -> str:
