@@ -16,7 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from perturbkv.analyses.budget.cliff import Cliff, Cliffs
-from perturbkv.analyses.budget.criteria import POSITIVE, Verdict
+from perturbkv.analyses.budget.criteria import LOGNORMAL, Verdict
 from perturbkv.analyses.budget.safe_budget import SafeBudgets
 from perturbkv.figures import labels, style
 
@@ -145,7 +145,7 @@ def _draw_criterion(axes: Axes, result: SafeBudgets, index: int) -> None:
     axes.set_title(_SAFE_BUDGET_TITLES[criterion.name], loc="left")
     unit = result[0].verdicts[index].budgets[0].config.budget.unit
     axes.set(xlabel=f"budget, {unit}", ylabel=_LABELS[criterion.name])
-    style.set_log_axes(axes, x=True, y=criterion.name in POSITIVE)
+    style.set_log_axes(axes, x=True, y=criterion.name in LOGNORMAL)
     budgets = sorted({tested.config.budget.value for one in result for tested in one.verdicts[index].budgets})
     axes.xaxis.set_major_locator(FixedLocator(budgets))
     axes.xaxis.set_minor_locator(NullLocator())

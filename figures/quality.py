@@ -29,7 +29,7 @@ from perturbkv.analyses.stats.intervals import MIN_SAMPLES, Band, median_level
 from perturbkv.display import plural
 from perturbkv.figures import labels, style
 from perturbkv.figures.labels import sort_by_cache_share
-from perturbkv.figures.panels import finish_ratio_panel
+from perturbkv.figures.panels import draw_sum_ratio, finish_ratio_panel
 
 _MOST = 6
 """Most panels of data sets; of more data sets, kinds of tasks are drawn."""
@@ -198,8 +198,7 @@ def draw_perplexity(result: Perplexity, width_mm: float = style.WIDE_MM) -> Figu
         axes = figure.subplots()
         axes.axvline(1, color="0.35", linestyle="--", linewidth=0.9, zorder=1, gid=FULL)
         for row, one in enumerate(result.configs):
-            axes.errorbar([one.ratio], [row], xerr=style.error_bars(one.ratio, one.ratio_interval), marker="o",
-                          color=style.category_colours(1)[0], markersize=3, linewidth=0.9, gid="ratio")  # fmt: skip
+            draw_sum_ratio(axes, row, "ratio", one.ratio, one.ratio_interval, {"ratio": ("o", 0.0)})
         finish_ratio_panel(axes, names, result.title(), "perplexity over the full cache's", (len(names) - 0.5, -0.5))
         style.describe_run(figure, result.identity, style.interval_note(len(result.samples)))
     return figure

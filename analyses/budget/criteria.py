@@ -43,8 +43,8 @@ _QUANTITIES = {
 _SHORT = {"kl": "KL", "perplexity": "perplexity / full", "drop": "drop of score", "top1": "same token"}
 """Name of a limited quantity in a narrow table."""
 _UNITS = {"kl": " nat", "perplexity": "", "drop": " points", "top1": ""}
-POSITIVE = ("kl", "perplexity")
-"""Criteria on what is positive without an upper end, whose bound assumes a lognormal."""
+LOGNORMAL = {"kl": "KL", "perplexity": "perplexity"}
+"""Criteria on what is positive without an upper end, whose bound assumes a lognormal -> what a note calls them."""
 _NEGLIGIBLE = 0.01
 """Share of a limit on these: less counts as that much, as it hardly bears on the mean, and much on its bound."""
 _SMALLEST = 1e-12
@@ -85,7 +85,7 @@ class Criterion:
             return "∞"
         if self.name == "drop":
             return f"{100 * value:.3g}".replace("-", "−")
-        return f"{value:.3g}" if self.name in POSITIVE else f"{value:.4g}"
+        return f"{value:.3g}" if self.name in LOGNORMAL else f"{value:.4g}"
 
     @property
     def is_lower_limit(self) -> bool:
@@ -117,7 +117,7 @@ class Criterion:
 
         `samples`: as if there were that many.
         """
-        if self.name in POSITIVE:
+        if self.name in LOGNORMAL:
             return one_sided.mean_at_most(np.maximum(each, _NEGLIGIBLE * self.limit), samples)
         if self.name == "drop":  # a drop lies in [−1, 1], and its upper bound mirrors a lower one in [0, 1]
             return 1 - 2 * one_sided.mean_at_least((1 - each) / 2, samples)
@@ -131,14 +131,14 @@ class Criterion:
         Of KL and perplexity the least bound of those budgets whose own is no less on any prompt. Other bounds never
         rise where values fall: their own is the least.
         """
-        if self.name not in POSITIVE:
+        if self.name not in LOGNORMAL:
             return self.bound(each[:, -1])
         counted = np.maximum(each, _NEGLIGIBLE * self.limit)
         return min(self.bound(values) for values in counted.T if (values >= counted[:, -1]).all())
 
     def bound_share_above(self, each: Floats) -> float | None:
         """Return the upper 95 % bound of the share of samples above a limit on KL or perplexity; else None."""
-        return 1 - one_sided.share_at_least(each <= self.limit) if self.name in POSITIVE else None
+        return 1 - one_sided.share_at_least(each <= self.limit) if self.name in LOGNORMAL else None
 
     def samples_for(self, each: Floats) -> int | None:
         """Return the number of samples like these at which the bound would meet the limit; None if unknown."""

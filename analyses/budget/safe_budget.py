@@ -12,8 +12,8 @@ from perturbkv.analyses.budget.budget_axis import above_full_caveat, named_axes
 from perturbkv.analyses.budget.criteria import (
     ANALYSIS,
     FEW,
+    LOGNORMAL,
     NONE,
-    POSITIVE,
     SAFE,
     Criterion,
     TestedBudget,
@@ -37,7 +37,6 @@ from perturbkv.errors import ConfigError
 from perturbkv.trace import Trace
 
 _GIB = 2**30
-_LOGNORMAL = {"kl": "KL", "perplexity": "perplexity"}
 _ORDER = (
     "Budgets are tested from the largest down, up to the first that fails, so that each selection's verdict errs "
     "about as often as one bound does; verdicts on several selections are not corrected for their number. A budget "
@@ -299,7 +298,7 @@ class SafeBudgets(MemberSequence[SafeBudget], Result):
 
 def _kl_assumption(result: SafeBudgets) -> str:
     """Return the assumption of the bounds on KL and perplexity, as a phrase; empty without such a limit."""
-    names = [_LOGNORMAL[verdict.criterion_name] for verdict in result[0].verdicts if verdict.criterion_name in POSITIVE]
+    names = [LOGNORMAL[verdict.criterion_name] for verdict in result[0].verdicts if verdict.criterion_name in LOGNORMAL]
     return f", of {text.join_names(names)} if lognormal" if names else ""
 
 

@@ -24,9 +24,9 @@ from perturbkv.analyses.heads.token_kinds import (
     KINDS_NOTE,
     TokenKind,
     compare_token_kinds,
-    first_token_note,
     kinds_note,
     kinds_table,
+    shared_first_token,
 )
 from perturbkv.analyses.identity import RunIdentity, identity_at
 from perturbkv.analyses.measurements import Measurements
@@ -233,7 +233,7 @@ def compare_heads(
         identity_at(trace, configs, step),
         changed_losses(measured, configs),
         compare_token_kinds(measured, compared),
-        first_token_note(trace),
+        shared_first_token(trace),
     )
     first_step = partial(compare_heads, trace, baseline, treatments, step=0, distance=distance)
     return beside_first_step(result, measured.step, first_step)

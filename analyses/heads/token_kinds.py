@@ -175,7 +175,7 @@ def kinds_note(found: Sequence[TokenKind], cases: int) -> list[str]:
     return [f"Kinds of tokens differ in sign in {len({*pairs_of(turning)})} of {cases} cases: {kinds}."]
 
 
-def first_token_note(trace: Trace) -> str:
+def shared_first_token(trace: Trace) -> str:
     """Return that the first decoded token is the same in all complete samples, and which; empty where it is not.
 
     The token's text is what a prompt of the trace shows for it; else its kind is told, or its id.

@@ -180,7 +180,6 @@ class BudgetCurves(MemberSequence[BudgetCurve], Result):
     SECTION: ClassVar[str] = "layers"
     KEY: ClassVar[str] = "budgets"
     SHOWN: ClassVar[tuple[str, ...]] = ("kept", "cache_share", "drift", "kl", "top1")
-    HAS_MEDIANS: ClassVar[bool] = True
 
     members: tuple[BudgetCurve, ...] = column("one per selection and setting", key="curves")
     distance: str = column("distance of the drift: l1, l2 or cosine")

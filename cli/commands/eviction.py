@@ -65,8 +65,8 @@ def heads(
     Which heads are better, tied or worse than with the baseline, and what the sum over them does (paper, figure 2).
     """
     names, name = parse_compare(compare), _name_with_distance("heads", distance)
-    saved = dict.fromkeys([*(run.save or ()), *(["effect"] if distance == "effect" else ())])
-    wanted = dataclasses.replace(run, save=[*saved])
+    saved = list(dict.fromkeys([*(run.save or ()), "effect"]))
+    wanted = dataclasses.replace(run, save=saved) if distance == "effect" else run
 
     def analyse(session: Session) -> Result:
         from perturbkv.analyses.heads.heads import compare_heads

@@ -173,9 +173,7 @@ class Shape:
         cached = own if config.cache_contents.copied else kept
         states = self.decoder_layers * self.streams
         recorded = (2 * self.measured + states) * self.d_model * self.itemsize  # queries and head outputs beside states
-        logits = (
-            4 * 8 + self.itemsize * (steps - 1)
-        ) * self.vocab  # divergence in float64, its terms; later steps' own
+        logits = (4 * 8 + self.itemsize * (steps - 1)) * self.vocab  # KL, its terms in float64; later steps' own
         return cached + tails + recorded * steps + logits + self.state * self.itemsize
 
     @property
