@@ -23,6 +23,8 @@ from perturbkv.storage.answers_file import WrittenAnswers
 from perturbkv.trace import Trace
 
 _BYTE_HEADINGS = ("", "#bits", "#bytes /\nfull")
+_TEXTS = {"answer": "an accepted answer", "given": "the given text"}
+"""Text of a run whose steps do not read the full run's own -> its name."""
 MOST_NAMED = 12
 """Largest number of configurations that a figure's foot names; its metadata names all."""
 
@@ -46,7 +48,7 @@ class RunIdentity:
         measured_layers: layers and their total, such as `5 11 17 of 18`; empty where all were measured.
         byte_shares: bytes of each configuration over those of the full cache in 16 bits, mean over samples; empty where
             none is quantised or corrected, or where they are unknown.
-        steps: the decode steps shown, in words; empty where the trace has one.
+        steps: the decode steps shown, in words, with the text they read; empty for one of the full run's own text.
         first_step: the conclusion at the first step alone, where the numbers are means over several; else empty.
         unevicted: budgets, or configurations, that leave the cache whole in some samples, with the number of these.
     """
@@ -252,14 +254,18 @@ def identity(trace: Trace, configs: Sequence[EvictionConfig], step: int = 0) -> 
 
 
 def _steps_in_words(trace: Trace, step: int | None) -> str:
-    """Return the decode steps shown in words; empty where the trace has one. None: the mean over those of a sample."""
-    step = resolve_step(trace, step)
-    if trace.run.steps == 1:
-        return ""
-    if step is not None:
-        return f"step {step} alone" if step else "first step alone"
-    counts = measured_steps(trace)
-    return f"mean over {'up to ' if counts.min() < counts.max() else ''}{counts.max()} steps"
+    """Return the decode steps shown in words, with the text where it is not the full run's own.
+
+    Empty where the trace has one step of that. None: the mean over those of a sample.
+    """
+    step, counts, words = resolve_step(trace, step), measured_steps(trace), ""
+    if step is None:
+        words = f"mean over {'up to ' if counts.min() < counts.max() else ''}{counts.max()} steps"
+    elif trace.run.steps > 1:
+        words = f"step {step} alone" if step else "first step alone"
+    if trace.run.text not in _TEXTS:
+        return words
+    return f"{words or 'first step'} of {_TEXTS[trace.run.text]}"
 
 
 def _unevicted_counts(trace: Trace, configs: Sequence[EvictionConfig], step: int) -> tuple[tuple[str, int], ...]:

@@ -197,6 +197,18 @@ def _drop_ended_samples(trace: Trace, analysis: str, step: int) -> Trace:
     return trace if (steps > step).all() else _select_samples(trace, steps > step)
 
 
+def select_texts_that_go_on(trace: Trace, analysis: str) -> Trace:
+    """Return the trace without the complete samples none of whose steps predicts a token of the text.
+
+    Raises TraceError where no sample is left, or the trace does not tell.
+    """
+    following = np.asarray(trace.get("next_token_id", analysis)[trace.ok], dtype=np.int64)
+    goes_on = (following >= 0).any(axis=1)
+    if not goes_on.any():
+        raise TraceError(f"{analysis} needs a text of at least two tokens, {trace.source or 'this trace'} has none")
+    return trace if goes_on.all() else _select_samples(trace, goes_on)
+
+
 def resolve_step(trace: Trace, step: int | None) -> int | None:
     """Return the step itself, and 0 for no step where no sample has more than one: the mean is that step."""
     return 0 if step is None and measured_steps(trace).max(initial=0) <= 1 else step
@@ -256,8 +268,13 @@ CIRCULAR_MEASURES = {"kl": "KL, nat", "drift": "last layer's drift"}
 def first_step_measures(trace: Trace, analysis: str) -> dict[str, Floats]:
     """Return measure -> (sample, config) at the first decode step; configurations with identical runs get equal values.
 
-    Error messages name the `analysis`. Raises TraceError as `Measurements`.
+    Error messages name the `analysis`. Raises TraceError as `Measurements`, and where the steps read the right answer.
     """
+    if trace.run.text == "answer":
+        raise TraceError(
+            f"{analysis} asks what perturbation tells of free answers, and {trace.source or 'this trace'} was measured "
+            "along the accepted ones (--text answer), which nearly are the score; measure along --text own"
+        )
     first = Measurements(trace, analysis, 0)
     norm = first["output_norm"].sum(axis=(1, 2))[:, None]
     sums = {

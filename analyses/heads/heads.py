@@ -29,7 +29,7 @@ from perturbkv.analyses.heads.token_kinds import (
     shared_first_token,
 )
 from perturbkv.analyses.identity import RunIdentity, identity_at
-from perturbkv.analyses.measurements import Measurements
+from perturbkv.analyses.measurements import Measurements, select_texts_that_go_on
 from perturbkv.analyses.names import pair_columns, pair_names, pairs_of, pairs_title
 from perturbkv.analyses.result import MemberSequence, Result, beside_first_step
 from perturbkv.analyses.sides import Sides, choose_sides, configs_of, pairs
@@ -222,15 +222,18 @@ def compare_heads(
     >>> rows["verdict"].tolist() == result[0].propagated.verdict.ravel().tolist()
     True
     """
-    first, names = choose_sides(trace, baseline, treatments)
+    whole, (first, names) = trace, choose_sides(trace, baseline, treatments)
+    if distance_of(distance).of_text:
+        trace = select_texts_that_go_on(trace, ANALYSIS)
     chosen = [pair for treatment in names for pair in pairs(trace.run, first, treatment)]
     order = list(dict.fromkeys(first for first, _ in chosen))
     chosen.sort(key=lambda pair: order.index(pair[0]))
     measured, configs = Measurements(trace, ANALYSIS, step), configs_of(chosen)
     compared = tuple(compare_pair(measured, identity_at(trace, pair, step), distance) for pair in chosen)
+    about = identity_at(trace, configs, step)
     result = HeadComparisons(
         compared,
-        identity_at(trace, configs, step),
+        replace(about, ended=about.ended + int(whole.ok.sum() - trace.ok.sum())),
         changed_losses(measured, configs),
         compare_token_kinds(measured, compared),
         shared_first_token(trace),

@@ -218,9 +218,10 @@ def _uses_chat_template(prompts: Prompts) -> bool:
 def _digest(prompt: Prompt) -> str:
     """Return a digest of all properties of a prompt on which results depend.
 
-    A metric that is not chosen and a missing text are left out, so that prompts of older traces have equal digests.
+    A metric that is not chosen, missing answers and a missing text are left out, so that other prompts of older traces
+    have equal digests.
     """
-    later = ("metric", "text_tokens")
+    later = ("metric", "answer_tokens", "text_tokens")
     names = [each.name for each in dataclasses.fields(prompt) if each.compare and each.name not in later]
     values = (getattr(prompt, name) for name in names), filter(None, (getattr(prompt, name) for name in later))
     values = tuple(itertools.chain(*values))

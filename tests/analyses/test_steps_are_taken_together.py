@@ -11,9 +11,9 @@ import pytest
 
 import perturbkv as pk
 from perturbkv.analyses.layers.budget_curves import budget_curve
-from perturbkv.analyses.measurements import Measurements
+from perturbkv.analyses.measurements import Measurements, first_step_measures, select_texts_that_go_on
 from perturbkv.analyses.stats import intervals
-from perturbkv.errors import BoundError
+from perturbkv.errors import BoundError, TraceError
 from perturbkv.trace import SampleTrace, Trace
 from tests.support.traces import sample_trace, trace
 
@@ -151,3 +151,31 @@ def test_agreement_over_steps_is_a_share_of_each_sample() -> None:
     expected = intervals.of_mean(shares, intervals.share_kind(0))
     assert expected is not None
     assert (curve.intervals.top1.low[0], curve.intervals.top1.high[0]) == (expected.low, expected.high)
+
+
+@pytest.mark.parametrize(("text", "told"), [("answer", "an accepted answer"), ("given", "the given text")])
+def test_a_text_that_is_not_the_full_runs_own_is_named(text: str, told: str) -> None:
+    found = made()
+    read = dataclasses.replace(found, run=dataclasses.replace(found.run, text=text))
+    assert f"mean over up to 3 steps of {told}" in pk.compare_heads(read).conclusion()
+    assert f"first step alone of {told}" in pk.layer_drift(read, step=0).identity.run_line()
+    once = trace(sample_trace("s0"), sample_trace("s1", seed=1))
+    once = dataclasses.replace(once, run=dataclasses.replace(once.run, text=text))
+    assert f"first step of {told}" in pk.compare_heads(once).conclusion()
+
+
+def test_perturbation_along_the_right_answer_is_linked_with_no_answer() -> None:
+    found = made()
+    read = dataclasses.replace(found, run=dataclasses.replace(found.run, text="answer"))
+    with pytest.raises(TraceError, match="correlation asks .* along the accepted ones"):
+        first_step_measures(read, "correlation")
+
+
+def test_texts_of_which_no_token_is_predicted_have_no_effect() -> None:
+    following = np.full((6, STEPS), -1)
+    following[[0, 2], 0] = 7
+    found = dataclasses.replace(made(), arrays={**made().arrays, "next_token_id": following})
+    assert select_texts_that_go_on(found, "heads").sample_ids == ("s0", "s2")
+    none = dataclasses.replace(found, arrays={**found.arrays, "next_token_id": np.full((6, STEPS), -1)})
+    with pytest.raises(TraceError, match="heads needs a text of at least two tokens"):
+        select_texts_that_go_on(none, "heads")

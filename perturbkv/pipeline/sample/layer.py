@@ -75,8 +75,9 @@ def largest_evicted_outputs(ranked: RankedOutputs, kept: Bool[Tensor, "config he
     return {"lost_position": position.where(exists, -1), "lost_output": output.where(exists, torch.nan)}
 
 
-_ENTRY_BYTES = 10
-"""Working memory of the sums over entries, per entry, head and configuration: two masks, and weights of one step."""
+_ENTRY_BYTES = 21
+"""Working memory of the sums over entries, per entry, head and configuration: two masks, and one of them and weights of
+one step in float64 beside their product."""
 
 
 @dataclass(frozen=True)
