@@ -203,7 +203,7 @@ def select_texts_that_go_on(trace: Trace, analysis: str) -> Trace:
     Raises TraceError where no sample is left, or the trace does not tell.
     """
     following = np.asarray(trace.get("next_token_id", analysis)[trace.ok], dtype=np.int64)
-    goes_on = (following >= 0).any(axis=1)
+    goes_on = np.asarray((following >= 0).any(axis=1))
     if not goes_on.any():
         raise TraceError(f"{analysis} needs a text of at least two tokens, {trace.source or 'this trace'} has none")
     return trace if goes_on.all() else _select_samples(trace, goes_on)
