@@ -352,7 +352,7 @@ def scores(trace: Trace, analysis: str) -> Scores:
 
 @dataclass(frozen=True)
 class TextLogP:
-    """Mean log p of a text's tokens in the complete samples, nat (METHOD: effect on a text); NaN without a token.
+    """Mean log p of a text's tokens in the complete samples, nat (METHOD: log p and perplexity); NaN without a token.
 
     Attributes:
         full: (sample,) under the full cache.

@@ -167,14 +167,14 @@ class Result(Record, ABC):
 AnyResult = TypeVar("AnyResult", bound=Result)
 
 
-def beside_first_step(result: AnyResult, step: int | None, again: Callable[[], AnyResult]) -> AnyResult:
-    """Return a result of means over several steps with its conclusion at the first step alone, which `again` measures.
+def add_first_step(result: AnyResult, step: int | None, analyse_first_step: Callable[[], AnyResult]) -> AnyResult:
+    """Return a result of means over several steps with its conclusion at the first step alone.
 
-    A result of one `step` is returned as it is.
+    `analyse_first_step` returns the same result of that step. A result of one `step` is returned as it is.
     """
     if step is not None:
         return result
-    alone = again()
+    alone = analyse_first_step()
     first = conclude(alone.claims()[:1], [term for term in alone.scope() if term not in result.scope()])
     record: Any = result
     beside: AnyResult = replace(record, identity=replace(result.identity, first_step=first))

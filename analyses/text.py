@@ -93,8 +93,8 @@ RANGES_NOTE = "the range of single samples, outside which a number of all of the
 """The median over heads of their sums over samples is not the mean of the samples' medians."""
 DRIFT_NOTE = "Drift: distance of the evicted run's residual stream from the full run's, median over samples."
 EFFECT_NOTE = (
-    "Effect: what a head's loss changes log p of the text by, to first order, by the full run's gradient; compared is "
-    "its size, mean over steps. Propagated, a loss counts again in later layers."
+    "|Δ log p|: first-order change of the text's log p by a head's loss, in nat, by the full run's gradient; the mean "
+    "of its absolute value over steps. Propagated, a loss counts again in later layers."
 )
 TIES_NOTE = "A tie differs by at most 2 noise floors, or keeps the same entries."
 CACHE_SHARE_NOTE = "cache share: entries that the evicted cache holds over those of the full cache."

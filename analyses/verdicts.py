@@ -42,7 +42,7 @@ DISTANCES = {
     "l2": Distance("L2", "_l2"),
     "cosine": Distance("cosine distance", "_cosine", angular=True),
 }
-HEAD_DISTANCES = {**DISTANCES, "effect": Distance("first-order effect on log p, nat", "", of_text=True)}
+HEAD_DISTANCES = {**DISTANCES, "effect": Distance("|Δ log p|", "", of_text=True)}
 """Distances of heads: those of vectors, and the size of what a head's loss changes the text's log p by."""
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from perturbkv.pipeline.run.plan import Plan
 
 _MIB = 2**20
-_STAGES = {"prefill": "prefill", "layer": "a layer's sums", "decoding": "decoding", "backward": "the text's backward"}
+_STAGES = {"prefill": "prefill", "layer": "a layer's sums", "decoding": "decoding", "backward": "backward pass"}
 """Stage of a sample, as `footprint.Memory` names it -> as it is printed."""
 
 

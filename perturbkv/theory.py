@@ -439,5 +439,5 @@ def log_probabilities(logits: Float[Tensor, "*row vocab"]) -> Float[Tensor, "*ro
 
 
 def token_log_probability(log_p: Float[Tensor, "*row vocab"], token: Int[Tensor, ""]) -> Float[Tensor, " *row"]:
-    """Return one token's of `log_probabilities` (METHOD: effect on a text); NaN for the token −1, which is none."""
+    """Return one token's of `log_probabilities` (METHOD: log p and perplexity); NaN for the token −1, which is none."""
     return log_p.index_select(-1, token.clamp(min=0).view(1)).squeeze(-1).where(token >= 0, torch.nan)

@@ -36,7 +36,7 @@ STYLE = "perturbkv.figures.perturbkv"
 """The style sheet of the package's figures, as matplotlib finds it."""
 
 ONE_STEP = pk.Settings(steps=1)
-"""Of the pages' tables: they are of the first new token."""
+"""Settings of the tables in docs/results, which are of the first new token alone."""
 SHORT = {"dataset": "needle", "samples": 4, "length": [300], "max_tokens": None}
 """Options of `--short`, which `make studies` gives: enough to see a study work, too little to conclude from."""
 

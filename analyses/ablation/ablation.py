@@ -12,7 +12,7 @@ from perturbkv.analyses.ablation.ingredients import BASELINE, GAINS, Setting, le
 from perturbkv.analyses.columns import column, record
 from perturbkv.analyses.conclusions import COMPARED, Case, Claim
 from perturbkv.analyses.outcomes import SettingsResult, head_rows
-from perturbkv.analyses.result import beside_first_step
+from perturbkv.analyses.result import add_first_step
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Part, plural
 from perturbkv.trace import Trace
@@ -130,7 +130,7 @@ def ablation(trace: Trace, step: int | None = None) -> Ablation:
         (2, 2)
     """
     result = Ablation.from_settings(trace, settings(trace, step), step, left_out=left_out_configs(trace.run))
-    return beside_first_step(result, result.step, partial(ablation, trace, 0))
+    return add_first_step(result, result.step, partial(ablation, trace, 0))
 
 
 def _setting_notes(name: str, setting: Setting) -> list[str]:

@@ -27,7 +27,7 @@ from perturbkv.analyses.outcomes import (
     head_rows,
     next_token_kl,
 )
-from perturbkv.analyses.result import beside_first_step
+from perturbkv.analyses.result import add_first_step
 from perturbkv.analyses.sides import group_settings, matches, sides_text
 from perturbkv.analyses.stats import equivalence, intervals
 from perturbkv.analyses.stats.arithmetic import ratio
@@ -517,4 +517,4 @@ def methods(trace: Trace, step: int | None = None, only: Sequence[str] = (), mar
     check_margin(margin)
     check_names(trace, only)
     result = MethodRanking.from_settings(trace, settings(trace, step, only, margin), step, margin=margin)
-    return beside_first_step(result, result.step, partial(methods, trace, 0, only, margin))
+    return add_first_step(result, result.step, partial(methods, trace, 0, only, margin))

@@ -12,7 +12,7 @@ from perturbkv.analyses.conclusions import COMPARED, Case, Claim
 from perturbkv.analyses.identity import identity_at
 from perturbkv.analyses.names import common_text
 from perturbkv.analyses.outcomes import Outcome, OutcomeSetting, SettingsResult, head_rows, next_token_kl
-from perturbkv.analyses.result import beside_first_step
+from perturbkv.analyses.result import add_first_step
 from perturbkv.analyses.sides import group_settings
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.selections import UNION, reduction
@@ -207,4 +207,4 @@ def restriction(trace: Trace, step: int | None = None) -> Restriction:
         ['kv(block=16)', 'layer', 'query']
     """
     result = Restriction.from_settings(trace, settings(trace, step), step)
-    return beside_first_step(result, result.step, partial(restriction, trace, 0))
+    return add_first_step(result, result.step, partial(restriction, trace, 0))

@@ -18,7 +18,7 @@ from perturbkv.analyses.conclusions import Case, Claim
 from perturbkv.analyses.identity import RunIdentity, identity_at
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements, resolve_step
-from perturbkv.analyses.result import Result, beside_first_step
+from perturbkv.analyses.result import Result, add_first_step
 from perturbkv.analyses.sides import side_indices
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.intervals import OptionalInterval, rare_share_kind
@@ -301,4 +301,4 @@ def assumption(trace: Trace, selection: str = "two-stage", step: int | None = No
     configs = sigmas(trace, selection, step)
     resolved, about = resolve_step(trace, step), identity_at(trace, [shown.config for shown in configs], step)
     result = Assumption(selection, configs, resolved, about)
-    return beside_first_step(result, resolved, partial(assumption, trace, selection, 0))
+    return add_first_step(result, resolved, partial(assumption, trace, selection, 0))

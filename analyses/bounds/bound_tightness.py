@@ -27,7 +27,7 @@ from perturbkv.analyses.identity import RunIdentity, identity_at
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Floats, Measurements, measured_steps
 from perturbkv.analyses.names import short_names
-from perturbkv.analyses.result import Result, beside_first_step
+from perturbkv.analyses.result import Result, add_first_step
 from perturbkv.analyses.sides import side_indices
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.analyses.text import factor, sample_note
@@ -260,7 +260,7 @@ def bound_tightness(trace: Trace, selection: str = "two-stage", step: int | None
         identity=identity_at(trace, [trace.run.configs[index] for index in side_indices(trace.run, selection)], step),
         left_out=left_out,
     )
-    return beside_first_step(result, measured.step, partial(bound_tightness, trace, selection, 0))
+    return add_first_step(result, measured.step, partial(bound_tightness, trace, selection, 0))
 
 
 def _none_where_nan(array: Floats) -> NDArray[np.object_]:

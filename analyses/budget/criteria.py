@@ -56,8 +56,8 @@ class Criterion:
     """A limit that the mean over samples must keep to.
 
     Attributes:
-        name: `kl` (nat, at most), `perplexity` (over the full cache's, at most), `drop` (of the score, in [0, 1], at
-            most), `top1` (share, at least).
+        name: `kl` (nat, at most), `perplexity` (ratio to the full cache's, at most), `drop` (of the score, in [0, 1],
+            at most), `top1` (share, at least).
         limit: in that unit.
     """
 
@@ -176,7 +176,7 @@ def criteria(
 
 _RANGES = {
     "kl": ("max_kl (--max-kl)", 0, math.inf, "nat"),
-    "perplexity": ("max_perplexity (--max-perplexity)", 1, math.inf, "over the full cache's, such as 1.05"),
+    "perplexity": ("max_perplexity (--max-perplexity)", 1, math.inf, "a ratio to the full cache's, such as 1.05"),
     "drop": ("max_drop (--max-drop)", 0, 100, "points of 100"),
     "top1": ("min_top1 (--min-top1)", 0, 1, "a share of tokens, such as 0.99"),
 }
@@ -238,7 +238,7 @@ class Verdict(Record):
 
     @derived()
     def limit(self) -> float:
-        """Limit, in its unit: nat; over the full cache's; drop of the score, 0 to 1; share."""
+        """Limit, in its unit: nat; ratio to the full cache's perplexity; drop of the score, 0 to 1; share."""
         return self.criterion.limit
 
     @derived()

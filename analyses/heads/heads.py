@@ -31,7 +31,7 @@ from perturbkv.analyses.heads.token_kinds import (
 from perturbkv.analyses.identity import RunIdentity, identity_at
 from perturbkv.analyses.measurements import Measurements, select_texts_that_go_on
 from perturbkv.analyses.names import pair_columns, pair_names, pairs_of, pairs_title
-from perturbkv.analyses.result import MemberSequence, Result, beside_first_step
+from perturbkv.analyses.result import MemberSequence, Result, add_first_step
 from perturbkv.analyses.sides import Sides, choose_sides, configs_of, pairs
 from perturbkv.analyses.verdicts import distance_of, distance_terms
 from perturbkv.display import Part, plural
@@ -239,7 +239,7 @@ def compare_heads(
         shared_first_token(trace),
     )
     first_step = partial(compare_heads, trace, baseline, treatments, step=0, distance=distance)
-    return beside_first_step(result, measured.step, first_step)
+    return add_first_step(result, measured.step, first_step)
 
 
 def _rows(pair: HeadComparison, kind: HeadKind) -> list[dict[str, Any]]:

@@ -56,8 +56,10 @@ class TokenKind(PairRecord, Record):
     propagated_ratio_interval: OptionalInterval = interval()
     rest_ratio: float = column("propagated, of the steps of all other tokens; NaN without any", heading="#without\nit")
     rest_ratio_interval: OptionalInterval = interval()
-    differs: bool = column("whether the propagated ratio is decided, on the other side of 1 than all steps' is")
-    makes_sign: bool = column("whether all steps' ratio is on its side of 1, or undecided, by this kind alone")
+    differs: bool = column("whether the propagated difference is decided, with the opposite sign of that at all steps")
+    makes_sign: bool = column(
+        "whether the sign of the difference at all steps, or that it is undecided, comes from this kind alone"
+    )
 
     def remarks(self) -> list[str]:
         """Return in words how the kind differs from all steps, and what these are without it; empty for neither."""
@@ -165,7 +167,7 @@ def kinds_table(found: Sequence[TokenKind]) -> Table:
 
 
 def kinds_note(found: Sequence[TokenKind], cases: int) -> list[str]:
-    """Return the note on kinds with another sign than all steps have, or that make it, of so many comparisons."""
+    """Return the note on kinds with the opposite sign of all steps, or that alone make it, of so many comparisons."""
     turning = [one for one in found if one.remarks()]
     if not turning:
         return []

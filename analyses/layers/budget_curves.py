@@ -15,7 +15,7 @@ from perturbkv.analyses.identity import RunIdentity, identity_at
 from perturbkv.analyses.layers.drift import drift_values
 from perturbkv.analyses.measurements import Floats, Measurements
 from perturbkv.analyses.names import common_text, distinct_names
-from perturbkv.analyses.result import MemberSequence, Result, beside_first_step
+from perturbkv.analyses.result import MemberSequence, Result, add_first_step
 from perturbkv.analyses.sides import Sides, choose_sides, sweeps
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import ratio
@@ -271,7 +271,7 @@ def summarise(trace: Trace, sides: Sequence[str], distance: str = "l1", step: in
     floor = float(np.median(measured["logit_kl_noise_floor"]))
     shown = [config for curve in curves for config in curve.configs]
     result = BudgetCurves(curves, distance, floor, measured.step, identity_at(trace, shown, step))
-    return beside_first_step(result, measured.step, partial(summarise, trace, sides, distance, 0))
+    return add_first_step(result, measured.step, partial(summarise, trace, sides, distance, 0))
 
 
 def budget_curves(

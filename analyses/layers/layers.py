@@ -27,7 +27,7 @@ from perturbkv.analyses.layers.drift import (
 )
 from perturbkv.analyses.measurements import Measurements
 from perturbkv.analyses.names import pair_columns, pair_names, pairs_title
-from perturbkv.analyses.result import MemberSequence, Result, ResultGroup, beside_first_step
+from perturbkv.analyses.result import MemberSequence, Result, ResultGroup, add_first_step
 from perturbkv.analyses.sides import Sides, all_series, configs_of
 from perturbkv.analyses.verdicts import DISTANCES, LESS, MORE, distance_terms
 from perturbkv.display import Part
@@ -192,7 +192,7 @@ def layer_drift(
         members.append(DriftSeries(drifts, identity_at(trace, configs_of(pairs), step)))
     result = LayerDrifts(tuple(members), identity_at(trace, configs_of(chain(*series)), step))
     first_step = partial(layer_drift, trace, baseline, treatments, step=0, distance=distance)
-    return beside_first_step(result, measured.step, first_step)
+    return add_first_step(result, measured.step, first_step)
 
 
 class _SampleTable(_DriftTable[LastLayer]):
@@ -282,4 +282,4 @@ def last_layer(
         members.append(SampleSeries(drifts, identity_at(trace, configs_of(pairs), step)))
     result = SampleDrifts(tuple(members), identity_at(trace, configs_of(chain(*series)), step))
     first_step = partial(last_layer, trace, baseline, treatments, step=0, distance=distance)
-    return beside_first_step(result, measured.step, first_step)
+    return add_first_step(result, measured.step, first_step)

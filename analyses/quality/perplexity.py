@@ -1,4 +1,4 @@
-"""Perplexity: exp(−log p / tokens) of a text under every cache, over the same tokens (METHOD: effect on a text)."""
+"""Perplexity: exp(−log p / tokens) of a text under every cache, over the same tokens (METHOD: log p and perplexity)."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Perplexity(Result):
         ratios = [Case.ratio(name, one.ratio, one.ratio_interval) for name, one in self._named]
         full = Case("", self.full, text.decimal(self.full, self.full_interval))
         return [
-            Claim("perplexity from an evicted cache", "is", ratios, _COMPARED, "from the full cache"),
+            Claim("perplexity under an evicted cache", "is", ratios, _COMPARED, "under the full cache"),
             Claim("the full cache's perplexity", "is", [full]),
         ]
 

@@ -104,14 +104,14 @@ class Token(Record):
     text: str = column("its piece of the prompt; empty for a part of the next one's character")
     fate: str = column("who keeps it: both, baseline, treatment or neither; question: it is not compressed")
     baseline_effect: float = column(
-        "what losing it in every head that evicts it changes the text's log p by with the baseline, to first order, "
-        "isolated; null where the trace does not tell",
+        "first-order change of the text's log p by losing the token in every head that evicts it, with the baseline, "
+        "isolated; null without `--save effect`",
         unit="nat",
         heading="#log p,\nbaseline",
         text=three_digits,
     )
     treatment_effect: float = column(
-        "the same with the treatment", unit="nat", heading="#log p,\ntreatment", text=three_digits
+        "the same with the treatment; null likewise", unit="nat", heading="#log p,\ntreatment", text=three_digits
     )
 
 

@@ -14,6 +14,7 @@ from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, Record, column, derived, record, table
 from perturbkv.analyses.conclusions import Case, Claim
 from perturbkv.analyses.identity import RunIdentity, identity
+from perturbkv.analyses.measurements import Floats
 from perturbkv.analyses.names import PairRecord, pair_columns
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.sides import choose_sides, pairs
@@ -287,21 +288,26 @@ class Tokens(Result, PairRecord):
         """Return what eviction with each side costs the text, as a list; empty where the trace does not tell."""
         sides = zip(self.sides, np.nan_to_num(self.effects), strict=True)
         told = [
-            f"{name} {text.three_digits(effects.sum())} (‹{self._piece(int(effects.argmin()))}› at "
-            f"{effects.argmin():,} costs most, {text.three_digits(effects.min())})"
+            f"{name} {text.three_digits(effects.sum())}{self._costliest(effects)}"
             for name, effects in sides
             if effects.any()
         ]
-        return (
-            [f"Log p of the text by what all heads evict, to first order, in nat: {'; '.join(told)}.\n"] if told else []
-        )
+        change = "Change of the text's log p by eviction in all heads, to first order, in nat"
+        return [f"{change}: {'; '.join(told)}.\n"] if told else []
+
+    def _costliest(self, effects: Floats) -> str:
+        """Return the token whose loss lowers the text's log p most, in parentheses; empty where none lowers it."""
+        place = int(effects.argmin())
+        if effects[place] >= 0:
+            return ""
+        return f" (‹{self._piece(place)}› at {place:,} costs most, {text.three_digits(effects[place])})"
 
     def _cost_table(self) -> list[Part]:
         """Return the table of the tokens whose loss costs the text most; empty where the trace does not tell."""
         costs = np.nan_to_num(self.effects).min(axis=0)
         places = [int(place) for place in costs.argsort(kind="stable")[:_COSTLY] if costs[place] < 0]
         lines = [Line(str(place), (Context(self._context(place)), self.tokens[place])) for place in places]
-        title = "tokens whose loss costs most of the text's log p: nat, to first order, isolated, of all heads together"
+        title = "tokens whose loss lowers the text's log p most: nat, to first order, isolated, all heads"
         columns = ("context", "baseline_effect", "treatment_effect")
         return [table(title, lines, columns, "position")] if lines else []
 

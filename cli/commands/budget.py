@@ -47,7 +47,8 @@ def _safe_budgets(
     compare: MethodsOption = None,
     max_kl: Annotated[float | None, Option(metavar="X", help="Mean KL at most, nat, by a lognormal's bound")] = None,
     max_perplexity: Annotated[
-        float | None, Option(metavar="X", help="Mean perplexity of --text at most, over the full cache's: 1.05")
+        float | None,
+        Option(metavar="X", help="Mean perplexity of --text at most, as a ratio to the full cache's: 1.05"),
     ] = None,
     max_drop: Annotated[float | None, Option(metavar="X", help="Mean drop of the score at most, points of 100")] = None,
     min_top1: Annotated[float | None, Option(metavar="X", help="Mean share of same next tokens at least: 0.99")] = None,

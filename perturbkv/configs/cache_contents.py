@@ -106,7 +106,7 @@ class WholeCache(CacheContents):
 
 
 DEFAULT_STEPS = 8
-"""Decode steps of a run that is not told how many (METHOD: the protocol, 2)."""
+"""Default number of decode steps (METHOD: the protocol, 2)."""
 EVICTED, PAGES_READ, SPARSE_PREFILL = CacheContents(), PagedCache(), WholeCache()
 WITHOUT_EVICTION: Mapping[str, CacheContents] = {"quest": PAGES_READ, "vertical-slash": SPARSE_PREFILL}
 """Policy that evicts nothing -> the contents of its cache."""
@@ -118,7 +118,7 @@ def contents_of(policy: Choice) -> CacheContents:
 
 
 def default_steps(policies: Sequence[Choice]) -> int:
-    """Return the decode steps of a run that is not told how many: 1 with a sparse prefill, which has no others."""
+    """Return the default number of decode steps: 1 with a sparse prefill."""
     return 1 if any(contents_of(policy) is SPARSE_PREFILL for policy in policies) else DEFAULT_STEPS
 
 

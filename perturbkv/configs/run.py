@@ -35,7 +35,7 @@ TEXTS = {
     "answer": "the first accepted answer",
     "given": "the row's `text`",
 }
-"""Text that the decode steps read (METHOD: effect on a text)."""
+"""Text that the decode steps read (METHOD: log p and perplexity)."""
 CACHES = {
     "ragged": "heads of any lengths, in blocks with bounded padding",
     "rectangular": "one length per configuration and layer, no padding",
@@ -62,7 +62,7 @@ class Settings:
         scenario: `regular`, or `context-only`, which compresses the context before the question is known.
         cache: layout of evicted caches, `ragged` or `rectangular`.
         save: `outputs` keeps head outputs, hidden states and attention too; `effect` what each head's loss, and each
-            evicted entry, costs the text (METHOD: effect on a text).
+            evicted entry, costs the text (METHOD: effect on the text).
         generate: number of tokens that every cache generates, which takes prompts with accepted answers that grade
             them; None: as many as the dataset says.
         head_scores: one row of scores per layer, for the policy `headkv`.
@@ -106,7 +106,7 @@ class RunConfig:
         chat_template: whether prompts went through the tokenizer's chat template.
         dtype, device: dtype and device of the model.
         configs: the eviction configurations, in the order of the trace's `config` dimension.
-        save: extra variables to store: of `SAVES`.
+        save: extra variables to store: `outputs`, `effect`.
         scenario: what is compressed, a key of `SCENARIOS`.
         cache: layout of evicted caches, a key of `CACHES`.
         head_scores: one row of scores per layer, for `headkv`; empty where no configuration needs them.

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy import stats
 
 import perturbkv as pk
 from perturbkv.analyses.budget.criteria import criteria
@@ -79,8 +80,6 @@ def test_ratios_are_geometric_means_with_their_intervals() -> None:
     logs = np.log(each)[:, 1]
     assert (same.ratio, same.ratio_interval.low, same.ratio_interval.high) == pytest.approx((1, 1, 1))  # type: ignore[union-attr]
     assert other.ratio == pytest.approx(np.exp(logs.mean()))
-    from scipy import stats
-
     reach = stats.t.ppf(0.975, max(1, 7 / 32 * 6)) * logs.std(ddof=1) / np.sqrt(6)
     ends = (other.ratio_interval.low, other.ratio_interval.high)  # type: ignore[union-attr]
     assert ends == pytest.approx(np.exp([logs.mean() - reach, logs.mean() + reach]))

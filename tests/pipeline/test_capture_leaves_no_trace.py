@@ -23,7 +23,7 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ModelError
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline.run.plan import is_passing
+from perturbkv.pipeline.run.plan import copies_each_pass
 from perturbkv.pipeline.sample import one_sample
 from perturbkv.pipeline.sample.capture import Observer, capture, intercept_attention
 from perturbkv.pipeline.sample.decoding import STEPS_AT_ONCE
@@ -192,7 +192,7 @@ def test_one_step_without_copies_equals_the_first_of_two_with_copies(
 ) -> None:
     adapter = exact_adapter("llama", 4, 2)
     one = trace_sample(adapter, PROMPT, run(scenario=scenario)).arrays
-    monkeypatch.setattr(one_sample, "is_passing", lambda run: False)
+    monkeypatch.setattr(one_sample, "copies_each_pass", lambda run: False)
     two = trace_sample(adapter, PROMPT, run(steps=2, scenario=scenario)).arrays
     for name, array in one.items():
         dims = VARIABLES[name].dims
@@ -231,10 +231,10 @@ def test_caches_that_are_read_again_or_hold_what_the_full_one_does_not_are_held(
     inside = replace(streaming, policy=parse("streaming-llm(positions=in-cache)"))
     few = replace(CONFIGS[0], precision=parse("quantise(bits=2)"))
     for steps in (1, 20):
-        assert is_passing(ResolvedRun.from_run(run(steps=steps)))
-    assert is_passing(ResolvedRun.from_run(run((streaming,), scenario="context-only")))
+        assert copies_each_pass(ResolvedRun.from_run(run(steps=steps)))
+    assert copies_each_pass(ResolvedRun.from_run(run((streaming,), scenario="context-only")))
     assert not any(
-        is_passing(ResolvedRun.from_run(each)) for each in (run(generate=3), run((*CONFIGS, inside)), run((few,)))
+        copies_each_pass(ResolvedRun.from_run(each)) for each in (run(generate=3), run((*CONFIGS, inside)), run((few,)))
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -146,11 +147,13 @@ def test_tokens_say_which_word_costs_the_text_and_heads_compare_effects(world: T
     np.testing.assert_array_equal(costs, world.arrays["entry_effect"][0, 0, :N])
     shown = repr(found)
     assert f"at {PLACE} costs most" in " ".join(shown.split())
+    gains = replace(found, effects=tuple(tuple(np.abs(each)) for each in found.effects))
+    assert "Change of the text's log p" in repr(gains) and "costs most" not in repr(gains)
     pair = pk.compare_heads(world, *sides, distance="effect")[0]
     sizes = np.abs(world.arrays["effect_propagated"][0]).mean(axis=1)
     np.testing.assert_allclose(pair.propagated.baseline_mean, sizes[0])
     np.testing.assert_allclose(pair.propagated.treatment_mean, sizes[1])
-    assert "first-order effect on log p, nat" in repr(pk.compare_heads(world, *sides, distance="effect"))
+    assert "|Δ log p|" in repr(pk.compare_heads(world, *sides, distance="effect"))
 
 
 def test_what_is_no_kept_set_has_no_entries_and_a_prefill_of_its_own_no_isolated_effect() -> None:
@@ -170,7 +173,7 @@ def test_a_trace_with_effects_is_saved_and_read(world: Trace, tmp_path: Path) ->
 
 
 def test_a_model_through_which_no_gradient_flows_is_refused_in_one_line() -> None:
-    with pytest.raises(ModelError, match="^--save effect expects a model through which gradients flow; 'tiny-olmo_h"):
+    with pytest.raises(ModelError, match="^--save effect needs a backward pass through 'tiny-olmo_h.*which failed"):
         traced(hybrid_adapter("olmo_hybrid"))  # its reference code changes states in place
 
     def detached(stock: AttentionFunction, module: Any, args: Any, kwargs: Any) -> Any:

@@ -25,7 +25,7 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.configs.selections import STAGED, UNION
 from perturbkv.devices import block_bytes, working_bytes
 from perturbkv.kept_codec import mask_bytes
-from perturbkv.pipeline.run.plan import Plan, is_passing
+from perturbkv.pipeline.run.plan import Plan, copies_each_pass
 from perturbkv.pipeline.sample.layer import LOST_ENTRIES
 from perturbkv.schema import ANSWER_TEXT, DIGEST, KEPT, TEXT, VARIABLES
 from perturbkv.selection.resolved_config import ResolvedConfig
@@ -142,7 +142,7 @@ def estimate_memory(planned: Plan) -> Memory:
     codes = sum(_count_sets(config, shape) for config in run.configs) * shape.measured * mask_bytes(tokens)
     working = working_bytes(planned.placement.device, planned.resources.chunk_bytes)
     projection = _projection_bytes(shape)
-    copied = working if is_passing(planned.resolved) else 0
+    copied = working if copies_each_pass(planned.resolved) else 0
     return Memory(
         weights=shape.weights_bytes,
         full_cache=shape.full_cache_bytes(longest),

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from perturbkv.models.adapter import Adapter
 
 
-def is_passing(run: ResolvedRun) -> bool:
+def copies_each_pass(run: ResolvedRun) -> bool:
     """Return whether a run's caches copy their kept entries from the full cache in every pass, and store none.
 
     Copies take less memory, and more rows go through the linear layers at once. A run that generates reads its caches
@@ -49,7 +49,7 @@ def plan_prompt_batches(prompt: Prompt, run: ResolvedRun, shape: Shape, resource
     context, question = prompt.parts(run.scenario)
     decoded = len(question) + max(run.steps, run.generate)
     bound = resources.max_bytes
-    return plan_batches(run.configs, shape, len(context), decoded, run.steps, bound, passing=is_passing(run))
+    return plan_batches(run.configs, shape, len(context), decoded, run.steps, bound, passing=copies_each_pass(run))
 
 
 _log = logging.getLogger(__name__)

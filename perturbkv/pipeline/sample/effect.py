@@ -1,4 +1,4 @@
-"""Effect of lost entries on a text, to first order (METHOD: effect on a text).
+"""Effect of lost entries on a text, to first order (METHOD: effect on the text).
 
 The gradient of the text's log p is taken where the heads' outputs stand apart, at the input of the output projection:
 ⟨∂ log p / ∂ o, x W_O^h⟩ = ⟨∂ log p / ∂ x_h, x⟩ for every vector x of head h, so that W_O is not needed. One forward and
@@ -34,15 +34,15 @@ def add_gradients(
 
     Step t decodes token t of the text, and its logits predict token t + 1: the text has one token more than there are
     steps, −1 where it has ended, and log p is the sum over those that steps predict. `prefill.finite` checks the
-    gradients, and that one pass over the text gives the steps' logits. Raises ModelError for a model through which no
-    gradient flows.
+    gradients, and that one pass over the text gives the steps' logits. Raises ModelError where the backward pass
+    fails.
     """
     try:
         with memory.translate_allocation_errors():
             logits, gradients = _backward(adapter, prefill, question, text)
     except RuntimeError as error:
         raise ModelError(
-            f"--save effect expects a model through which gradients flow; '{adapter.name}' has layers without "
+            f"--save effect needs a backward pass through '{adapter.name}', which failed "
             f"({' '.join(str(error).split())[:200] or type(error).__name__})"
         ) from error
     told = "decodes a text's tokens one by one otherwise than together"
@@ -113,7 +113,7 @@ class EntryEffects:
             "entry_effect": parts.sum(dim=1),
         }
 
-    def unknown(self, kept: Bool[Tensor, "config head n"]) -> dict[str, Tensor]:
+    def not_measured(self, kept: Bool[Tensor, "config head n"]) -> dict[str, Tensor]:
         """Return the same variables, NaN for configurations: what is lost is no set of the decoding query's entries."""
         return {name: one.fill_(torch.nan) if one.ndim > 1 else one for name, one in self.isolated(kept).items()}
 

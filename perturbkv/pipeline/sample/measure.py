@@ -129,7 +129,7 @@ def _kept_sums_per_step(
 def _step_quantities(
     reference: Reference, kept: KeptSums, stage1: KeptSums, counts: Int[Tensor, "config head"]
 ) -> dict[str, Tensor]:
-    """Return what `isolated_quantities` does, of one step.
+    """Return `isolated_quantities` of one step.
 
     Row 0 of `kept` is the control; `counts` are ⌊αb⌋.
     """

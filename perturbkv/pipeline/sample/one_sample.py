@@ -36,7 +36,7 @@ from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers.generation import generate
 from perturbkv.pipeline.answers.recompression import CacheSize, EvictedPrompt
 from perturbkv.pipeline.progress import phase
-from perturbkv.pipeline.run.plan import is_passing, plan_prompt_batches
+from perturbkv.pipeline.run.plan import copies_each_pass, plan_prompt_batches
 from perturbkv.pipeline.sample import measure
 from perturbkv.pipeline.sample.assembly import (
     BatchResult,
@@ -231,7 +231,7 @@ class _BatchDecoder:
     def __init__(self, sample: SampleRun, layers: Sequence[LayerResult], lengths: Sequence[Lengths]) -> None:
         self.sample, self.adapter, self.run = sample, sample.adapter, sample.run
         self.layers, self.lengths, self.rows = layers, lengths, sample.full.rows
-        self.finite, self.passing = FiniteCheck(), is_passing(sample.run)
+        self.finite, self.passing = FiniteCheck(), copies_each_pass(sample.run)
 
     def decode_batch(self, indices: tuple[int, ...]) -> BatchResult:
         """Evict the cache for the configurations with these indices, decode from it, and return the measurements."""

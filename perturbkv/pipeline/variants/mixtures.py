@@ -26,7 +26,7 @@ from perturbkv.errors import ActivationError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers.generation import generate
 from perturbkv.pipeline.answers.recompression import EvictedPrompt
-from perturbkv.pipeline.run.plan import Plan, is_passing
+from perturbkv.pipeline.run.plan import Plan, copies_each_pass
 from perturbkv.pipeline.sample import measure
 from perturbkv.pipeline.sample.capture import FiniteCheck
 from perturbkv.pipeline.sample.decoding import decode_evicted
@@ -55,7 +55,7 @@ def rows_per_batch(prompt: Prompt, run: ResolvedRun, shape: Shape, resources: Re
     """Return the number of mixtures per batch that fits the memory bound, between 1 and `MOST_ROWS`."""
     context, question = prompt.parts(run.scenario)
     decoded, n = len(question) + max(run.steps, run.generate), len(context)
-    row = max(shape.row_bytes(config, n, decoded, run.steps, is_passing(run)) for config in run.configs)
+    row = max(shape.row_bytes(config, n, decoded, run.steps, copies_each_pass(run)) for config in run.configs)
     bound = resources.max_bytes or (shape.weights_bytes + shape.full_cache_bytes(n)) // 2
     return max(1, min(MOST_ROWS, bound // row))
 
@@ -100,7 +100,7 @@ class MixtureSample:
         self.full = full
         self.layers: list[_Layer] = [self._layer(self.sample.layer(index)) for index in range(len(adapter.layers))]
         self.finite: FiniteCheck = FiniteCheck()
-        self.passing: bool = is_passing(run)
+        self.passing: bool = copies_each_pass(run)
         self.rows = rows
         prefilled.finite.raise_if_not(prompt.sample_id)
 
