@@ -92,9 +92,10 @@ def noise_floor_note(relative: float, unit: str = "of ‖o_h‖") -> str:
 RANGES_NOTE = "the range of single samples, outside which a number of all of them together can lie"
 """The median over heads of their sums over samples is not the mean of the samples' medians."""
 DRIFT_NOTE = "Drift: distance of the evicted run's residual stream from the full run's, median over samples."
+FIRST_ORDER_NOTE = "The first order misses most of a large loss, and can have its sign wrong."
 EFFECT_NOTE = (
     "|Δ log p|: first-order change of the text's log p by a head's loss, in nat, by the full run's gradient; the mean "
-    "of its absolute value over steps. Propagated, a loss counts again in later layers."
+    f"of its absolute value over steps. Propagated, a loss counts again in later layers. {FIRST_ORDER_NOTE}"
 )
 TIES_NOTE = "A tie differs by at most 2 noise floors, or keeps the same entries."
 CACHE_SHARE_NOTE = "cache share: entries that the evicted cache holds over those of the full cache."

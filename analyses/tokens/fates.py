@@ -217,6 +217,15 @@ def text_effects(trace: Trace, prompt: PromptText, side: int) -> tuple[float, ..
     return tuple(effects.tolist())
 
 
+def text_change(trace: Trace, prompt: PromptText, side: int) -> float:
+    """Return what log p of the text's predicted tokens changed by with a side's cache; NaN where not measured."""
+    if "text_logp" not in trace.arrays:
+        return np.nan
+    known = np.asarray(trace.arrays["next_token_id"][prompt.index], dtype=np.int64) >= 0
+    evicted, full = trace.arrays["text_logp"][prompt.index, side], trace.arrays["text_logp_full"][prompt.index]
+    return float(np.where(known, evicted - full, 0).sum())
+
+
 def losses(
     trace: Trace, sample: int, sides: tuple[int, int], layer: int, head: int
 ) -> tuple[tuple[Loss, ...], tuple[Loss, ...]] | None:

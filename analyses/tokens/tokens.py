@@ -35,6 +35,7 @@ from perturbkv.analyses.tokens.fates import (
     fates,
     losses,
     prompt_of,
+    text_change,
     text_effects,
 )
 from perturbkv.configs.eviction import EvictionConfig
@@ -137,6 +138,7 @@ class Tokens(Result, PairRecord):
         losses: evicted entries of both sides that add most to the output; None where the trace does not tell.
         effects: with each side what losing a token in all heads that evict it changes the text's log p by, to first
             order, in nat; NaN where the trace does not tell.
+        text_changes: what the text's log p did change by with each side's cache, in nat; NaN where not measured.
         everything: whether the prompt is shown whole.
     """
 
@@ -160,6 +162,7 @@ class Tokens(Result, PairRecord):
     fates: tuple[str, ...]
     losses: tuple[tuple[Loss, ...], tuple[Loss, ...]] | None
     effects: tuple[tuple[float, ...], tuple[float, ...]]
+    text_changes: tuple[float, float]
     other_pairs: int = column("further pairs of these sides in the trace", default=0)
     everything: bool = False
 
@@ -286,14 +289,16 @@ class Tokens(Result, PairRecord):
 
     def _cost(self) -> list[str]:
         """Return what eviction with each side costs the text, as a list; empty where the trace does not tell."""
-        sides = zip(self.sides, np.nan_to_num(self.effects), strict=True)
+        sides = zip(self.sides, self.text_changes, np.nan_to_num(self.effects), strict=True)
         told = [
-            f"{name} {text.three_digits(effects.sum())}{self._costliest(effects)}"
-            for name, effects in sides
+            f"{name} {text.three_digits(change)}, to first order {text.three_digits(effects.sum())}"
+            f"{self._costliest(effects)}"
+            for name, change, effects in sides
             if effects.any()
         ]
-        change = "Change of the text's log p by eviction in all heads, to first order, in nat"
-        return [f"{change}: {'; '.join(told)}.\n"] if told else []
+        if not told:
+            return []
+        return [f"Change of the text's log p by eviction, in nat: {'; '.join(told)}. {text.FIRST_ORDER_NOTE}\n"]
 
     def _costliest(self, effects: Floats) -> str:
         """Return the token whose loss lowers the text's log p most, in parentheses; empty where none lowers it."""
@@ -473,6 +478,7 @@ def tokens(
         fates=fates(trace, prompt, sides, layers.index(shown.layer), shown.head),
         losses=losses(trace, prompt.index, sides, layers.index(shown.layer), shown.head),
         effects=(text_effects(trace, prompt, sides[0]), text_effects(trace, prompt, sides[1])),
+        text_changes=(text_change(trace, prompt, sides[0]), text_change(trace, prompt, sides[1])),
         other_pairs=len(matching) - 1,
         everything=everything,
     )

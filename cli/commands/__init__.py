@@ -74,6 +74,8 @@ PANELS = {row.name: title for title, rows in GROUPS.items() for row in rows}
 
 _CHECKOUT = "(in a checkout)"
 _NO_CARD = "leave it out; export writes tables, and a README of yours describes them"
+_MEASURING = ("trace", "heads", "layers", "assumption", "bound-tightness", "ablation", "horizon", "tokens", "needle",
+              "quality", "correlation", "budget")  # fmt: skip
 FORMER: dict[str, str] = {
     "doctor bench": f"type: python -m benchmarks {_CHECKOUT}",
     "question": f"type: perturbkv patching, or python studies/NAME.py {_CHECKOUT}",
@@ -88,6 +90,7 @@ FORMER: dict[str, str] = {
     "quality --judge": f"type: python studies/judge.py {_CHECKOUT}",
     "export --card": _NO_CARD,
     "export --license": _NO_CARD,
+    **{f"{name} --no-text": "type: --no-prompts" for name in _MEASURING},
 }
 """Former command, or command and option, as typed -> what to do instead. Asked only about what is unknown."""
 

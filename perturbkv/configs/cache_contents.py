@@ -122,13 +122,16 @@ def default_steps(policies: Sequence[Choice]) -> int:
     return 1 if any(contents_of(policy) is SPARSE_PREFILL for policy in policies) else DEFAULT_STEPS
 
 
-def check_sparse_prefill(policies: Sequence[Choice], steps: int, generate: int, model_config: Any, model: str) -> None:
-    """Raise ConfigError for a sparse-prefill run with several decode steps, generation or mixed layer types."""
+def check_sparse_prefill(
+    policies: Sequence[Choice], steps: int, generate: int, save: Sequence[str], model_config: Any, model: str
+) -> None:
+    """Raise ConfigError for a sparse-prefill run with several steps, generation, effects or mixed layer types."""
     name = next((policy.name for policy in policies if contents_of(policy) is SPARSE_PREFILL), None)
     if name is None:
         return
     for applies, what, instead in (
         (steps > 1, f"{steps} decode steps", "the prompt's queries have no steps: use --steps 1"),
+        ("effect" in save, "--save effect", "it evicts nothing whose loss could cost a text: leave it out"),
         (generate > 0, f"answers of {generate} tokens", "it is measured and does not answer: generate nothing"),
         (layer_types.is_mixed(model_config) or layer_types.is_recurrent(model_config),
          f"model '{model}', some of whose layers slide or are recurrent",

@@ -225,9 +225,11 @@ class Mixed(Model):
 def test_a_run_that_asks_for_more_is_refused(asked: tuple[int, int, type], said: str) -> None:
     steps, generate, model = asked
     with pytest.raises(ConfigError) as refused:
-        asked_of.check_sparse_prefill([lined().policy], steps, generate, model(), "m")
+        asked_of.check_sparse_prefill([lined().policy], steps, generate, (), model(), "m")
     assert said in str(refused.value) and "\n" not in str(refused.value)
-    asked_of.check_sparse_prefill([configuration(17, window=WINDOW).policy], steps, generate, model(), "m")
+    with pytest.raises(ConfigError, match="expects no --save effect; it evicts nothing whose loss could cost a text"):
+        asked_of.check_sparse_prefill([lined().policy], 1, 0, ("effect",), model(), "m")
+    asked_of.check_sparse_prefill([configuration(17, window=WINDOW).policy], steps, generate, (), model(), "m")
 
 
 def test_what_forgets_searches_or_swaps_is_refused() -> None:

@@ -211,7 +211,7 @@ def test_answers_are_compressed_again_and_diverge_from_the_models_own(family: st
 def test_what_reads_a_prompt_its_own_way_is_refused(family: str) -> None:
     adapter = hybrid_adapter(family)
     with pytest.raises(ConfigError, match="'vertical-slash' .* expects no model .m., some of whose layers slide"):
-        cache_contents.check_sparse_prefill([Choice("vertical-slash")], 1, 0, adapter.config, "m")
+        cache_contents.check_sparse_prefill([Choice("vertical-slash")], 1, 0, (), adapter.config, "m")
     press = EvictionConfig(12, Choice("kvpress:KnormPress"), "given", 0, "kv")
     with pytest.raises(ModelError, match="'KnormPress' expects .* model 'm'"):
         presses.check_sources([resolve(press)], adapter.config, "m")

@@ -154,7 +154,7 @@ def plan(
     generate = _answer_length(prompts) if settings.generate is None else settings.generate
     policies = [config.policy for config in configs]
     steps = cache_contents.default_steps(policies) if settings.steps is None else settings.steps
-    cache_contents.check_sparse_prefill(policies, steps, generate, files.config, files.name)
+    cache_contents.check_sparse_prefill(policies, steps, generate, settings.save, files.config, files.name)
     _check_prompts(prompts, settings, steps, generate, files)
     if generate and settings.scored:
         check_answers(prompts)

@@ -113,10 +113,6 @@ class EntryEffects:
             "entry_effect": parts.sum(dim=1),
         }
 
-    def not_measured(self, kept: Bool[Tensor, "config head n"]) -> dict[str, Tensor]:
-        """Return the same variables, NaN for configurations: what is lost is no set of the decoding query's entries."""
-        return {name: one.fill_(torch.nan) if one.ndim > 1 else one for name, one in self.isolated(kept).items()}
-
 
 def propagated_effects(full: StepRecord, evicted: StepRecord) -> dict[str, Tensor]:
     """Return the heads' propagated effects (config, layer, head) at a step and their noise floor (layer, head), in nat.

@@ -143,8 +143,6 @@ def measure_layer(sample: SampleRun, index: int, owner: LayerResult | None) -> L
         alphas = _alpha_per_head(layer, configs, lines, slice(None))
         seen = lines.decoding_mask(heads)
         quantities.append([readers.isolated_along_lines(layer, lines, summands[0], alphas)])
-        for known, effect in zip(quantities[-1], effects, strict=False):
-            known |= effect.not_measured(seen)
         evicted.append(largest_evicted_outputs(ranked, seen))
     isolated = [_join_configs(step) for step in zip(*quantities, strict=True)]
     if in_prompt:
