@@ -18,7 +18,6 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.analyses.stats.arithmetic import ratio
 from perturbkv.analyses.verdicts import equal_whole
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import plural
@@ -352,35 +351,51 @@ def scores(trace: Trace, analysis: str) -> Scores:
 
 @dataclass(frozen=True)
 class TextLogP:
-    """Mean log p of a text's tokens in the complete samples, nat (METHOD: log p and perplexity); NaN without a token.
+    """Mean log p of a text's tokens, nat (METHOD: log p and perplexity), of complete samples whose text has a token.
 
     Attributes:
         full: (sample,) under the full cache.
         evicted: (sample, config) under each configuration's.
         tokens: (sample,) number of tokens, the same for all caches.
+        known: (complete sample,) False where the text has no token that counts: the sample is left out.
     """
 
     full: Floats
     evicted: Floats
     tokens: NDArray[np.int64]
+    known: NDArray[np.bool_]
 
 
 def text_log_p(trace: Trace, analysis: str) -> TextLogP:
     """Return the mean log p of each text's tokens; error messages name the `analysis`.
 
-    Of a context-only run the first token counts too. Raises TraceError where the trace lacks log p.
+    Of a context-only run the first token counts too. Raises TraceError where the trace lacks log p, and where no sample
+    has a token that counts.
     """
-    known = np.asarray(trace.get("next_token_id", analysis)) >= 0
-    full = np.where(known, trace.get("text_logp_full", analysis), 0).sum(axis=1)
-    evicted = np.where(known[:, None], trace.get("text_logp", analysis), 0).sum(axis=2)
-    tokens = known.sum(axis=1)
+    counts = np.asarray(trace.get("next_token_id", analysis)) >= 0
+    full = np.where(counts, trace.get("text_logp_full", analysis), 0).sum(axis=1)
+    evicted = np.where(counts[:, None], trace.get("text_logp", analysis), 0).sum(axis=2)
+    tokens = counts.sum(axis=1)
     if "first_logp" in trace.arrays:
         full, evicted, tokens = (
             full + trace.get("first_logp_full", analysis),
             evicted + trace.get("first_logp", analysis),
             tokens + 1,
         )
-    return TextLogP(ratio(full, tokens), ratio(evicted, tokens[:, None]), tokens)
+    known = tokens > 0
+    if not known.any():
+        raise TraceError(
+            f"{analysis} needs a text of two tokens or more, got none in {trace.source or 'this trace'}: its first "
+            "comes from the prefill; measure longer texts"
+        )
+    tokens = tokens[known]
+    return TextLogP(full[known] / tokens, evicted[known] / tokens[:, None], tokens, known)
+
+
+def one_token_caveat(count: int) -> list[str]:
+    """Return the note on `count` samples that perplexity leaves out, as a list; empty for 0."""
+    note = f"Perplexity leaves out {plural(count, 'sample')} whose text is one token, which the prefill gives."
+    return [note] if count else []
 
 
 def has_only_first_token(trace: Trace) -> NDArray[np.bool_]:

@@ -283,6 +283,7 @@ def plan(
     if options.shard is not None and options.output is None:
         raise ConfigError("expected --output with --shard, got none; name the place that all shards of the run share")
     from perturbkv.cache import entries
+    from perturbkv.configs import cache_contents
     from perturbkv.configs.run import Settings
     from perturbkv.datasets.prompts import resolve_options, whole_text_steps
     from perturbkv.engines import engine_choice
@@ -318,7 +319,8 @@ def plan(
         leave_out_unfit=leave_out_unfit,
     )
     prompts = encode_prompts(options, files.tokenizer, int(files.config.max_position_embeddings), metric)
-    if options.reads_whole_text and options.steps is None:
+    has_steps = cache_contents.default_steps([config.policy for config in configs]) > 1
+    if options.reads_whole_text and options.steps is None and has_steps:
         settings = dataclasses.replace(settings, steps=whole_text_steps(prompts, options.text))
     return plan_run(files, placement, prompts, configs, settings, resources)
 

@@ -9,8 +9,8 @@ So a larger budget that fails takes their verdict from all smaller ones, and mus
 lognormal's bound is larger for KL far below the limit than for KL close below it where it goes over more powers of ten.
 Therefore KL below a hundredth of the limit counts as that much, and a budget whose KL is no larger than a smaller one's
 on any prompt has at most the smaller one's bound: adding it never takes that one's verdict. Mean KL is assumed not to
-rise with the budget, so that the smaller one's bound is one of the larger one's mean too. A text's perplexity over the
-full cache's is judged as KL is.
+rise with the budget, so that the smaller one's bound is one of the larger one's mean too. Of a text's perplexity over
+the full cache's the excess over 1 is judged as KL is: the ratio itself lies near 1 and is no lognormal.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _QUANTITIES = {
 _SHORT = {"kl": "KL", "perplexity": "perplexity / full", "drop": "drop of score", "top1": "same token"}
 """Name of a limited quantity in a narrow table."""
 _UNITS = {"kl": " nat", "perplexity": "", "drop": " points", "top1": ""}
-LOGNORMAL = {"kl": "KL", "perplexity": "perplexity"}
-"""Criteria on what is positive without an upper end, whose bound assumes a lognormal -> what a note calls them."""
+LOGNORMAL = {"kl": "KL", "perplexity": "excess perplexity"}
+"""Criteria without an upper end, whose bound assumes that a loss is lognormal -> what a note calls that loss."""
 _NEGLIGIBLE = 0.01
-"""Share of a limit on these: less counts as that much, as it hardly bears on the mean, and much on its bound."""
+"""Share of a limit on these losses: less counts as that much, as it hardly bears on the mean, and much on its bound."""
 _SMALLEST = 1e-12
 """Least KL in nat: less is rounding, whose logarithm means nothing."""
 
@@ -99,8 +99,9 @@ class Criterion:
     def sample_means(self, measured: Measurements) -> Floats:
         """Return the limited quantity of each sample, (sample, config): a mean over its steps, or its drop of score.
 
-        KL below its noise floor counts as the floor; a text of a token that the prefill gives is as likely from every
-        cache. Raises TraceError where the trace lacks the quantity, and for a drop where the full cache scores nothing.
+        KL below its noise floor counts as the floor; perplexity leaves out samples whose text has no token that counts.
+        Raises TraceError where the trace lacks the quantity, for a drop where the full cache scores nothing, and for
+        perplexity where no text has such a token.
         """
         if self.name == "drop":
             return _drop(measured)
@@ -108,7 +109,7 @@ class Criterion:
             return measured["top1_agreement"]
         if self.name == "perplexity":
             log_p = text_log_p(measured.trace, ANALYSIS)
-            return np.exp(np.nan_to_num(log_p.full[:, None] - log_p.evicted))
+            return np.exp(log_p.full[:, None] - log_p.evicted)
         floor = np.maximum(measured["logit_kl_noise_floor"], _SMALLEST)
         return np.asarray(np.maximum(measured["logit_kl"], floor[:, None]))
 
@@ -118,7 +119,7 @@ class Criterion:
         `samples`: as if there were that many.
         """
         if self.name in LOGNORMAL:
-            return one_sided.mean_at_most(np.maximum(each, _NEGLIGIBLE * self.limit), samples)
+            return self._lossless + one_sided.mean_at_most(self._losses(each), samples)
         if self.name == "drop":  # a drop lies in [−1, 1], and its upper bound mirrors a lower one in [0, 1]
             return 1 - 2 * one_sided.mean_at_least((1 - each) / 2, samples)
         if np.isin(each, (0, 1)).all():
@@ -133,8 +134,19 @@ class Criterion:
         """
         if self.name not in LOGNORMAL:
             return self.bound(each[:, -1])
-        counted = np.maximum(each, _NEGLIGIBLE * self.limit)
-        return min(self.bound(values) for values in counted.T if (values >= counted[:, -1]).all())
+        losses = self._losses(each).T
+        return min(
+            self.bound(values) for values, lost in zip(each.T, losses, strict=True) if (lost >= losses[-1]).all()
+        )
+
+    @property
+    def _lossless(self) -> float:
+        """KL or perplexity over the full cache's without any loss: 0 or 1."""
+        return _RANGES[self.name][1]
+
+    def _losses(self, each: Floats) -> Floats:
+        """Return what KL or perplexity exceeds its lossless value by, at least a hundredth of what the limit does."""
+        return np.maximum(each - self._lossless, _NEGLIGIBLE * (self.limit - self._lossless))
 
     def bound_share_above(self, each: Floats) -> float | None:
         """Return the upper 95 % bound of the share of samples above a limit on KL or perplexity; else None."""
@@ -207,8 +219,8 @@ class TestedBudget(Record):
     cache_share: float = column("entries of its cache over those of the full cache", key="held")
     mean: float = column("mean over samples of the limited quantity")
     bound: float = column(
-        "one-sided 95 % bound of the mean, of KL and perplexity if they are lognormal and their means do not rise with "
-        "the budget; null of fewer than five samples"
+        "one-sided 95 % bound of the mean, of KL and perplexity if KL and perplexity's excess over 1 are lognormal and "
+        "their means do not rise with the budget; null of fewer than five samples"
     )
     above: float | None = column(
         "of KL and perplexity: exact one-sided 95 % bound of the share of samples whose own exceeds the limit; else "

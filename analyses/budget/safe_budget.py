@@ -39,14 +39,17 @@ from perturbkv.trace import Trace
 _GIB = 2**30
 _ORDER = (
     "Budgets are tested from the largest down, up to the first that fails, so that each selection's verdict errs "
-    "about as often as one bound does; verdicts on several selections are not corrected for their number. A budget "
-    "whose KL is no larger on any prompt than a smaller one's has at most that one's bound."
+    "about as often as one bound does; verdicts on several selections are not corrected for their number."
 )
 _BOUNDS = {
     "kl": "KL: the larger bound of Student's t and of a lognormal, where less than a hundredth of the limit counts as "
     "that much. It holds a lognormal's mean in 95 % of simulated draws of 8 to 40 samples, but only in 74 to 90 % "
-    "where one sample in ten carries the mean.",
-    "perplexity": "Perplexity: as KL's bound; of each sample over the full cache's, by the same tokens.",
+    "where one sample in ten carries the mean. A budget whose KL is no larger on any prompt than a smaller one's has "
+    "at most that one's bound.",
+    "perplexity": "Perplexity: of each sample over the full cache's, by the same tokens. Its excess over 1 has the "
+    "larger bound of Student's t and of a lognormal, where less than a hundredth of the limit's excess counts as that "
+    "much. It holds the mean of skewed excesses in at least 96 % of simulated draws of 8 to 40 samples. A budget whose "
+    "perplexity is no larger on any prompt than a smaller one's has at most that one's bound.",
     "drop": "Drop: a bound for any distribution of scores; {few}.",
     "top1": "Same token: exact for single steps, for means over steps a bound for any distribution.",
 }
@@ -190,6 +193,7 @@ class SafeBudgets(MemberSequence[SafeBudget], Result):
 
     Attributes:
         alike: samples whose full answer has no token but one that all caches share; 0 where no score is limited.
+        left_out: samples that perplexity leaves out; 0 where it is not limited.
     """
 
     SECTION: ClassVar[str] = "budget"
@@ -207,6 +211,10 @@ class SafeBudgets(MemberSequence[SafeBudget], Result):
     size: CacheSize | None = column("caches of the length and batch of the request", key="cache")
     identity: RunIdentity
     alike: int = 0
+    left_out: int = column(
+        "complete samples that a limit on perplexity leaves out: their text is a single token, which the prefill gives",
+        default=0,
+    )
 
     @derived()
     def exit_code(self) -> int:
@@ -221,9 +229,8 @@ class SafeBudgets(MemberSequence[SafeBudget], Result):
         """Return what is safe, the kind of bounds, and the number of samples."""
         limits = " and ".join(str(verdict.criterion) for verdict in self[0].verdicts)
         bounds_answers = any(verdict.criterion_name == "drop" for verdict in self[0].verdicts)
-        samples = f"n = {plural(self.identity.samples, 'sample')}"
         safe = f"safe: {limits}{'' if bounds_answers else ', which bounds no answer'}"
-        return [safe, f"95 % bounds{_kl_assumption(self)}", samples]
+        return [safe, f"95 % bounds{_kl_assumption(self)}", self._sample_note()]
 
     def title(self) -> str:
         """Return the table's title, with the caches whose bytes are counted."""
@@ -241,13 +248,20 @@ class SafeBudgets(MemberSequence[SafeBudget], Result):
 
     def interval_note(self) -> str:
         """Return the note on the number of samples, and on the kind and level of the bounds."""
-        return f"n = {plural(self.identity.samples, 'sample')}; bounds are one-sided, 95 %{_kl_assumption(self)}."
+        return f"{self._sample_note()}; bounds are one-sided, 95 %{_kl_assumption(self)}."
+
+    def _sample_note(self) -> str:
+        """Return the number of samples, and that of perplexity where it is another."""
+        samples = self.identity.samples
+        of_perplexity = f", of perplexity {samples - self.left_out:,}" if self.left_out else ""
+        return f"n = {plural(samples, 'sample')}{of_perplexity}"
 
     def caveats(self) -> Sequence[str]:
-        """Return notes on answers that eviction cannot change, and on cache shares above 1."""
+        """Return notes on answers that eviction cannot change, on texts of one token, and on cache shares above 1."""
         shares = [tested.cache_share for selection in self for tested in selection.verdicts[0].budgets]
         return [
             *measurements.first_token_caveat(self.alike, self.identity.samples),
+            *measurements.one_token_caveat(self.left_out),
             *above_full_caveat(shares),
         ]
 
@@ -332,7 +346,8 @@ def safe_budget(
         trace: from `measure` or `read_trace`, all budgets entries or all shares. Only complete samples.
         max_kl: mean KL(full ‖ evicted) of the next token, in nats, over the measured steps of each sample; its bound
             assumes that KL is lognormal.
-        max_perplexity: mean over samples of the text's perplexity over the full cache's; its bound likewise.
+        max_perplexity: mean over samples of the text's perplexity over the full cache's; its bound assumes
+            that the excess over 1 is lognormal. Samples whose text has no token that counts are left out.
         max_drop: mean drop of the score of whole answers, in points of 100.
         min_top1: mean share of measured steps whose likeliest token is the full cache's.
         sides: a selection (`attention`), a policy (`h2o`), or both (`adakv:attention`), or several; by default all.
@@ -362,4 +377,5 @@ def safe_budget(
     )
     configs = [config for _, curve in curves for config in curve.configs]
     alike = 0 if max_drop is None else int(has_only_first_token(measured.trace).sum())
-    return SafeBudgets(members, size, identity(measured.trace, configs), alike)
+    left_out = measured.samples - min(map(len, each.values()))  # by perplexity
+    return SafeBudgets(members, size, identity(measured.trace, configs), alike, left_out)

@@ -14,7 +14,7 @@ from perturbkv.analyses.columns import Line, Record, column, interval, record
 from perturbkv.analyses.conclusions import Case, Claim
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns
-from perturbkv.analyses.measurements import Floats, Measurements, text_log_p
+from perturbkv.analyses.measurements import Floats, Measurements, one_token_caveat, text_log_p
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.intervals import RATIO, OptionalInterval, StatisticKind
@@ -105,8 +105,7 @@ class Perplexity(Result):
 
     def caveats(self) -> Sequence[str]:
         """Return notes on samples that are left out, and on cache shares above 1."""
-        left = f"Left out: {plural(self.left_out, 'sample')} whose text is one token, which the prefill gives."
-        return [*([left] if self.left_out else []), *above_full_caveat(one.cache_share for one in self.configs)]
+        return [*one_token_caveat(self.left_out), *above_full_caveat(one.cache_share for one in self.configs)]
 
     def details(self) -> Sequence[Part]:
         """Return notes on the tokens that count and on means."""
@@ -151,13 +150,7 @@ def perplexity(trace: Trace) -> Perplexity:
         raise TraceError(f"expected a trace, as pk.read_trace or pk.measure give it; got {type(trace).__name__}")
     measured = Measurements(trace, ANALYSIS)
     log_p = text_log_p(trace, ANALYSIS)
-    known = log_p.tokens > 0
-    if not known.any():
-        raise TraceError(
-            f"{ANALYSIS} needs a text of two tokens or more, got none in {trace.source or 'this trace'}: its first "
-            "comes from the prefill; measure longer texts"
-        )
-    full, evicted = log_p.full[known], log_p.evicted[known]
+    full, evicted, known = log_p.full, log_p.evicted, log_p.known
     configs = tuple(
         CachePerplexity(config, float(share), *_geometric_mean(-values, _PERPLEXITY), *_geometric_mean(full - values))
         for config, share, values in zip(trace.run.configs, measured.cache_shares, evicted.T, strict=True)
@@ -165,7 +158,7 @@ def perplexity(trace: Trace) -> Perplexity:
     return Perplexity(
         identity(trace, trace.run.configs), trace.run.text,
         tuple(name for name, has_tokens in zip(measured.sample_ids, known, strict=True) if has_tokens),
-        tuple(log_p.tokens[known].tolist()), int((~known).sum()), *_geometric_mean(-full, _PERPLEXITY),
+        tuple(log_p.tokens.tolist()), int((~known).sum()), *_geometric_mean(-full, _PERPLEXITY),
         configs, full, evicted,
     )  # fmt: skip
 

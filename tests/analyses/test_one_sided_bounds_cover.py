@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from perturbkv.analyses.budget.criteria import Criterion
 from perturbkv.analyses.stats import one_sided
 
 Draw = Callable[[np.random.Generator, int], np.ndarray]
@@ -110,6 +111,29 @@ def test_a_mean_that_one_prompt_in_ten_carries_is_covered_as_often_as_is_said(
 
     truth = 0.9 * math.exp(-3.5) + 0.1 * math.exp(1.125)
     assert least < covered(one_sided.mean_at_most, draw, samples, truth, upper=True) < most  # 74 and 90 % of 1,500
+
+
+EXCESS: dict[str, tuple[Draw, float]] = {
+    "lognormal, spread 1": (lambda source, n: source.lognormal(-4, 1, n), math.exp(-4 + 1 / 2)),
+    "lognormal, spread 1.5": (lambda source, n: source.lognormal(-4, 1.5, n), math.exp(-4 + 1.5**2 / 2)),
+    "log p lost is gamma": (lambda source, n: np.expm1(source.gamma(0.3, 0.15, n)), (1 - 0.15) ** -0.3 - 1),
+}
+"""What perplexity exceeds the full cache's by, and its mean."""
+
+
+@pytest.mark.parametrize("samples", [8, 16, 40])
+@pytest.mark.parametrize("name", EXCESS)
+def test_a_mean_ratio_of_perplexities_is_covered_where_a_bound_of_the_ratio_itself_is_not(
+    name: str, samples: int
+) -> None:
+    draw, excess = EXCESS[name]
+
+    def ratios(source: np.random.Generator, count: int) -> np.ndarray:
+        return 1 + draw(source, count)
+
+    limit = Criterion("perplexity", 1 + excess)
+    assert covered(limit.bound, ratios, samples, 1 + excess, upper=True) >= 0.92
+    assert covered(one_sided.mean_at_most, ratios, samples, 1 + excess, upper=True) < 0.9
 
 
 def test_students_bound_alone_would_not_cover_it() -> None:

@@ -104,6 +104,15 @@ def test_kl_below_a_hundredth_of_the_limit_counts_as_that_much() -> None:
     assert one_sided.mean_at_most(quiet) > 0.1
 
 
+def test_the_excess_of_perplexity_over_1_is_judged_as_kl_is() -> None:
+    tight, kl = Criterion("perplexity", 1.015), Criterion("kl", 0.015)
+    for excess in (TIGHT, SPREAD, SPREAD / 100, SPREAD - 1e-5):  # some texts are likelier from the evicted cache
+        assert tight.bound(1 + excess) == pytest.approx(1 + kl.bound(excess), rel=1e-9)
+    assert tight.bound(1 + TIGHT) <= 1.015 < tight.bound(1 + SPREAD)
+    found = judge_curve(tight, 1 + np.stack([TIGHT, SPREAD], 1), curve(2))
+    assert [one.holds for one in found.budgets] == [True, True]
+
+
 @pytest.mark.slow
 def test_a_budget_that_joins_never_makes_another_ones_verdict_worse_where_kl_falls_on_every_prompt() -> None:
     source = np.random.default_rng(9)

@@ -61,6 +61,16 @@ def test_an_own_text_is_read_as_far_as_answers_go(perturbkv: Run, model: Path, r
     assert perturbkv("budget", "--max-kl", 2, *asked).json()["steps"] == 8
 
 
+@pytest.mark.parametrize("question", [["quality", "--metric", "perplexity"], ["budget", "--max-perplexity", 2]])
+def test_a_prefill_without_further_steps_reads_one(
+    perturbkv: Run, model: Path, rows: Path, question: list[Any]
+) -> None:
+    asked = ["--model", model, "--dataset", rows, "--budget", 24, "--window", 8, "--dry-run", "--json"]
+    ran = perturbkv(*question, "--compare", "vertical-slash:attention", *asked)
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.json()["steps"] == 1
+
+
 def ratios(each: list[list[float]]) -> pk.Trace:
     """A trace of two steps in which each sample has these ratios to the full cache's perplexity, (sample, config)."""
     samples = []
@@ -94,7 +104,10 @@ def test_a_limit_bounds_the_mean_ratio() -> None:
     (tested,) = found[0].verdicts[0].budgets
     assert (tested.mean, tested.bound, tested.holds) == (pytest.approx(1.01), pytest.approx(1.01), True)
     assert str(criterion) == "mean perplexity over the full cache's ≤ 1.05"
-    assert "which bounds no answer; 95 % bounds, of perplexity if lognormal" in found.conclusion()
+    assert "which bounds no answer; 95 % bounds, of excess perplexity if lognormal" in found.conclusion()
+    told = " ".join(map(str, found.details()))
+    assert "A budget whose perplexity is no larger on any prompt" in told
+    assert "KL" not in told
     assert pk.safe_budget(ratios(each), max_perplexity=1.05).exit_code == 1
 
 

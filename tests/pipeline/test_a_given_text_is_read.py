@@ -15,7 +15,7 @@ import perturbkv as pk
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt, encode
 from perturbkv.datasets.sample import Sample
-from perturbkv.errors import DatasetError, ModelError, UnknownNameError
+from perturbkv.errors import DatasetError, ModelError, TraceError, UnknownNameError
 from perturbkv.trace import SampleTrace
 from tests.oracle import theory
 from tests.oracle.sample import QUESTION, Reference
@@ -166,9 +166,18 @@ def test_a_text_of_one_token_has_no_perplexity(tmp_path: Path) -> None:
     measured = pk.measure(tiny_adapter(), prompts, pk.grid(24, window=8), settings=settings, progress=False)
     result = pk.perplexity(measured)
     assert (result.samples, result.tokens, result.left_out) == (("two", "three"), (1, 2), 1)
-    assert result.caveats()[0].startswith("Left out: 1 sample")
+    said = "Perplexity leaves out 1 sample whose text is one token, which the prefill gives."
+    limited = pk.safe_budget(measured, max_perplexity=1.5)
+    assert result.caveats()[0] == limited.caveats()[0] == said
+    assert (limited.left_out, limited.scope()[-1]) == (1, "n = 3 samples, of perplexity 2")
+    (tested,) = limited[0].verdicts[0].budgets
+    config, total = measured.run.configs.index(tested.config), 0.0
+    for sample, tokens in ((1, 1), (2, 2)):
+        full, evicted = (measured.arrays[name][sample] for name in ("text_logp_full", "text_logp"))
+        total += np.exp(sum(float(full[step]) - float(evicted[config, step]) for step in range(tokens)) / tokens)
+    assert (tested.mean, tested.bound) == (pytest.approx(total / 2), np.inf)
+    assert limited[0].state == "too few samples"
     alone = pk.measure(tiny_adapter(), prompts[:1], pk.grid(24, window=8), settings=settings, progress=False)
-    with pytest.raises(pk.PerturbkvError, match="needs a text of two tokens or more, got none"):
-        pk.perplexity(alone)
-    limited = pk.safe_budget(alone, max_perplexity=1.5)[0].verdicts[0].budgets[0]
-    assert limited.mean == 1.0
+    for asked in (pk.perplexity, lambda it: pk.safe_budget(it, max_perplexity=1.5)):
+        with pytest.raises(TraceError, match="needs a text of two tokens or more, got none"):
+            asked(alone)
