@@ -23,7 +23,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory, ragged: dict[str, Any]) -> p
     model = pk.load_model(model_folder(tmp_path_factory.mktemp("models") / "tiny", positions=1024), device="cpu")
     prompts = pk.load_prompts("needle", model, samples=5, lengths=(700,), chat_template=False)
     configs = [config for made in ragged["configs"]().values() for config in made.values()]
-    return pk.measure(model, prompts, configs, progress=False)
+    return pk.measure(model, prompts, configs, settings=pk.Settings(steps=1), progress=False)
 
 
 def row(value: float, low: float, high: float, comparison: str = "layer", number: str = "propagated") -> dict[str, str]:

@@ -32,7 +32,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory, spec: dict[str, Any]) -> pk.
     model = pk.load_model(model_folder(tmp_path_factory.mktemp("models") / "tiny", positions=512), device="cpu")
     prompts = pk.load_prompts("needle", model, samples=5, lengths=(300,), chat_template=False)
     configs = [config for made in spec["configs_by_preset"]().values() for config in made]
-    return pk.measure(model, prompts, configs, progress=False)
+    return pk.measure(model, prompts, configs, settings=pk.Settings(steps=1), progress=False)
 
 
 def test_every_run_that_can_be_had_is_asked_for(spec: dict[str, Any]) -> None:

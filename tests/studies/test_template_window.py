@@ -53,7 +53,7 @@ def test_both_tables_hold_what_was_measured(model: Path, longbench: Path, tmp_pa
     )
     eager = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager", dtype=torch.float32)
     sides = pk.grid(128, window=(8, 32), selection=("attention", "two-stage"), window_queries=("all", "text"))
-    trace = pk.measure(loaded, prompts, sides, progress=False)
+    trace = pk.measure(loaded, prompts, sides, settings=pk.Settings(steps=1), progress=False)
     lost = {name: trace.arrays[f"perturbation_{name}"].sum(axis=(0, 2, 3, 4)) for name in ("isolated", "propagated")}
     labels = trace.run.labels()
     for row in first:

@@ -150,7 +150,7 @@ def decode_full(
     last = read.new_full((1,), -1) if text else records[-1].logits.argmax(dim=-1)
     following = torch.cat([read[1:], last])[:measured]
     if not text:
-        following = following.masked_fill(torch.isin(tokens, to_device(sorted(ends), adapter.device, read.dtype)), -1)
+        following = following.masked_fill(torch.isin(tokens, to_device(sorted(ends), read.device, read.dtype)), -1)
     return records, tokens, following, logits
 
 
