@@ -174,6 +174,8 @@ def test_a_model_through_which_no_gradient_flows_is_refused_in_one_line() -> Non
     with pytest.raises(ModelError, match="^--save effect needs a backward pass through 'tiny-olmo_h.*which failed"):
         traced(hybrid_adapter("olmo_hybrid"))  # its reference code changes states in place
 
+
+def test_an_attention_that_lets_no_gradient_through_is_refused_in_one_line() -> None:
     def detached(stock: AttentionFunction, module: Any, args: Any, kwargs: Any) -> Any:
         output, weights = stock(module, *args, **kwargs)
         return output.detach(), weights
