@@ -66,14 +66,15 @@ def sample_arrays(sample: SampleRun, batches: Sequence[BatchResult], lengths: Se
 
     `lengths` are per layer the numbers of kept entries of all configurations.
     """
-    n, prompt, tokens = sample.tokens, sample.prompt, sample.full.tokens.tolist()
+    n, prompt = sample.tokens, sample.prompt
+    tokens, following = torch.stack([sample.full.tokens, sample.full.next_tokens]).tolist()
     values: dict[str, object] = {
         "prompt_tokens": n,
         "question_tokens": len(prompt.token_ids) - n,
         "cut_tokens": prompt.cut_tokens,
         "token_id": tokens,
         "token_kind": token_kinds(prompt.token_ids, tokens, sample.adapter.tokenizer.decode),
-        "next_token_id": sample.full.next_tokens.tolist(),
+        "next_token_id": following,
         "steps_measured": len(tokens),
         "evicted": [any(min(layer[index]) < n for layer in lengths) for index in range(len(sample.run.configs))],
         "cache_bytes": sum(batch.cache_bytes for batch in batches),
