@@ -85,7 +85,7 @@ def test_evictions_and_others_are_sides_of_one_comparison(perturbkv: Run, tiny: 
 
 @pytest.mark.slow
 def test_a_trace_goes_on_with_lines_beside_what_it_has(perturbkv: Run, tiny: list[object]) -> None:
-    asked = [*tiny, "--selection", "attention", "-o", "out"]
+    asked = [*tiny, "--steps", 1, "--selection", "attention", "-o", "out"]
     for policies in (["snapkv"], ["snapkv", SLASH]):
         ran = perturbkv("trace", *asked, *(word for name in policies for word in ("--policy", name)))
         assert ran.code == 0, ran.err
@@ -133,7 +133,7 @@ def test_rows_in_16_bits_are_plain_eviction(perturbkv: Run, answerable: list[obj
     """The configuration is the one that any other command has: what it keeps and loses is the same."""
     study("equal_bytes", *answerable, "--budget", 0.3, "-o", tmp_path / "out")
     both = ["--granularity", "kv", "--selection", "attention", "--selection", "two-stage"]
-    perturbkv("trace", *answerable, "--budget", 0.3, *both, "-o", "plain.h5")
+    perturbkv("trace", *answerable, "--budget", 0.3, "--steps", 1, *both, "-o", "plain.h5")
     out, plain = read_trace(tmp_path / "out" / "trace.h5"), read_trace(Path("plain.h5"))
     places = [out.run.configs.index(config) for config in plain.run.configs]
     for name in ("kept_count", "held_share", "held_bytes", "theta"):

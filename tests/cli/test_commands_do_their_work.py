@@ -262,7 +262,7 @@ def plain(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "option",
-    [["--max-memory", "30KiB"], ["--norm-kernel", "triton"], ["--device-map", "auto"], ["--chunk-mib", "1"]],
+    [["--max-memory", "20KiB"], ["--norm-kernel", "triton"], ["--device-map", "auto"], ["--chunk-mib", "1"]],
     ids=lambda option: option[0],
 )
 def test_how_the_machine_is_used_changes_no_number(
