@@ -195,7 +195,7 @@ class BudgetCurves(MemberSequence[BudgetCurve], Result):
 
     @property
     def agreement_unit(self) -> str:
-        """What top-1 agreement is a share of."""
+        """Unit of top-1 agreement, in words: samples at one step, steps otherwise."""
         return "share of samples" if self.step is not None else "share of steps"
 
     def scope(self) -> Sequence[str]:
