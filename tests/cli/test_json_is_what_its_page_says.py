@@ -174,7 +174,6 @@ def documents(
             told = perturbkv(*name.split(), *options, "made.h5", "-o", folder, "--format", "png", "--json")
         found[name] = told.json()
     found["heads"]["changed"] = changed
-    found["quality --metric perplexity"] = found.pop("quality --metric")
     found["summary.json"] = json.loads(Path("analyses/budget --cliff/summary.json").read_text())
     return found
 

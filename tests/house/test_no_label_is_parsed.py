@@ -90,7 +90,7 @@ COMMANDS = {
     "needle": [],
     "correlation": [],
     "quality": [],
-    "quality --metric": ["perplexity"],
+    "quality --metric perplexity": [],
     "budget --cliff": [],
     "budget": [
         "--max-kl",
