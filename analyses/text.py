@@ -131,7 +131,8 @@ def interval_text(interval: OptionalInterval, write: Callable[[float], str], sep
 
 def _three_digits(value: float) -> str:
     """Return a number with three significant digits, from 1,000 on without decimals."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    size = f"{abs(value):,.0f}" if abs(value) >= 1000 else f"{abs(value):.3g}"
+    return f"−{size}" if value < 0 else size
 
 
 def _whole_percent(share: float) -> str:

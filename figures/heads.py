@@ -27,6 +27,8 @@ from perturbkv.figures import style
 from perturbkv.figures.labels import cache_shares_text, sort_by_cache_share
 from perturbkv.figures.panels import KIND_MARKERS, draw_sum_ratio, finish_ratio_panel, marker_entries
 
+NO_BREAK = "\u00a0"
+"""Space at which no line is folded."""
 FLAG_COLOUR = "#c1272d"
 _FAR_BELOW = 1000.0
 """A head whose smaller mean is more than this factor below the median one does not set the lower end of the axes."""
@@ -229,8 +231,8 @@ def _kind_title(kind: HeadKind, name: str, ratio_name: str) -> str:
 
 
 def _axis_label(side: str, name: str, unit: str) -> str:
-    """Return '<side>, <kind> perturbation (<unit>)', folded; `name` is the kind's."""
-    return fold(f"{side}, {name} perturbation ({unit})", _LETTERS)
+    """Return '<side>, <kind> perturbation (<unit>)', folded, the unit on one line; `name` is the kind's."""
+    return fold(f"{side}, {name} perturbation ({unit.replace(' ', NO_BREAK)})", _LETTERS)
 
 
 def _extra_lines(result: HeadComparison) -> int:

@@ -57,7 +57,7 @@ def _draw_cells(axes: Axes, result: Tokens, per_row: int, rows: int) -> None:
     step = max(1, rows // 12)
     axes.set_yticks(np.arange(0, rows, step) + 0.5, [f"{row * per_row:,}" for row in range(0, rows, step)])
     axes.set_xlabel(f"position in its row of {per_row}")
-    axes.set_ylabel("first position of the row")
+    axes.set_ylabel("row from")  # short, as few rows are low
     axes.tick_params(length=0)
 
 
