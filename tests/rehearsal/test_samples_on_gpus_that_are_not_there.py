@@ -25,6 +25,8 @@ TWO = [
     *pk.grid(24, policy="adakv", selection="attention", window=8),
 ]
 CLOCKED = ("prefill_seconds", "prefill_seconds_full")
+LAST_OF_MANY = ("first_logp", "first_logp_full")
+"""After a question the last row of many is projected: torch multiplies such a slice otherwise on another device."""
 Measure = Callable[[Adapter], dict[str, Any]]
 
 
@@ -59,7 +61,9 @@ def check(measure: Measure, devices: Sequence[str], family: str = "llama", **mod
         found = measure(tiny(family, devices, **model))
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        if isinstance(value, np.ndarray):
+        if name in LAST_OF_MANY:
+            np.testing.assert_allclose(found[name], value, rtol=1e-6, err_msg=name)
+        elif isinstance(value, np.ndarray):
             np.testing.assert_array_equal(found[name], value, err_msg=name)
         else:
             assert found[name] == value, name

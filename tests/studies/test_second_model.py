@@ -21,6 +21,7 @@ NEEDLES = 12
 WINDOW, SLIDING = 120, 512
 """Of needle prompts: bytes that are always kept, a number at the text's end among them, and a sliding layer's reach."""
 SMALL = ["--format", "png", "--no-chat-template"]
+FIRST = ["--steps", 1]
 SIDES = ["--compare", "attention,two-stage,two-stage-uniform,attention-unpooled"]
 Tables = dict[str, list[dict[str, str]]]
 
@@ -77,9 +78,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory, models: list[Path], prompt
             *SMALL,
         ]
         both = ["--granularity", "query", "--granularity", "kv", "--compare", "attention,two-stage"]
-        perturbkv("heads", *news, "--budget", 40, *SIDES, "-o", folder / "heads")
-        perturbkv("ablation", *news, "--budget", 40, "-o", folder / "ablation")
-        perturbkv("bound-tightness", *news, "--budget", 0.1, "--budget", 0.4, "-o", folder / "shares")
+        perturbkv("heads", *news, *FIRST, "--budget", 40, *SIDES, "-o", folder / "heads")
+        perturbkv("ablation", *news, *FIRST, "--budget", 40, "-o", folder / "ablation")
+        perturbkv("bound-tightness", *news, *FIRST, "--budget", 0.1, "--budget", 0.4, "-o", folder / "shares")
         perturbkv("assumption", folder / "shares" / "trace.h5", "--format", "png")
         perturbkv("layers", folder / "shares" / "trace.h5", "--per-sample", "--format", "png")
         perturbkv("horizon", *news, "--budget", 40, "--steps", 6, "-o", folder / "horizon")
