@@ -15,7 +15,7 @@ from perturbkv.analyses.names import SIDE, common_choices, common_text, distinct
 from perturbkv.configs import layer_types
 from perturbkv.configs.cache_contents import WITHOUT_EVICTION
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.run import RunConfig
+from perturbkv.configs.run import ANSWER, RunConfig
 from perturbkv.display import Table, plural
 from perturbkv.escaping import escape_line
 from perturbkv.schema import MEASURED_LAYERS
@@ -23,7 +23,7 @@ from perturbkv.storage.answers_file import WrittenAnswers
 from perturbkv.trace import Trace
 
 _BYTE_HEADINGS = ("", "#bits", "#bytes /\nfull")
-_TEXTS = {"answer": "an accepted answer", "given": "the given text"}
+_TEXTS = {ANSWER: "an accepted answer", "given": "the given text"}
 """Text of a run whose steps do not read the full run's own -> its name."""
 MOST_NAMED = 12
 """Largest number of configurations that a figure's foot names; its metadata names all."""
@@ -294,6 +294,7 @@ def joint_identity(runs: Sequence[RunIdentity]) -> RunIdentity:
         model=", ".join(dict.fromkeys(run.model for run in runs)),
         dataset=", ".join(dict.fromkeys(run.dataset for run in runs)),
         trace=", ".join(run.trace for run in runs),
+        steps=", ".join(dict.fromkeys(run.steps for run in runs)),
         samples=sum(run.samples for run in runs),
         failed=sum(run.failed for run in runs),
         ended=sum(run.ended for run in runs),

@@ -1,11 +1,6 @@
 """Measured numbers of a trace as analyses read them: complete samples alone, float64, checked once.
 
-Also the measures of the first decode step, one number per prompt and configuration, and the scores of answers. The
-first step reads an answer's first token and gives its second, so its measures are known before that token is (METHOD:
-the protocol, 7); they are sums over heads relative to the full run's own norms, so that prompts can be compared.
-
-In the regular scenario an answer's first token comes from the prefill, which saw the whole prompt: eviction shows from
-the second token on. In context-only the question is read over the evicted cache, and every token can differ.
+Also the scores of answers, and the log p of texts.
 """
 
 from __future__ import annotations
@@ -18,7 +13,6 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.analyses.verdicts import equal_whole
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import plural
 from perturbkv.errors import ConfigError, TraceError
@@ -254,64 +248,6 @@ def sets_per_layer(trace: Trace, config: int) -> int:
     return max(len(np.unique(layer)) for layer in offsets)
 
 
-FIRST_STEP_MEASURES = {
-    "isolated": "isolated L1",
-    "theta": "θ",
-    "propagated": "propagated L1",
-    "lost": "1 − S",
-}
-CIRCULAR_MEASURES = {"kl": "KL, nat", "drift": "last layer's drift"}
-"""Measures of the answer's second token, which the first step gives: nearly the score itself."""
-
-
-def first_step_measures(trace: Trace, analysis: str) -> dict[str, Floats]:
-    """Return measure -> (sample, config) at the first decode step; configurations with identical runs get equal values.
-
-    Error messages name the `analysis`. Raises TraceError as `Measurements`, and where the steps read the right answer.
-    """
-    if trace.run.text == "answer":
-        raise TraceError(
-            f"{analysis} asks what perturbation tells of free answers, and {trace.source or 'this trace'} was measured "
-            "along the accepted ones (--text answer), which nearly are the score; measure along --text own"
-        )
-    first = Measurements(trace, analysis, 0)
-    norm = first["output_norm"].sum(axis=(1, 2))[:, None]
-    sums = {
-        name: first[name].sum(axis=(2, 3)) / norm
-        for name in ("perturbation_isolated", "theta", "perturbation_propagated")
-    }
-    drift, hidden_norm = (first[name][..., -1] for name in ("hidden_drift_l1", "hidden_norm"))
-    measures = {
-        "isolated": sums["perturbation_isolated"],
-        "theta": sums["theta"],
-        "propagated": sums["perturbation_propagated"],
-        "lost": 1 - first["retained_mass"].mean(axis=(2, 3)),
-        "kl": first["logit_kl"],
-        "drift": drift / hidden_norm[:, None],
-    }
-    return equalise_identical_runs(trace, measures)
-
-
-def equalise_identical_runs(trace: Trace, measures: dict[str, Floats]) -> dict[str, Floats]:
-    """Return the (sample, config) arrays, with one value for all configurations whose kept sets are all equal.
-
-    Their values differ by rounding alone.
-    """
-    first = _first_equal_config(trace)
-    return {name: np.take_along_axis(array, first, axis=1) for name, array in measures.items()}
-
-
-def _first_equal_config(trace: Trace) -> NDArray[np.int64]:
-    """Return, per (sample, config), the index of the first configuration with the same kept sets everywhere."""
-    count, samples = len(trace.run.configs), int(trace.ok.sum())
-    first = np.tile(np.arange(count), (samples, 1))
-    for later in range(count):
-        for earlier in reversed(range(later)):  # the smallest index is written last
-            same = equal_whole(trace, earlier, later)
-            first[same, later] = first[same, earlier]
-    return first
-
-
 @dataclass(frozen=True)
 class Scores:
     """Scores in [0, 1] of the answers of the complete samples.
@@ -372,16 +308,7 @@ def text_log_p(trace: Trace, analysis: str) -> TextLogP:
     Of a context-only run the first token counts too. Raises TraceError where the trace lacks log p, and where no sample
     has a token that counts.
     """
-    counts = np.asarray(trace.get("next_token_id", analysis)) >= 0
-    full = np.where(counts, trace.get("text_logp_full", analysis), 0).sum(axis=1)
-    evicted = np.where(counts[:, None], trace.get("text_logp", analysis), 0).sum(axis=2)
-    tokens = counts.sum(axis=1)
-    if "first_logp" in trace.arrays:
-        full, evicted, tokens = (
-            full + trace.get("first_logp_full", analysis),
-            evicted + trace.get("first_logp", analysis),
-            tokens + 1,
-        )
+    full, evicted, tokens = summed_log_p(trace, analysis)
     known = tokens > 0
     if not known.any():
         raise TraceError(
@@ -390,6 +317,22 @@ def text_log_p(trace: Trace, analysis: str) -> TextLogP:
         )
     tokens = tokens[known]
     return TextLogP(full[known] / tokens, evicted[known] / tokens[:, None], tokens, known)
+
+
+def summed_log_p(trace: Trace, analysis: str) -> tuple[Floats, Floats, NDArray[np.int64]]:
+    """Return the summed log p of each text's tokens and their number; 0 of a text without a token that counts.
+
+    In nat, under the full cache, (sample,), and under each configuration's, (sample, config); the number is (sample,).
+    In context-only the first token counts too. Raises TraceError where the trace lacks log p.
+    """
+    counts = np.asarray(trace.get("next_token_id", analysis)) >= 0
+    full = np.where(counts, trace.get("text_logp_full", analysis), 0).sum(axis=1)
+    evicted = np.where(counts[:, None], trace.get("text_logp", analysis), 0).sum(axis=2)
+    tokens = counts.sum(axis=1)
+    if "first_logp" not in trace.arrays:
+        return full, evicted, tokens
+    first_full, first = (trace.get(name, analysis) for name in ("first_logp_full", "first_logp"))
+    return full + first_full, evicted + first, tokens + 1
 
 
 def one_token_caveat(count: int) -> list[str]:

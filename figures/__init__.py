@@ -26,7 +26,7 @@ FIGURES = {
     "HeadComparisons": ("heads:draw_panels", "Perturbation per head, one selection against another"),
     "Horizon": ("horizon", "Perturbation over the decode steps"),
     "Horizon.plot_heads": ("horizon:draw_heads", "Growth of the perturbation by head"),
-    "Correlation": ("correlation", "Does the first step's perturbation tell which answers are lost?"),
+    "Correlation": ("correlation", "Does perturbation tell which answers are lost?"),
     "MethodRanking": ("ablation:draw_methods", "Propagated perturbation by method"),
     "MethodRanking.plot_budgets": ("ablation:draw_methods_over_budgets", "Propagated perturbation over the budgets"),
     "Needle": ("needle:draw_needle", "Numbers found by length and depth"),

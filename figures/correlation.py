@@ -13,9 +13,7 @@ from matplotlib.lines import Line2D
 from perturbkv.analyses import text
 from perturbkv.analyses.correlation.correlation import Correlation
 from perturbkv.analyses.correlation.correlation_settings import Setting
-from perturbkv.analyses.correlation.correlation_tables import HEADLINE, REFERENCE
-from perturbkv.analyses.correlation.method_identity import MEASURES, NAMES
-from perturbkv.analyses.measurements import CIRCULAR_MEASURES
+from perturbkv.analyses.measures import REFERENCE, Measures
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.display import plural
 from perturbkv.figures import style
@@ -27,8 +25,6 @@ _SPREAD = 0.56
 """Share of a row's height over which the settings' points of one measure are spread."""
 _GAP = 0.9
 """Height, in rows, of the words above the circular measures."""
-_HEIGHTS = {name: row + (_GAP if name in CIRCULAR_MEASURES else 0) for row, name in enumerate(NAMES)}
-"""Height of each measure's row, by its name."""
 _NULL_COLOUR = "0.82"
 _FRAMES = {
     "rho": (0, (-1.05, 1.05), "Spearman’s ρ with the score"),
@@ -54,7 +50,7 @@ def draw(result: Correlation, width_mm: float = style.WIDE_MM) -> Figure:
         _draw_measures(axes[1], settings, colours, "auc")
         axes[1].set_title("Lost above kept within a prompt", loc="left")
         axes[1].tick_params(labelleft=narrow)
-        for panel, measure in zip(axes[2:], (HEADLINE, REFERENCE), strict=True):
+        for panel, measure in zip(axes[2:], (result.measures.headline, REFERENCE), strict=True):
             _draw_lost_shares(panel, settings, colours, measure)
         figure.legend(handles=_legend(settings, colours), loc="outside upper left", ncols=1 if narrow else 2)
         for panel in axes[:2]:
@@ -76,18 +72,25 @@ def _foot_text(result: Correlation) -> str:
 
 def _draw_measures(axes: Axes, settings: Sequence[Setting], colours: Sequence[Any], statistic: str) -> None:
     """Draw a statistic ("rho" or "auc") per measure and setting; into an empty panel, why no prompt decides."""
+    measures = settings[0].measures
+    heights = _row_heights(measures)
     for shift, colour, setting in zip(_row_offsets(len(settings)), colours, settings, strict=True):
-        for name in NAMES:
+        for name in heights:
             measured = getattr(setting.strength(name), statistic)
             null = getattr(setting.identity_baselines(name), statistic).exchanged
-            height, gid = _HEIGHTS[name] + shift, f"{statistic} {setting.name} {name}"
+            height, gid = heights[name] + shift, f"{statistic} {setting.name} {name}"
             _draw_point(axes, height, measured.value, measured.interval, colour, gid)
             _draw_null_band(axes, height, null.low, null.high)
-    _frame(axes, *_FRAMES[statistic])
-    values = [getattr(setting.strength(name), statistic).value for setting in settings for name in NAMES]
+    _frame(axes, measures, *_FRAMES[statistic])
+    values = [getattr(setting.strength(name), statistic).value for setting in settings for name in heights]
     if np.isnan(values).all():
         reasons = dict.fromkeys(setting.undecided_reason for setting in settings)
         style.draw_note(axes, "\n".join(filter(None, reasons)) or "no prompt has lost and kept answers", at="middle")
+
+
+def _row_heights(measures: Measures) -> dict[str, float]:
+    """Return the height of each measure's row; a gap is above the circular ones."""
+    return {name: row + (_GAP if name in measures.circular else 0) for row, name in enumerate(measures.names)}
 
 
 def _row_offsets(count: int) -> list[float]:
@@ -108,14 +111,15 @@ def _draw_null_band(axes: Axes, height: float, low: float, high: float) -> None:
         axes.plot([low, high], [height, height], color=_NULL_COLOUR, linewidth=4.2, solid_capstyle="butt", zorder=0.5)
 
 
-def _frame(axes: Axes, middle: float, limits: tuple[float, float], label: str) -> None:
+def _frame(axes: Axes, measures: Measures, middle: float, limits: tuple[float, float], label: str) -> None:
     """Draw the line of no association and the border above circular measures; label the axes."""
     axes.axvline(middle, color="0.55", linewidth=0.8, zorder=1)
-    axes.axhline(len(MEASURES) - 0.45, color="0.55", linewidth=0.6, linestyle=":")
-    axes.text(0.98, len(MEASURES) - 0.37, "circular: nearly the score", transform=axes.get_yaxis_transform(),
+    heights, rows = list(_row_heights(measures).values()), len(measures.predictors)
+    axes.axhline(rows - 0.45, color="0.55", linewidth=0.6, linestyle=":")
+    axes.text(0.98, rows - 0.37, "circular: nearly the score", transform=axes.get_yaxis_transform(),
               ha="right", va="top", fontsize=style.points(5.5), color="0.35")  # fmt: skip
-    axes.set_yticks(list(_HEIGHTS.values()), list(map(symbols_to_tex, NAMES.values())))
-    axes.set(xlim=limits, ylim=(max(_HEIGHTS.values()) + 0.5, -0.5), xlabel=label)
+    axes.set_yticks(heights, list(map(symbols_to_tex, measures.names.values())))
+    axes.set(xlim=limits, ylim=(max(heights) + 0.5, -0.5), xlabel=label)
 
 
 def _draw_lost_shares(axes: Axes, settings: Sequence[Setting], colours: Sequence[Any], measure: str) -> None:
@@ -130,9 +134,10 @@ def _draw_lost_shares(axes: Axes, settings: Sequence[Setting], colours: Sequence
             axes.errorbar([each.middle], [each.lost], yerr=style.error_bars(each.lost, each.lost_interval),
                           color=colour, linewidth=0.7, alpha=0.6)  # fmt: skip
     unit = "" if measure == REFERENCE else ", relative"
-    axes.set(xlabel=f"{NAMES[measure]}{unit} (log axis)", ylabel="share of answers lost", ylim=(-0.03, 1.03))
+    name = settings[0].measures.names[measure]
+    axes.set(xlabel=f"{name}{unit} (log axis)", ylabel="share of answers lost", ylim=(-0.03, 1.03))
     style.set_log_axes(axes, x=True)
-    axes.set_title(f"Lost by {NAMES[measure]}, all prompts", loc="left")
+    axes.set_title(f"Lost by {name}, all prompts", loc="left")
 
 
 def _legend(settings: Sequence[Setting], colours: Sequence[Any]) -> list[Line2D]:
@@ -150,7 +155,7 @@ def _legend(settings: Sequence[Setting], colours: Sequence[Any]) -> list[Line2D]
 def _setting_label(one: Setting) -> str:
     """Return a setting's legend label: budget, methods, cache share, deciding prompts or why none decides."""
     shares = " to ".join(dict.fromkeys(map(text.cache_share, one.cache_share_ends)))
-    deciding = one.strength(HEADLINE)
+    deciding = one.strength(one.measures.headline)
     n = (
         f"n = {deciding.rho.prompts} (ρ), {deciding.auc.prompts} (AUC)"
         if one.decides

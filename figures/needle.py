@@ -10,10 +10,16 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from perturbkv.analyses import text
-from perturbkv.analyses.measurements import FIRST_STEP_MEASURES
 from perturbkv.analyses.names import SIDE, common_text, distinct_choices, short_names
 from perturbkv.analyses.needle.needle import Needle
-from perturbkv.analyses.needle.retrieval import CIRCULAR, OUTCOMES, RankedBudget, Retrieval, RetrievalCorrelation
+from perturbkv.analyses.needle.retrieval import (
+    CIRCULAR,
+    FIRST_STEP_MEASURES,
+    OUTCOMES,
+    RankedBudget,
+    Retrieval,
+    RetrievalCorrelation,
+)
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.display import plural

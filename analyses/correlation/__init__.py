@@ -1,1 +1,1 @@
-"""The question `correlation`: does perturbation at the first step tell which answers are lost."""
+"""The question `correlation`: does perturbation tell which answers are lost."""

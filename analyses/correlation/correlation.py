@@ -1,4 +1,6 @@
-"""Score correlation: the first step's perturbation against the score of the answer (METHOD: the protocol, 7).
+"""Score correlation: perturbation against the score of the free answer (METHOD: the protocol, 7).
+
+Perturbation is that of the first step of the model's own text, or of all steps of the accepted answer.
 
 Between the configurations of one prompt that share budget, granularity and protection; the unit is the prompt. No paper
 tested it.
@@ -29,10 +31,9 @@ from perturbkv.analyses.correlation.correlation_settings import (
     mark_significant_settings,
     pool_prompts,
 )
-from perturbkv.analyses.correlation.correlation_tables import HEADLINE, Overall, format_estimate, format_points
+from perturbkv.analyses.correlation.correlation_tables import Overall, format_estimate, format_points
 from perturbkv.analyses.correlation.lost_answers import BINS, LOST, Rule, check_bins
 from perturbkv.analyses.correlation.method_identity import (
-    NAMES,
     contrasts,
     identity_baselines,
     mark_significant,
@@ -40,19 +41,19 @@ from perturbkv.analyses.correlation.method_identity import (
     select_prompts,
     strengths,
 )
-from perturbkv.analyses.identity import RunIdentity, identity, joint_identity
+from perturbkv.analyses.identity import RunIdentity, identity, identity_at, joint_identity
 from perturbkv.analyses.json_values import config_columns, json_value
+from perturbkv.analyses.measures import EFFECT_NOTE, Measures
 from perturbkv.analyses.multi_trace import as_traces
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.sides import LEAST_CONFIGS, comparable_groups, matches
 from perturbkv.analyses.stats.intervals import Estimate
 from perturbkv.analyses.verdicts import ALIKE, EQUIVALENT, LESS, MORE, UNDECIDED, verdict_at
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Part, plural
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 
-_WHO = "the methods of a prompt that perturb its first step more"
-_EQUAL = f"{NAMES[HEADLINE]} is the same under all methods of a prompt"
 _LOST = {MORE: "in most pairs", LESS: "in fewer than half of the pairs"}
 _SCORE = {LESS: "lower", MORE: "higher", ALIKE: "the same"}
 _CHANCE = 0.5
@@ -95,7 +96,7 @@ _TESTS = (
 
 @record
 class Correlation(Result):
-    """The correlation between the first step's perturbation and the score of the answer.
+    """The correlation between perturbation and the score of the free answer.
 
     Attributes:
         identity: of the run; of several traces with all of their data sets.
@@ -108,6 +109,7 @@ class Correlation(Result):
     FIRST: ClassVar[str] = "measure"
 
     identity: RunIdentity
+    text: str = column("whose perturbation: own, the first step of the model's own text, or answer, the accepted one's")
     parts: tuple[GradedTrace, ...] = column("the traces, which are pooled")
     rule: Rule = column("which prompts count, and which answers are lost")
     settings: tuple[Setting, ...] = column("one per budget, granularity and protection of three configurations or more")
@@ -118,29 +120,39 @@ class Correlation(Result):
     across: tuple[AcrossBudgets, ...] = column("for many reasons; empty where no method has three budgets")
     prompts: tuple[tuple[int, str], ...]
 
+    @property
+    def measures(self) -> Measures:
+        """The measures of the text that was measured."""
+        return self.overall[0].measures
+
     def claims(self) -> Sequence[Claim]:
-        """Return the correlation of propagated L1 with scores and lost answers, also less the identity baseline."""
+        """Return the headline's correlation with scores and lost answers, also less the identity baseline."""
         if not self._total("answered"):
             samples, limits = self._total("samples"), [part.answer_tokens for part in self.parts]
             none = f"the full cache answers none of {plural(samples, 'prompt')} (score > {self.rule.right:g})"
-            return unanswered_claims(Claim(_WHO, "score", [], _SCORE), none, self._total("cut_off"), samples, limits)
+            return unanswered_claims(
+                Claim(self._who(), "score", [], _SCORE), none, self._total("cut_off"), samples, limits
+            )
         return [*self._rank_claims(), *self._area_claims()]
 
     def _rank_claims(self) -> list[Claim]:
         """Return the claims on ρ with scores, and on ρ less its identity baseline where any prompt has a ρ."""
-        rho = self.overall[0].strength(HEADLINE).rho
-        beyond = self.overall[0].identity_baselines(HEADLINE).rho.beyond
+        headline = self.measures.headline
+        rho = self.overall[0].strength(headline).rho
+        beyond = self.overall[0].identity_baselines(headline).rho.beyond
         unranked = dict.fromkeys(filter(None, (one.no_ranks_reason() for one in self.settings)))
         scores = Case("", rho.value, f"ρ = {format_estimate(rho, ' ')}", verdict_at(rho.interval, 0))
-        claim = Claim(_WHO, "score", [scores], _SCORE, missing=" or ".join(unranked) or _EQUAL)
+        equal = f"{self.measures.names[headline]} is the same under all methods of a prompt"
+        claim = Claim(self._who(), "score", [scores], _SCORE, missing=" or ".join(unranked) or equal)
         if isnan(rho.value):
             return [claim]
         return [claim, _beyond_claim("ρ", beyond, format_estimate(beyond, " "), _BELOW, f"within {NOTHING:g}")]
 
     def _area_claims(self) -> list[Claim]:
         """Return the claims on pairs of a lost and a kept answer, and on their share less its identity baseline."""
-        area = self.overall[0].strength(HEADLINE).auc
-        beyond = self.overall[0].identity_baselines(HEADLINE).auc.beyond
+        headline = self.measures.headline
+        area = self.overall[0].strength(headline).auc
+        beyond = self.overall[0].identity_baselines(headline).auc.beyond
         unpaired = dict.fromkeys(one.no_areas_reason() for one in self.settings)
         pairs = Case.number("", area.value, area.interval, text.percent, _CHANCE)
         more = "is perturbed more than a kept one of its prompt"
@@ -150,14 +162,18 @@ class Correlation(Result):
         margin = f"within {100 * NOTHING:g} points"
         return [claim, _beyond_claim("this share", beyond, f"{format_points(beyond)} points", _ABOVE, margin)]
 
+    def _who(self) -> str:
+        """Return the subject of the first claim."""
+        return f"the methods of a prompt that {self.measures.where}"
+
     def _total(self, name: str) -> int:
         """Return a count of prompts, the field `name` of `GradedTrace`, summed over the traces."""
         return sum(getattr(part, name) for part in self.parts)
 
     def scope(self) -> Sequence[str]:
         """Return what the claims are of: the budgets, and the prompts behind ρ and behind pairs of answers."""
-        strength = self.overall[0].strength(HEADLINE)
-        budgets = sum(one.strength(HEADLINE).rho.prompts > 0 for one in self.settings)
+        strength = self.overall[0].strength(self.measures.headline)
+        budgets = sum(one.strength(strength.measure).rho.prompts > 0 for one in self.settings)
         several = [f"{budgets} budgets, one at a time"] if budgets > 1 else []
         prompts = {"ρ": strength.rho.prompts, "pairs": strength.auc.prompts}
         deciding = [f"{name}: n = {plural(count, 'deciding prompt')}" for name, count in prompts.items() if count]
@@ -193,6 +209,7 @@ class Correlation(Result):
             *map(correlation_tables.describe_setting, self.settings),
             *correlation_tables.further_tables(self.settings, self.overall, self.across),
             *([_TESTS] if deciding else []),
+            *([EFFECT_NOTE] if "effect" in self.measures.predictors else []),
             text.CACHE_SHARE_NOTE,
             *filter(None, [measurements.first_token_note(self._total("alike"), self._total("answered"))]),
         ]
@@ -232,7 +249,10 @@ def correlation(
     traces: Trace | Sequence[Trace], *, only: Sequence[str] = (), right: float = 0.0, lost: float = LOST,
     bins: int = BINS,
 ) -> Correlation:  # fmt: skip
-    """Correlate the first step's perturbation with the score of the answer.
+    """Correlate perturbation with the score of the free answer.
+
+    Perturbation is that of the first step of the model's own text; of a trace with `text="answer"` the isolated one of
+    all steps along the accepted answer, with `save=("effect",)` also what it changes the answer's log p by.
 
     Within each prompt that the full cache answers, between its configurations of one budget, granularity and
     protection (METHOD: the protocol, 7): Spearman's ρ and Kendall's τ-b between each measure and the score, and the
@@ -246,8 +266,8 @@ def correlation(
         lost: an answer is lost where its score is below this share of the full cache's.
         bins: of the calibration curves.
 
-    Raises TraceError for traces without graded answers, that do not belong together, or without three configurations
-    of one setting; ConfigError for thresholds out of their range and for fewer than two bins.
+    Raises TraceError for traces without graded answers, along a given text, that do not belong together, or without
+    three configurations of one setting; ConfigError for thresholds out of their range and for fewer than two bins.
 
     Example, of a `trace` of answers under three methods and more of one budget:
         >>> import perturbkv as pk
@@ -272,7 +292,8 @@ def correlation(
         )
     configs = [config for one in settings for config in one.configs]
     return Correlation(
-        identity=joint_identity([identity(trace, configs) for trace in chosen]),
+        identity=joint_identity([_identity(trace, configs, prompts.measures) for trace in chosen]),
+        text=prompts.run.text,
         parts=prompts.parts,
         rule=rule,
         settings=settings,
@@ -281,6 +302,11 @@ def correlation(
         across=across_budgets(prompts),
         prompts=tuple(zip(prompts.part.tolist(), prompts.names, strict=True)),
     )
+
+
+def _identity(trace: Trace, configs: Sequence[EvictionConfig], measures: Measures) -> RunIdentity:
+    """Return a run's identity, which names the steps where they are not the first of the model's own text."""
+    return identity(trace, configs) if measures.step == 0 else identity_at(trace, configs, measures.step)
 
 
 def _select_methods(trace: Trace, only: Sequence[str]) -> Trace:
@@ -315,9 +341,10 @@ def _overall_correlations(
 
     `significant` is set for all prompts alone.
     """
-    each = select_prompts({name: mean_over_settings([one.within[name] for one in settings]) for name in NAMES}, rows)
+    names, predictors = prompts.measures.names, prompts.measures.predictors
+    each = select_prompts({name: mean_over_settings([one.within[name] for one in settings]) for name in names}, rows)
     tables = [{name: table.select(rows) for name, table in one.tables.items()} for one in settings]
     baselines, own = identity_baselines(tables, prompts.same_dataset[np.ix_(rows, rows)]), strengths(each)
     if not dataset:
-        (baselines,) = mark_significant([baselines], [own])
-    return Overall(dataset, own, contrasts(each), baselines)
+        (baselines,) = mark_significant([baselines], [own], predictors)
+    return Overall(prompts.measures, dataset, own, contrasts(each, predictors), baselines)

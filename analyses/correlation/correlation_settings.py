@@ -19,12 +19,10 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.analyses import measurements
 from perturbkv.analyses.columns import Record, column, derived, record
 from perturbkv.analyses.correlation import lost_answers
 from perturbkv.analyses.correlation.lost_answers import Bin, Rule, calibration_curve
 from perturbkv.analyses.correlation.method_identity import (
-    NAMES,
     Contrast,
     CrossPromptTables,
     IdentityBaselines,
@@ -39,6 +37,7 @@ from perturbkv.analyses.correlation.method_identity import (
     strengths,
 )
 from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements, has_only_first_token, is_cut_off, scores
+from perturbkv.analyses.measures import Measures, common_measures, measure_values
 from perturbkv.analyses.multi_trace import check_combinable
 from perturbkv.analyses.sides import LEAST_CONFIGS, sweeps
 from perturbkv.analyses.stats.arithmetic import median, ratio
@@ -80,8 +79,10 @@ class PooledPrompts:
         run: of the first trace; its configurations are the axis `config`.
         cache_shares: (config,) entries of each cache over those of the full cache; NaN where a trace lacks them.
         kept: (prompt, config) share of a prompt's entries that is kept.
-        measured: measure -> (prompt, config), as `first_step_measures` defines them.
-        theta_hat, sigma: (prompt, config, layer, head).
+        measures: those of the text that was measured.
+        measured: measure -> (prompt, config), without θ̂.
+        theta_hat: (prompt, config, layer, head).
+        sigma: the same of σ, its least over the steps.
         norm: (prompt, layer, head) norm of the full run's outputs.
         full: (prompt,) score of the full cache's answer, in [0, 1].
         evicted: (prompt, config) scores of the evicted caches' answers.
@@ -93,6 +94,7 @@ class PooledPrompts:
     run: RunConfig
     cache_shares: Floats
     kept: Floats
+    measures: Measures
     measured: dict[str, Floats]
     theta_hat: Floats
     sigma: Floats
@@ -125,27 +127,29 @@ class PooledPrompts:
 def pool_prompts(traces: Sequence[Trace], rule: Rule) -> PooledPrompts:
     """Pool the answered prompts of all traces. Raises TraceError where one is not graded, or they do not match."""
     check_combinable(traces, ANALYSIS)
+    measures = common_measures(traces, ANALYSIS)
     run = traces[0].run
-    whole = [Measurements(trace, ANALYSIS, 0) for trace in traces]
+    whole = [Measurements(trace, ANALYSIS, measures.step) for trace in traces]
     parts, arrays_of_parts, names_of_parts = zip(
-        *(_answered_prompts(one, run.configs, rule) for one in whole), strict=True
+        *(_answered_prompts(one, measures, run.configs, rule) for one in whole), strict=True
     )
     arrays = {name: np.concatenate([own[name] for own in arrays_of_parts]) for name in arrays_of_parts[0]}
     shares = np.stack([one.cache_shares[_config_indices(one.trace, run.configs)] for one in whole])
-    measured = {name: arrays.pop(name) for name in (*measurements.FIRST_STEP_MEASURES, *measurements.CIRCULAR_MEASURES)}
+    measured = {name: arrays.pop(name) for name in measures.names if name != "theta_hat"}
     return PooledPrompts(
         parts=parts,
         part=np.repeat(np.arange(len(parts)), [part.answered for part in parts]),
         names=tuple(name for names in names_of_parts for name in names),
         run=run,
         cache_shares=np.asarray(np.average(shares, axis=0, weights=[part.samples for part in parts])),
+        measures=measures,
         measured=measured,
         **arrays,
     )
 
 
 def _answered_prompts(
-    measured: Measurements, configs: Sequence[EvictionConfig], rule: Rule
+    measured: Measurements, measures: Measures, configs: Sequence[EvictionConfig], rule: Rule
 ) -> tuple[GradedTrace, dict[str, Floats], list[str]]:
     """Return one trace's part of the pool: its summary, arrays of answered prompts, and their sample ids.
 
@@ -156,10 +160,10 @@ def _answered_prompts(
     answered = graded.full > rule.right
     kept, tokens = measured["kept_count"], measured["prompt_tokens"]
     by_config = {
-        **measurements.first_step_measures(trace, ANALYSIS),
+        **measure_values(trace, measures, ANALYSIS),
         "kept": kept.mean(axis=(2, 3)) / tokens[:, None],
         "theta_hat": measured["theta_hat"],
-        "sigma": measured["sigma_stage1"],
+        "sigma": measured.least("sigma_stage1"),
         "evicted": graded.evicted,
     }
     arrays = {name: array[answered][:, order] for name, array in by_config.items()}
@@ -200,8 +204,9 @@ class Control(Record):
 
 
 class MeasureLookup:
-    """The methods that look up a measure's statistics by its name."""
+    """The methods that look up a measure's statistics by its name; `measures` are those of the text."""
 
+    measures: Measures
     strengths: tuple[Strength, ...]
     baselines: tuple[IdentityBaselines, ...]
 
@@ -219,6 +224,7 @@ class Setting(MeasureLookup, Record):
     """The correlations between the configurations of one budget, granularity and protection.
 
     Attributes:
+        measures: those of the text that was measured.
         measured: measure -> (prompt, config).
         full, evicted: (prompt,) and (prompt, config) scores.
         lost: (prompt, config) True where an answer is lost.
@@ -231,6 +237,7 @@ class Setting(MeasureLookup, Record):
     name: str = column("budget, and what else distinguishes it from other settings")
     configs: tuple[EvictionConfig, ...] = column("which are ranked")
     cache_shares: Floats = column("(configuration) entries over those of the full cache", key="held", dims=("config",))
+    measures: Measures
     measured: dict[str, Floats]
     full: Floats
     evicted: Floats
@@ -295,7 +302,7 @@ def correlate_setting(prompts: PooledPrompts, name: str, indices: Sequence[int],
     """Correlate every measure with the score, within each prompt, between the configurations at `indices`."""
     theta_hat, evidence = prompts.relative_theta_hat(indices)
     measured = {**{measure: array[:, indices] for measure, array in prompts.measured.items()}, "theta_hat": theta_hat}
-    measured = {measure: measured[measure] for measure in NAMES}  # in the order of tables
+    measured = {measure: measured[measure] for measure in prompts.measures.names}  # in the order of tables
     scored = prompts.evicted[:, indices]
     lost, drop = rule.lost_of(prompts.full, scored), prompts.full[:, None] - scored
     each = {measure: correlate_within_prompts(array, scored, lost) for measure, array in measured.items()}
@@ -304,6 +311,7 @@ def correlate_setting(prompts: PooledPrompts, name: str, indices: Sequence[int],
         name=name,
         configs=tuple(prompts.configs[index] for index in indices),
         cache_shares=prompts.cache_shares[list(indices)],
+        measures=prompts.measures,
         measured=measured,
         full=prompts.full,
         evicted=scored,
@@ -311,7 +319,7 @@ def correlate_setting(prompts: PooledPrompts, name: str, indices: Sequence[int],
         evidence=evidence,
         within=each,
         strengths=strengths(each),
-        contrasts=contrasts(each),
+        contrasts=contrasts(each, prompts.measures.predictors),
         tables=crossed,
         baselines=identity_baselines([crossed], prompts.same_dataset),
         controls=_controls(measured, scored, lost),
@@ -321,7 +329,8 @@ def correlate_setting(prompts: PooledPrompts, name: str, indices: Sequence[int],
 
 def mark_significant_settings(settings: Sequence[Setting]) -> tuple[Setting, ...]:
     """Return the settings with `significant` set, the tests of all settings corrected together."""
-    marked = mark_significant([one.baselines for one in settings], [one.strengths for one in settings])
+    predictors = settings[0].measures.predictors if settings else ()
+    marked = mark_significant([one.baselines for one in settings], [one.strengths for one in settings], predictors)
     return tuple(replace(one, baselines=own) for one, own in zip(settings, marked, strict=True))
 
 
@@ -392,7 +401,7 @@ def across_budgets(prompts: PooledPrompts) -> tuple[AcrossBudgets, ...]:
                 mean_where_known([_rho_in_prompts(prompts, name, indices) for indices in curves]), CORRELATION
             ),
         )
-        for name in (EVICTED, *NAMES)
+        for name in (EVICTED, *prompts.measures.names)
     )
 
 

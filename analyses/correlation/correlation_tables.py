@@ -11,23 +11,17 @@ from perturbkv.analyses.columns import Line, Record, column, record
 from perturbkv.analyses.correlation.correlation_settings import EVICTED, AcrossBudgets, Control, MeasureLookup, Setting
 from perturbkv.analyses.correlation.lost_answers import Bin
 from perturbkv.analyses.correlation.method_identity import (
-    MEASURES,
-    NAMES,
     Contrast,
     IdentityBaseline,
     IdentityBaselines,
     Strength,
 )
-from perturbkv.analyses.measurements import CIRCULAR_MEASURES
+from perturbkv.analyses.measures import REFERENCE, Measures
 from perturbkv.analyses.names import fold
 from perturbkv.analyses.stats.intervals import Estimate, Interval
 from perturbkv.analyses.stats.permutation import PermutationNull
 from perturbkv.display import Part, Table
 
-HEADLINE = "propagated"
-"""The measure of conclusions and of curves on the screen, chosen beforehand."""
-REFERENCE = "lost"
-"""The measure that every other measure is compared with: the evicted attention 1 − S, which ignores values."""
 SHOWN = ("rho", "rho_beyond", "rho_prompts", "auc", "auc_beyond", "auc_prompts")
 _FEW_METHODS = 5
 """Number of methods below which a caveat tells that they have few orders."""
@@ -53,10 +47,15 @@ def format_share(one: Estimate) -> str:
 
 @record
 class Overall(MeasureLookup, Record):
-    """The correlations of all settings together: each prompt counts with its mean over them."""
+    """The correlations of all settings together: each prompt counts with its mean over them.
+
+    Attributes:
+        measures: those of the text that was measured.
+    """
 
     SECTION: ClassVar[str] = "overall correlation"
 
+    measures: Measures
     dataset: str = column("whose prompts; empty: all")
     strengths: tuple[Strength, ...] = column("one per measure")
     contrasts: tuple[Contrast, ...] = column("every two measures that are not circular, on the same prompts")
@@ -107,17 +106,14 @@ def measure_row(measure: str, results: Overall | Setting) -> MeasureRow:
 
 def measure_lines(results: Overall | Setting) -> list[Line]:
     """Return a table line per measure that is not circular."""
-    return [
-        Line(NAMES[one.measure], (measure_row(one.measure, results),))
-        for one in results.strengths
-        if one.measure in MEASURES
-    ]
+    return [Line(name, (measure_row(measure, results),)) for measure, name in results.measures.predictors.items()]
 
 
 def budget_table(settings: Sequence[Setting]) -> Table:
     """Return the table of the headline measure by budget."""
-    lines = [Line(f"b={one.name}", (measure_row(HEADLINE, one),)) for one in settings]
-    return columns.table(f"{NAMES[HEADLINE]}, by budget", lines, SHOWN, "budget")
+    measures = settings[0].measures
+    lines = [Line(f"b={one.name}", (measure_row(measures.headline, one),)) for one in settings]
+    return columns.table(f"{measures.names[measures.headline]}, by budget", lines, SHOWN, "budget")
 
 
 def describe_setting(one: Setting) -> str:
@@ -127,19 +123,20 @@ def describe_setting(one: Setting) -> str:
 
 
 def lowest_rho_notes(overall: Overall) -> list[str]:
-    """Return a note on the measures with the lowest ρ, and one on ρ of propagated L1 less ρ of 1 − S.
+    """Return a note on the measures with the lowest ρ, and one on the headline's ρ less that of 1 − S.
 
     Both are left out where no measure has a ρ, the second also where no prompt has both.
     """
-    known = [one for one in overall.strengths if one.measure in MEASURES and one.rho.prompts]
+    measures, headline = overall.measures.predictors, overall.measures.headline
+    known = [one for one in overall.strengths if one.measure in measures and one.rho.prompts]
     if not known:
         return []
     least = min(one.rho.value for one in known)
     tied = [one for one in known if one.rho.value - least < _EQUAL]
-    names = text.join_names([NAMES[one.measure] for one in tied])
-    contrast = overall.contrast(HEADLINE, REFERENCE).rho
+    names = text.join_names([measures[one.measure] for one in tied])
+    contrast = overall.contrast(headline, REFERENCE).rho
     first = f"lowest ρ, by looking: {names}{' alike' * (len(tied) > 1)}, {format_estimate(tied[0].rho, ' ')}"
-    against = f"ρ of {NAMES[HEADLINE]} less that of {NAMES[REFERENCE]}: {format_estimate(contrast, ' ')}"
+    against = f"ρ of {measures[headline]} less that of {measures[REFERENCE]}: {format_estimate(contrast, ' ')}"
     return [first, *([against] if contrast.prompts else [])]
 
 
@@ -192,32 +189,38 @@ def further_tables(
         _contrast_table(overall[0], deciding),
         _circular_table(deciding),
         _curve_table(deciding),
-        *_across_tables(across),
+        *_across_tables(across, overall[0].measures),
     ]
 
 
 def _setting_tables(one: Setting) -> list[Part]:
     """Return a setting's table of measures, a note on θ̂, and its table of controls."""
-    evidence = text.percent(one.evidence)
+    evidence, predictors = text.percent(one.evidence), one.measures.predictors
     return [
         Table(
             f"b={one.name}",
             _STRENGTH,
-            [_strength_row(one.strength(name), one.identity_baselines(name)) for name in MEASURES],
+            [
+                _strength_row(shown, one.strength(name), one.identity_baselines(name))
+                for name, shown in predictors.items()
+            ],
         ),
         f"b={one.name}: θ̂ is of the {evidence} of (prompt, head) with σ > 0.5 in all methods",
         Table(
             f"b={one.name}: controls",
             _CONTROL,
-            [_control_row(one.control(name), one.identity_baselines(name)) for name in MEASURES],
+            [
+                _control_row(shown, one.control(name), one.identity_baselines(name))
+                for name, shown in predictors.items()
+            ],
         ),
     ]
 
 
-def _strength_row(one: Strength, baselines: IdentityBaselines) -> list[str]:
-    """Return a measure's cells in the table of correlations."""
+def _strength_row(name: str, one: Strength, baselines: IdentityBaselines) -> list[str]:
+    """Return a measure's cells in the table of correlations, its name first."""
     ranks = [format_estimate(one.rho), format_estimate(one.tau), _format_p(baselines.rho), str(one.rho.prompts)]
-    return [NAMES[one.measure], *ranks, format_share(one.auc), _format_p(baselines.auc), str(one.auc.prompts)]
+    return [name, *ranks, format_share(one.auc), _format_p(baselines.auc), str(one.auc.prompts)]
 
 
 def _format_p(baseline: IdentityBaseline) -> str:
@@ -226,10 +229,10 @@ def _format_p(baseline: IdentityBaseline) -> str:
     return "–" if isnan(p) else ("<0.001" if p < 0.001 else f"{p:.3f}") + "*" * baseline.significant
 
 
-def _control_row(one: Control, baselines: IdentityBaselines) -> list[str]:
-    """Return a measure's cells in the table of controls."""
+def _control_row(name: str, one: Control, baselines: IdentityBaselines) -> list[str]:
+    """Return a measure's cells in the table of controls, its name first."""
     others, between = map(format_share, (baselines.auc.others, one.between))
-    return [NAMES[one.measure], _format_null(one.rho), format_estimate(baselines.rho.others), others, between]
+    return [name, _format_null(one.rho), format_estimate(baselines.rho.others), others, between]
 
 
 def _format_null(one: PermutationNull) -> str:
@@ -239,42 +242,53 @@ def _format_null(one: PermutationNull) -> str:
 
 def _contrast_table(overall: Overall, settings: Sequence[Setting]) -> Table:
     """Return the table of each measure against 1 − S, per setting and over all."""
-    named = [(f"b={one.name}", one.contrasts) for one in settings]
+    names, named = overall.measures.names, [(f"b={one.name}", one.contrasts) for one in settings]
     every = [("all", overall.contrasts)] if len(named) > 1 else []
     rows = [
         row
         for name, contrasts in [*named, *every]
-        for row in _with_first_name(name, [_contrast_row(one) for one in contrasts if one.second == REFERENCE])
+        for row in _with_first_name(
+            name, [_contrast_row(names[one.first], one) for one in contrasts if one.second == REFERENCE]
+        )
     ]
-    return Table(f"measures on the same prompts, each against {MEASURES[REFERENCE]}", _CONTRAST, rows)
+    return Table(f"measures on the same prompts, each against {names[REFERENCE]}", _CONTRAST, rows)
 
 
-def _contrast_row(one: Contrast) -> list[str]:
-    """Return a measure's cells in the table of comparisons with 1 − S."""
+def _contrast_row(name: str, one: Contrast) -> list[str]:
+    """Return a measure's cells in the table of comparisons with 1 − S, its name first."""
     rho, auc = map(format_estimate, (one.rho, one.auc))
-    return [NAMES[one.first], rho, str(one.rho.prompts), auc, str(one.auc.prompts)]
+    return [name, rho, str(one.rho.prompts), auc, str(one.auc.prompts)]
 
 
 def _circular_table(settings: Sequence[Setting]) -> Table:
     """Return the table of the circular measures, per setting."""
+    measures = settings[0].measures
     rows = [
         row
         for one in settings
-        for row in _with_first_name(f"b={one.name}", (_circular_row(one.strength(name)) for name in CIRCULAR_MEASURES))
+        for row in _with_first_name(
+            f"b={one.name}", (_circular_row(shown, one.strength(name)) for name, shown in measures.circular.items())
+        )
     ]
-    return Table("circular: of the answer's second token these nearly are the score", _CIRCULAR, rows)
+    return Table(f"circular: of {measures.circular_tokens} these nearly are the score", _CIRCULAR, rows)
 
 
-def _circular_row(one: Strength) -> list[str]:
-    """Return the table cells of a circular measure."""
+def _circular_row(name: str, one: Strength) -> list[str]:
+    """Return the table cells of a circular measure, its name first."""
     rho, auc = format_estimate(one.rho), format_share(one.auc)
-    return [NAMES[one.measure], rho, str(one.rho.prompts), auc, str(one.auc.prompts)]
+    return [name, rho, str(one.rho.prompts), auc, str(one.auc.prompts)]
 
 
 def _curve_table(settings: Sequence[Setting]) -> Table:
-    """Return the table of calibration curves of propagated L1, per setting."""
-    rows = [row for one in settings for row in _with_first_name(f"b={one.name}", map(_bin_row, one.curves[HEADLINE]))]
-    return Table(f"how often an answer is lost, by {NAMES[HEADLINE]} over the outputs' norm", _CURVE, rows)
+    """Return the table of calibration curves of the headline measure, per setting."""
+    measures = settings[0].measures
+    rows = [
+        row
+        for one in settings
+        for row in _with_first_name(f"b={one.name}", map(_bin_row, one.curves[measures.headline]))
+    ]
+    by = measures.names[measures.headline]
+    return Table(f"how often an answer is lost, by {by} over the outputs' norm", _CURVE, rows)
 
 
 def _bin_row(one: Bin) -> list[str]:
@@ -284,11 +298,11 @@ def _bin_row(one: Bin) -> list[str]:
     return [f"{one.low:.3g} to {one.high:.3g}", str(one.answers), str(one.prompts), lost, format_points(drop)]
 
 
-def _across_tables(across: Sequence[AcrossBudgets]) -> list[Table]:
+def _across_tables(across: Sequence[AcrossBudgets], measures: Measures) -> list[Table]:
     """Return the table of correlations over budgets, as a list; empty if no prompt has a correlation."""
     if not any(one.rho.prompts for one in across):
         return []
-    names = {EVICTED: "the budget itself", **NAMES}
+    names = {EVICTED: "the budget itself", **measures.names}
     rows = [[names[one.measure], format_estimate(one.rho, " "), str(one.rho.prompts)] for one in across]
     return [Table("across budgets, for many reasons: no evidence", _ACROSS, rows)]
 

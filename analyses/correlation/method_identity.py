@@ -11,7 +11,7 @@ Ranks and areas are of one prompt's configurations; strengths and contrasts are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from math import isnan
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from perturbkv.analyses.columns import Record, column, record
 from perturbkv.analyses.correlation import lost_answers
 from perturbkv.analyses.correlation.lost_answers import AREA
-from perturbkv.analyses.measurements import CIRCULAR_MEASURES, Floats
+from perturbkv.analyses.measurements import Floats
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import ratio
 from perturbkv.analyses.stats.intervals import (
@@ -165,17 +165,6 @@ def _estimate_mean(by_prompt: Callable[[Floats], Floats], prompts: int, kind: St
     return Estimate(float(known.mean()), intervals.of_statistic(mean, prompts, kind, len(known)), len(known))
 
 
-MEASURES = {
-    "isolated": "isolated L1",
-    "propagated": "propagated L1",
-    "theta": "θ",
-    "theta_hat": "θ̂",
-    "lost": "1 − S",
-}
-"""Measures that are known before the answer's second token, the first that eviction can change in both scenarios."""
-NAMES = {**MEASURES, **CIRCULAR_MEASURES}
-
-
 @dataclass(frozen=True)
 class PromptStatistics:
     """The statistics of one measure in each prompt: (prompt,) each, NaN where the prompt does not decide.
@@ -198,7 +187,9 @@ class Strength(Record):
     SECTION: ClassVar[str] = "strength"
 
     measure: str = column(
-        "isolated, propagated, theta, theta_hat, lost (1 − S), or circular kl or drift, all of the first decode step"
+        "isolated, propagated, theta, theta_hat, lost (1 − S), or circular kl or drift, of the first decode step; of "
+        "an accepted answer's steps isolated, isolated_first (its first token), effect, effect_size, theta, theta_hat, "
+        "lost, or circular propagated, effect_propagated, kl, drift or text_loss"
     )
     rho: Estimate = column("Spearman's ρ with the score between the configurations of a prompt")
     tau: Estimate = column("Kendall's τ-b")
@@ -273,8 +264,8 @@ def strengths(each: Mapping[str, PromptStatistics]) -> tuple[Strength, ...]:
     )
 
 
-def contrasts(each: Mapping[str, PromptStatistics]) -> tuple[Contrast, ...]:
-    """Return the difference between every two non-circular measures, mean over prompts."""
+def contrasts(each: Mapping[str, PromptStatistics], predictors: Collection[str]) -> tuple[Contrast, ...]:
+    """Return the difference between every two `predictors`, the measures that are not circular, mean over prompts."""
     return tuple(
         Contrast(
             first,
@@ -282,7 +273,7 @@ def contrasts(each: Mapping[str, PromptStatistics]) -> tuple[Contrast, ...]:
             rho=estimate_mean(each[first].rho - each[second].rho, RHO_DIFFERENCES),
             auc=estimate_mean(each[first].area - each[second].area, AREA_DIFFERENCES),
         )
-        for first, second in combinations(MEASURES, 2)
+        for first, second in combinations(predictors, 2)
     )
 
 
@@ -342,18 +333,20 @@ def identity_baselines(
 
 
 def mark_significant(
-    groups: Sequence[tuple[IdentityBaselines, ...]], strengths: Sequence[Sequence[Strength]]
+    groups: Sequence[tuple[IdentityBaselines, ...]],
+    strengths: Sequence[Sequence[Strength]],
+    predictors: Collection[str],
 ) -> list[tuple[IdentityBaselines, ...]]:
     """Return the groups of baselines with `significant` set, after correction over all tests of all groups.
 
-    Significant is a statistic that is decided itself and beyond its baseline. `strengths`: the measures' own, group by
-    group in the same order.
+    Significant is a statistic of a predictor that is decided itself and beyond its baseline. `strengths`: the measures'
+    own, group by group in the same order.
     """
     tests = [
         _Test(index, one.measure, statistic, getattr(one, statistic), getattr(strength, statistic))
         for index, (group, own) in enumerate(zip(groups, strengths, strict=True))
         for one, strength in zip(group, own, strict=True)
-        if one.measure in MEASURES
+        if one.measure in predictors
         for statistic in _EXPECTED
         if not isnan(getattr(one, statistic).exchanged.p)
     ]

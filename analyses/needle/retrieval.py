@@ -15,9 +15,9 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.analyses import measurements
 from perturbkv.analyses.columns import Record, column, derived, interval, record
-from perturbkv.analyses.measurements import FIRST_STEP_MEASURES, Floats, Measurements, measured_steps
+from perturbkv.analyses.measurements import Floats, Measurements, measured_steps
+from perturbkv.analyses.measures import OWN_TEXT, equalise_identical_runs, measure_values
 from perturbkv.analyses.sides import LEAST_CONFIGS, comparable_groups
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import ratio
@@ -25,14 +25,16 @@ from perturbkv.analyses.stats.intervals import CORRELATION, Band, Interval, Opti
 from perturbkv.analyses.stats.rank_correlation import spearman
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.run import ANSWER, OWN
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 
 ANALYSIS = "needle"
 OUTCOMES = {"score": "whole number", "digits": "leading digits"}
 """Outcomes of an answer: the exact number, and the share of its leading digits that are right."""
+FIRST_STEP_MEASURES = {name: OWN_TEXT.predictors[name] for name in ("isolated", "theta", "propagated", "lost")}
 CIRCULAR = {
-    **measurements.CIRCULAR_MEASURES,
+    **OWN_TEXT.circular,
     "kl_all": "KL, nat, all steps",
     "drift_all": "drift, all steps",
     "propagated_all": "propagated L1, all steps",
@@ -260,8 +262,17 @@ def check_scored(trace: Trace) -> None:
 
 
 def measures(measured: Measurements) -> dict[str, Floats]:
-    """Return measure -> (sample, config), of the first step and over all; identical runs get equal values."""
+    """Return measure -> (sample, config), of the first step and over all; identical runs get equal values.
+
+    Raises TraceError for a trace along another text than the model's own.
+    """
     trace = measured.trace
+    if trace.run.text != OWN:
+        raise TraceError(
+            f"{ANALYSIS} ranks methods by the first step of the model's own text, and {trace.source or 'this trace'} "
+            f"was measured along another (--text {trace.run.text}); measure along --text {OWN}"
+            f"{', or ask perturbkv correlation' * (trace.run.text == ANSWER)}"
+        )
     steps = np.arange(trace.run.steps) < measured_steps(trace)[:, None]
     norms = measured["output_norm"].sum(axis=(2, 3))[:, None]
     propagated = measured["perturbation_propagated"].sum(axis=(3, 4)) / norms
@@ -271,7 +282,7 @@ def measures(measured: Measurements) -> dict[str, Floats]:
         "drift_all": _mean_over_steps(drift, steps),
         "propagated_all": _mean_over_steps(propagated, steps),
     }
-    return {**measurements.first_step_measures(trace, ANALYSIS), **measurements.equalise_identical_runs(trace, later)}
+    return {**measure_values(trace, OWN_TEXT, ANALYSIS), **equalise_identical_runs(trace, later)}
 
 
 def _mean_over_steps(array: Floats, steps: NDArray[np.bool_]) -> Floats:

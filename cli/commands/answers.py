@@ -194,8 +194,8 @@ def correlation(
 ) -> Analysis:
     """Ask whether perturbation predicts a lost answer.
 
-    The first step's perturbation against the answer's score, one budget at a time; prompts of several traces are
-    pooled.
+    The first step's perturbation, or with --text answer the accepted answer's, against the free answer's score, one
+    budget at a time; prompts of several traces are pooled.
     """
     from perturbkv.analyses.correlation.lost_answers import Rule
 

@@ -29,10 +29,10 @@ SCENARIOS = {
     "regular": "the whole prompt is compressed, its question included",
     "context-only": "only the context is compressed; the question is run over the compressed cache",
 }
-OWN = "own"
+OWN, ANSWER = "own", "answer"
 TEXTS = {
     OWN: "the full run's greedy continuation",
-    "answer": "the first accepted answer",
+    ANSWER: "the first accepted answer",
     "given": "the row's `text`",
 }
 """Text that the decode steps read (METHOD: log p and perplexity)."""

@@ -14,7 +14,7 @@ from scipy import stats
 import perturbkv as pk
 from perturbkv.analyses.correlation.correlation import Correlation, correlation
 from perturbkv.analyses.correlation.lost_answers import calibration_curve
-from perturbkv.analyses.correlation.method_identity import NAMES
+from perturbkv.analyses.measures import OWN_TEXT
 from perturbkv.errors import TraceError
 from tests.support.linked import answered, methods
 
@@ -280,7 +280,7 @@ def test_across_the_budgets_of_a_method_the_budget_itself_stands_beside_the_meas
             for place in range(4)
         ]
         assert found[measure].value == pytest.approx(np.mean(expected))
-    assert set(found) == {"evicted", *NAMES}
+    assert set(found) == {"evicted", *OWN_TEXT.names}
     assert correlation(answered(configs[:6], scores[:, :6], np.ones(4), {"propagated": moved[:, :6]})).across == ()
 
 

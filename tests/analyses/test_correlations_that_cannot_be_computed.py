@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from perturbkv.analyses.correlation.correlation import Correlation, correlation
-from perturbkv.analyses.correlation.method_identity import MEASURES
+from perturbkv.analyses.measures import OWN_TEXT
 from perturbkv.analyses.verdicts import FEW
 from perturbkv.display import Table
 from perturbkv.errors import ConfigError, PerturbkvError, TraceError
@@ -110,7 +110,7 @@ def test_a_screen_leads_with_what_one_reads_and_shows_the_rest_where_it_is_asked
     trace = answered([*methods(3), *methods(3, 128)], np.tile(MIXED, (1, 2)), np.ones(6),
                      {"propagated": np.tile(MOVED, (1, 2))})  # fmt: skip
     found = correlation(trace)
-    assert [line.name for line in found.lines()] == list(MEASURES.values())
+    assert [line.name for line in found.lines()] == list(OWN_TEXT.predictors.values())
     assert len(repr(found).splitlines()) < 30
     titles = " ".join(part.title for part in found.details() if isinstance(part, Table))
     for name in ("propagated L1, by budget", "controls", "each against 1 − S", "circular", "how often"):

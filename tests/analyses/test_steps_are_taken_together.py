@@ -11,7 +11,7 @@ import pytest
 
 import perturbkv as pk
 from perturbkv.analyses.layers.budget_curves import budget_curve
-from perturbkv.analyses.measurements import Measurements, first_step_measures, select_texts_that_go_on
+from perturbkv.analyses.measurements import Measurements, select_texts_that_go_on
 from perturbkv.analyses.stats import intervals
 from perturbkv.errors import BoundError, TraceError
 from perturbkv.trace import SampleTrace, Trace
@@ -162,13 +162,6 @@ def test_a_text_that_is_not_the_full_runs_own_is_named(text: str, told: str) -> 
     once = trace(sample_trace("s0"), sample_trace("s1", seed=1))
     once = dataclasses.replace(once, run=dataclasses.replace(once.run, text=text))
     assert f"first step of {told}" in pk.compare_heads(once).conclusion()
-
-
-def test_perturbation_along_the_right_answer_is_linked_with_no_answer() -> None:
-    found = made()
-    read = dataclasses.replace(found, run=dataclasses.replace(found.run, text="answer"))
-    with pytest.raises(TraceError, match="correlation asks .* along the accepted ones"):
-        first_step_measures(read, "correlation")
 
 
 def test_texts_of_which_no_token_is_predicted_have_no_effect() -> None:

@@ -11,7 +11,7 @@ from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 
 from perturbkv.analyses.correlation.correlation import Correlation, correlation
-from perturbkv.analyses.correlation.method_identity import NAMES
+from perturbkv.analyses.measures import OWN_TEXT
 from tests.support.linked import answered, methods
 
 WIDTHS = pytest.mark.parametrize("width", [84, 174])
@@ -48,12 +48,12 @@ def test_every_point_is_its_estimate(result: Correlation, width: float) -> None:
     for axes, kind, field in ((figure.axes[0], "rho", "rho"), (figure.axes[1], "auc", "auc")):
         found = points(axes)
         for setting in result.settings:
-            for measure in NAMES:
+            for measure in OWN_TEXT.names:
                 estimate = getattr(setting.strength(measure), field)
                 value, bar = found[f"{kind} {setting.name} {measure}"]
                 assert value == pytest.approx(estimate.value)
                 assert bar == pytest.approx((estimate.interval.low, estimate.interval.high))
-        assert len(found) == len(NAMES) * len(result.settings)
+        assert len(found) == len(OWN_TEXT.names) * len(result.settings)
 
 
 @WIDTHS
@@ -81,7 +81,9 @@ def setting_of(result: Correlation, gid: str) -> Any:
 def test_behind_each_point_stands_what_the_names_alone_show(result: Correlation, width: float) -> None:
     for axes, field in zip(drawn(result, width).axes[:2], ("rho", "auc"), strict=True):
         grey = [tuple(line.get_xdata()) for line in axes.get_lines() if line.get_color() == "0.82"]
-        shown = [getattr(one.identity_baselines(name), field).exchanged for one in result.settings for name in NAMES]
+        shown = [
+            getattr(one.identity_baselines(name), field).exchanged for one in result.settings for name in OWN_TEXT.names
+        ]
         np.testing.assert_allclose(sorted(grey), sorted((one.low, one.high) for one in shown))
 
 
