@@ -171,13 +171,15 @@ class Correlation(Result):
         return sum(getattr(part, name) for part in self.parts)
 
     def scope(self) -> Sequence[str]:
-        """Return what the claims are of: the budgets, and the prompts behind ρ and behind pairs of answers."""
+        """Return what the claims are of: steps of an answer, budgets, the prompts behind ρ and behind pairs."""
         strength = self.overall[0].strength(self.measures.headline)
         budgets = sum(one.strength(strength.measure).rho.prompts > 0 for one in self.settings)
         several = [f"{budgets} budgets, one at a time"] if budgets > 1 else []
         prompts = {"ρ": strength.rho.prompts, "pairs": strength.auc.prompts}
         deciding = [f"{name}: n = {plural(count, 'deciding prompt')}" for name, count in prompts.items() if count]
-        return [*several, *(deciding or super().scope())]
+        if not deciding:
+            return [*several, *super().scope()]
+        return [*filter(None, [self.identity.steps]), *several, *deciding]
 
     def title(self) -> str:
         """Return the table's title: the single setting, or that it shows each prompt's mean over all budgets."""

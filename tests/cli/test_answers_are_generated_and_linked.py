@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -292,6 +293,39 @@ def test_traces_of_several_data_sets_are_pooled(perturbkv: Run, linked: Callable
     first_alone = perturbkv("correlation", "qasper.h5", "-o", "out")
     assert first_alone.code == 2
     assert "--trace" in first_alone.err and "triviaqa.h5" in first_alone.err
+
+
+@pytest.mark.slow
+def test_perturbation_along_the_answer_is_linked_with_free_answers(perturbkv: Run, model: Path, tmp_path: Path) -> None:
+    """The tiny model answers nothing rightly: scores are drawn, as if it had."""
+    rows = [
+        {"prompt": f"{word} is a word. " * 8, "answers": [answer]}
+        for word, answer in zip("four summer winter leaf stone".split(), "yes never ab no maybe".split(), strict=True)
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    made = ["--model", model, "--dataset", "rows.jsonl", "--budget", 24, "--window", 8, "--no-chat-template"]
+    saved = ["--text", "answer", "--steps", 4, "--save", "effect", "--max-new-tokens", 4]
+    ran = perturbkv("correlation", *made, *saved, "-o", "out", "--format", "png")
+    assert ran.code == 0, ran.err
+    assert "the full cache answers none of 5 prompts" in " ".join(ran.out.split())
+    draw, trace = np.random.default_rng(0), read_trace(Path("out/trace.h5"))
+    scores = {"score": draw.integers(0, 3, trace.arrays["score"].shape) / 2, "score_full": np.ones(5)}
+    dataclasses.replace(trace, arrays={**trace.arrays, **scores}).save("scored.h5")
+    ran = perturbkv("correlation", "scored.h5", "-o", "two", "--format", "png", "--explain")
+    assert ran.code == 0, ran.err
+    said = " ".join(ran.out.split())
+    assert said.startswith(
+        "Whether the methods of a prompt that have the larger isolated perturbation along its accepted"
+    )
+    assert "mean over up to 4 steps of an accepted answer" in said
+    assert "circular: of the right answer's own tokens these nearly are the score" in said
+    told = json.loads(Path("two/summary.json").read_text())["analyses"]["correlation"]
+    (setting,) = told["settings"]
+    assert (told["text"], [one["measure"] for one in setting["strengths"]]) == ("answer", [
+        "isolated", "isolated_first", "effect", "effect_size", "theta", "theta_hat", "lost",
+        "propagated", "effect_propagated", "kl", "drift", "text_loss",
+    ])  # fmt: skip
+    assert all(one["rho"]["prompts"] for one in setting["strengths"] if one["measure"] != "theta_hat")
 
 
 @pytest.mark.slow
