@@ -1,0 +1,112 @@
+"""studies/answers.py: which caches are measured, pairs by hand, and verdicts by the rules."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.scripts import DOCS, STUDIES, functions
+
+RULES = (DOCS / "results" / "rules.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, Any]:
+    return functions("answers", STUDIES)
+
+
+def cells(found: dict[tuple[str, float, int], list[int]], full: list[int], digits: int = 7) -> list[dict[str, str]]:
+    """Rows of a run: (method, budget, kernel) -> what its cache finds, prompt by prompt."""
+    return [
+        {"model": "m", "digits": str(digits), "sample": str(index), "method": method, "budget": str(budget),
+         "kernel": str(kernel), "full": str(whole), "found": str(one)}
+        for (method, budget, kernel), each in found.items()
+        for index, (whole, one) in enumerate(zip(full, each, strict=True))
+    ]  # fmt: skip
+
+
+def row(area: tuple[float, float], beyond: tuple[float, float], prompts: int = 40) -> dict[str, str]:
+    ends = {"area_low": area[0], "area_high": area[1], "beyond_low": beyond[0], "beyond_high": beyond[1]}
+    return {"prompts": str(prompts), **{name: str(end) for name, end in ends.items()}}
+
+
+def test_every_run_has_the_caches_of_the_rules(answers: dict[str, Any]) -> None:
+    found = {run.name: run.configs() for run in answers["runs"]()}
+    sizes = {name: len({config.label() for config in configs.values()}) for name, configs in found.items()}
+    compared, crossed = 6 * 3, 2 * 3
+    for name in (answers["QWEN"], answers["SMOLLM2"]):
+        assert sizes[f"{name}-7"] == compared + crossed - 2  # a kernel of 7 is in both
+        assert sizes[f"{name}-3"] == sizes[f"{name}-15"] == crossed
+    assert sizes[f"{answers['LARGER']}-7"] == 6 and len(found) == 7
+    for configs in found.values():
+        assert {(config.window, config.granularity.name, config.protect_first) for config in configs.values()} == {
+            (32, "kv", 0)
+        }
+    assert f"seed {answers['SEED']}," in RULES and f"{answers['LENGTH']} tokens" in RULES
+
+
+def test_a_kernel_pools_both_stages(answers: dict[str, Any]) -> None:
+    configs = answers["runs"]()[0].configs()
+    for method in answers["POOLED"]:
+        wide = configs[method, 0.2, 21].flat()
+        assert wide["policy_kernel"] == 21
+        assert wide.get("selection_score", "pooled") == "pooled"
+
+
+def test_numbers_have_their_digits_and_are_each_prompt_s_own(answers: dict[str, Any]) -> None:
+    for digits in answers["DIGITS"]:
+        drawn = [answers["with_digits"](str(index), digits) for index in range(50)]
+        assert all(re.fullmatch(rf"[1-9]\d{{{digits - 1}}}", number) for number in drawn)
+        assert len(set(drawn)) > 45
+
+
+def test_pairs_are_of_prompts_that_the_full_cache_answers(answers: dict[str, Any]) -> None:
+    full = [1] * 10 + [0] * 5
+    snapkv = [1, 1, 0, 0, 0, 0, 0, 0, 0, 0] + [0] * 5
+    later = [0, 1, 1, 1, 1, 1, 1, 1, 1, 1] + [1] * 5
+    made = cells({("SnapKV", 0.2, 7): snapkv, ("AdaKV", 0.2, 7): later, ("random", 0.2, 7): snapkv}, full)
+    (run,) = answers["outcomes"](made)
+    assert (run.prompts, run.answered) == (15, 10)
+    pairs = {pair.second[0]: pair for pair in answers["method_pairs"]([run])}
+    assert (pairs["AdaKV"].more, pairs["AdaKV"].fewer) == (8, 1)
+    assert pairs["AdaKV"].p == pytest.approx(2 * (1 + 9) / 2**9)  # binomial, 9 prompts, at most 1
+    assert pairs["AdaKV"].decided is False or pairs["AdaKV"].p <= 0.05
+    assert pairs["random"].p == 1 and not pairs["random"].decided
+
+
+def test_too_few_answers_decide_nothing(answers: dict[str, Any]) -> None:
+    nine, none = [1] * 9, [0] * 9
+    (run,) = answers["outcomes"](cells({("SnapKV", 0.2, 7): none, ("AdaKV", 0.2, 7): nine}, nine))
+    (pair,) = answers["method_pairs"]([run])
+    assert pair.p < 0.01 and not pair.decided
+    ten = [1] * 10
+    (run,) = answers["outcomes"](cells({("SnapKV", 0.2, 7): [0] * 10, ("AdaKV", 0.2, 7): ten}, ten))
+    assert answers["method_pairs"]([run])[0].decided
+
+
+def test_a_budget_at_an_end_is_named(answers: dict[str, Any]) -> None:
+    low, high = [0] * 40, [1] * 40
+    (run,) = answers["outcomes"](
+        cells({("SnapKV", 0.1, 7): low, ("random", 0.1, 7): low, ("SnapKV", 0.4, 7): high}, high)
+    )
+    assert answers["at_end"](run, 0.1) and answers["at_end"](run, 0.4)
+    (run,) = answers["outcomes"](cells({("SnapKV", 0.1, 7): low, ("random", 0.1, 7): [1] * 3 + low[3:]}, high))
+    assert not answers["at_end"](run, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        (row((0.6, 0.8), (0.02, 0.3)), "foretells"),
+        (row((0.6, 0.8), (-0.01, 0.3)), "undecided"),
+        (row((0.6, 0.8), (-0.05, 0.09)), "no more than names"),
+        (row((0.2, 0.4), (-0.3, -0.1)), "reversed"),
+        (row((0.6, 0.8), (0.02, 0.3), prompts=9), "too few"),
+        (row((np.nan, np.nan), (np.nan, np.nan)), "undecided"),
+    ],
+)
+def test_a_measure_s_verdict_follows_the_rules(answers: dict[str, Any], found: dict[str, str], told: str) -> None:
+    assert answers["verdict_of"](found) == told
