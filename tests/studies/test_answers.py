@@ -73,8 +73,8 @@ def test_pairs_are_of_prompts_that_the_full_cache_answers(answers: dict[str, Any
     pairs = {pair.second[0]: pair for pair in answers["method_pairs"]([run])}
     assert (pairs["AdaKV"].more, pairs["AdaKV"].fewer) == (8, 1)
     assert pairs["AdaKV"].p == pytest.approx(2 * (1 + 9) / 2**9)  # binomial, 9 prompts, at most 1
-    assert pairs["AdaKV"].decided is False or pairs["AdaKV"].p <= 0.05
-    assert pairs["random"].p == 1 and not pairs["random"].decided
+    assert pairs["random"].p == 1
+    assert not any(pair.decided for pair in pairs.values())  # the smaller of two has to be at most 0.025
 
 
 def test_too_few_answers_decide_nothing(answers: dict[str, Any]) -> None:
