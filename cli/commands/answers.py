@@ -10,11 +10,13 @@ from typer import Option
 
 from perturbkv.analyses.json_values import run_object
 from perturbkv.cli import option_refusals
-from perturbkv.cli.choices import METHODS, parse_methods
-from perturbkv.cli.command_line import hide_options, show_defaults
+from perturbkv.cli.choices import METHODS, check_choice, parse_methods
+from perturbkv.cli.command_line import hide_options, show_defaults, show_options
 from perturbkv.cli.options import DEFAULT_SELECTIONS, MaxNewTokensOption, RunOptions, TracesOptions
+from perturbkv.cli.planned_run import split_datasets
 from perturbkv.cli.saving import text_file
 from perturbkv.cli.session import Analysis, Session, analysis, analysis_views
+from perturbkv.configs.cache_contents import DEFAULT_STEPS
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.datasets.metrics import CHOICES, DEFAULT
 from perturbkv.errors import ConfigError
@@ -56,6 +58,8 @@ def _scores(
     ] = "",
 ) -> Analysis:
     """Score the answers, one table per data set and budget."""
+    if metric:
+        check_choice("metric", metric, (*CHOICES, PERPLEXITY))
     if metric == PERPLEXITY:
         return _perplexity(run, look, compare, max_new_tokens)
     if answers := [path for path in look.paths if path.suffix == ".jsonl"]:
@@ -78,9 +82,14 @@ def _scores(
 
 
 def _perplexity(run: RunOptions, look: TracesOptions, compare: str, max_new_tokens: int | None) -> Analysis:
-    """Compare the perplexity of a text under every cache. Raises ConfigError for several traces, and for answers."""
+    """Compare the perplexity of a text under every cache.
+
+    Raises ConfigError for several traces or data sets, and for answers.
+    """
     if len(look.paths) > 1:
         raise ConfigError(f"expected one trace for --metric {PERPLEXITY}, got {len(look.paths)}; give them singly")
+    if len(names := [one.dataset for one in split_datasets(run)]) > 1:
+        raise ConfigError(f"expected one data set for --metric {PERPLEXITY}, got {', '.join(names)}; give them singly")
     if max_new_tokens is not None:
         raise ConfigError(
             f"--max-new-tokens has no effect with --metric {PERPLEXITY}, which generates nothing: --steps says how far "
@@ -157,11 +166,14 @@ def _save_and_show(session: Session, result: Result, answers: WrittenAnswers) ->
     session.show(result)
 
 
-_HIDDEN = ("preset", "alpha", "precision", "scenario", "dtype", "steps", "max_tokens")
+_HIDDEN = ("preset", "alpha", "precision", "scenario", "dtype", "max_tokens")
 """Options of measuring that the help of `quality` leaves out."""
 
 
-@show_defaults(budget=" ".join(_BUDGETS), policy="by --compare")
+@show_defaults(
+    budget=" ".join(_BUDGETS), policy="by --compare", steps=f"{DEFAULT_STEPS}; perplexity: to the text's end"
+)
+@show_options("text")
 @hide_options(*_HIDDEN)
 @analysis_views(
     _scores,
@@ -173,7 +185,7 @@ _HIDDEN = ("preset", "alpha", "precision", "scenario", "dtype", "steps", "max_to
 def quality() -> None:
     """Score the answers from the full and the evicted caches.
 
-    --dataset takes several, separated by commas, each with a trace of its own; tables: quality.tex, .md, .csv.
+    --dataset takes several, separated by commas, each with a trace of its own; tables: .tex, .md and .csv.
     --metric perplexity reads a text (--text own, answer, given) to its end, or for --steps tokens.
     --divergence looks at a file of answers that perturbkv generate wrote.
     """
