@@ -24,6 +24,7 @@ from perturbkv.storage.atomic_files import write_atomically
 from perturbkv.storage.output import OutputFile, OutputFolder
 
 if TYPE_CHECKING:
+    from perturbkv.analyses.quality.perplexity import Perplexity
     from perturbkv.analyses.quality.quality import Quality
     from perturbkv.analyses.result import Result
     from perturbkv.storage.answers_file import WrittenAnswers
@@ -73,11 +74,12 @@ def _scores(
 
         result = quality(session.usable_traces)
         session.draw(result, "quality")
-        return result, {**result.to_dict(), "tables": _save_tables(result, session.output)}
+        return result, {**result.to_dict(), "tables": _save_tables(result, session)}
 
     return Analysis(
         "quality", wanted, lambda: wanted.configs(parse_methods(compare)), analyse, stems=["quality"],
-        leave_out_unfit=not run.budget, generate=max_new_tokens, metric=metric, by_dataset=True, outputs=_table_files,
+        leave_out_unfit=not run.budget, generate=max_new_tokens, metric=metric, by_dataset=True,
+        outputs=lambda folder: _table_files(folder, "quality"),
     )  # fmt: skip
 
 
@@ -97,30 +99,34 @@ def _perplexity(run: RunOptions, look: TracesOptions, compare: str, max_new_toke
         )
     wanted = dataclasses.replace(run.with_budgets(_BUDGETS), reads_whole_text=True)
 
-    def analyse(session: Session) -> Result:
+    def analyse(session: Session) -> tuple[Result, dict[str, Any]]:
         from perturbkv.analyses.quality.perplexity import perplexity
 
-        return perplexity(session.trace)
+        result = perplexity(session.trace)
+        session.draw(result, session.name)
+        return result, {**result.to_dict(), "tables": _save_tables(result, session)}
 
+    name = f"quality-{PERPLEXITY}"
     return Analysis(
-        "quality-perplexity", wanted, lambda: wanted.configs(parse_methods(compare)), analyse,
+        name, wanted, lambda: wanted.configs(parse_methods(compare)), analyse, stems=[name],
         command=f"quality --metric {PERPLEXITY}", leave_out_unfit=not run.budget,
+        options={"metric": PERPLEXITY}, outputs=lambda folder: _table_files(folder, name),
     )  # fmt: skip
 
 
-def _table_files(folder: Path) -> list[OutputFile]:
-    """Return the output files of the tables of scores: LaTeX, Markdown, CSV."""
+def _table_files(folder: Path, name: str) -> list[OutputFile]:
+    """Return the output files of the tables of an analysis: LaTeX, Markdown, CSV."""
     from perturbkv.analyses.quality.score_tables import COMMENT, CSV, MARKDOWN
 
     quoted = ",".join(f'"{name}"' for name in CSV)
     begins = {"tex": COMMENT, "md": MARKDOWN, "csv": quoted}
-    return [text_file(folder / f"quality.{suffix}", text) for suffix, text in begins.items()]
+    return [text_file(folder / f"{name}.{suffix}", text) for suffix, text in begins.items()]
 
 
-def _save_tables(result: Quality, output: OutputFolder) -> list[str]:
-    """Write the tables of scores; return their paths."""
-    files = _table_files(output.path)
-    output.claim(*files)
+def _save_tables(result: Quality | Perplexity, session: Session) -> list[str]:
+    """Write a result's tables; return their paths."""
+    files = _table_files(session.output.path, session.name)
+    session.output.claim(*files)
     for file, text in zip(files, (result.to_latex(), result.to_markdown(), result.to_csv()), strict=True):
         write_atomically(file.path, lambda stream, text=text: stream.write(text.encode()))  # type: ignore[misc]
     return [str(file.path) for file in files]
