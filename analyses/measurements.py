@@ -266,15 +266,15 @@ class Scores:
         return self.full[:, None] - self.evicted
 
 
-def scores(trace: Trace, analysis: str) -> Scores:
-    """Return the scores of a trace's answers; error messages name the `analysis`.
+def scores(trace: Trace, analysis: str, instead: str = "") -> Scores:
+    """Return the scores of a trace's answers; error messages name the `analysis`, and what to ask of a trace `instead`.
 
     Raises TraceError where no answers were generated, or where no metric graded one of them.
     """
     if "score_full" not in trace.arrays:
         raise TraceError(
             f"{analysis} needs graded answers, {trace.source or 'this trace'} has none; make a trace that has them: "
-            f"perturbkv quality --model {trace.run.model} --dataset {trace.run.dataset}"
+            f"perturbkv quality --model {trace.run.model} --dataset {trace.run.dataset}{instead}"
         )
     full, evicted = (np.asarray(trace.get(name, analysis), dtype=np.float64) for name in ("score_full", "score"))
     if ungraded := int((np.isnan(full) | np.isnan(evicted).any(axis=1)).sum()):

@@ -29,14 +29,19 @@ Sides = str | Iterable[str]
 """One side of a comparison, or several: a selection, a policy, or policy:selection each."""
 
 
+def check_trace(trace: Any) -> None:
+    """Raise TraceError for anything but a trace."""
+    if not isinstance(trace, Trace):
+        raise TraceError(f"expected a trace, as pk.read_trace or pk.measure give it; got {type(trace).__name__}")
+
+
 def check_sides(trace: Any, baseline: Any, treatments: Any) -> tuple[str, ...]:
     """Return the names of one or several treatments as a tuple, with trace and sides checked.
 
     Raises TraceError for anything but a trace, ConfigError for sides that are no names, for no treatment, and for a
     repeated one.
     """
-    if not isinstance(trace, Trace):
-        raise TraceError(f"expected a trace, as pk.read_trace or pk.measure give it; got {type(trace).__name__}")
+    check_trace(trace)
     several = isinstance(treatments, Iterable) and not isinstance(treatments, str)
     names = tuple(treatments) if several else (treatments,)
     wrong = [side for side in (baseline, *names) if not isinstance(side, str)]

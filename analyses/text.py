@@ -141,8 +141,8 @@ def _whole_percent(share: float) -> str:
 
 
 def fixed(value: float, digits: int) -> str:
-    """Return a number with a fixed number of decimals, a true minus sign and no negative zero."""
-    return f"{value:z.{digits}f}".replace("-", "−")
+    """Return a number with a fixed number of decimals, thousands separated, a true minus sign, no negative zero."""
+    return f"{value:z,.{digits}f}".replace("-", "−")
 
 
 STEP = "decode step, from 0; null: the mean over the steps of each sample"
@@ -157,10 +157,16 @@ def sample_note(samples: int, unit: str = "sample") -> str:
     return f"n = {plural(samples, unit)}{few}"
 
 
+_FACTORS_FROM = 10
+"""Ratio from which a difference is told as a factor: 36 times as much reads better than 3,500 % more."""
+
+
 def relative_difference(ratio: float, interval: OptionalInterval = None) -> str:
-    """Return a ratio as a difference: 0.83 as '17 % [12, 22] less', 1.09 as '9 % [3, 15] more'."""
+    """Return a ratio as a difference: 0.83 as '17 % [12, 22] less', 1.09 as '9 % more', and 37 as '37 × as much'."""
     if ratio <= 1:
         return f"{percent(1 - ratio, complement(interval))} less"
+    if ratio >= _FACTORS_FROM:
+        return f"{factor(ratio, interval)} as much"
     excess = None if interval is None else Interval(interval.low - 1, interval.high - 1, interval.kind)
     return f"{percent(ratio - 1, excess)} more"
 

@@ -35,7 +35,8 @@ Sections = dict[str, list[tuple[str, str]]]
 _MOST_COLUMNS = 100
 _OWN, _COMMANDS, _HELP = "Options", "Commands", "help"
 _NO_DEFAULT = ("", "None", "False")
-_MORE = "More options of measuring, rarely needed: perturbkv trace -h"
+_TOLD = ("text", "prompts", "save")
+"""Options that a help which hides them names all the same."""
 _LEGEND = "  [default]  … repeatable"
 
 
@@ -197,16 +198,18 @@ class CompactHelp:
             column = max((len(name) for rows in sections.values() for name, _ in rows), default=0)
             for title, rows in sections.items():
                 _print_section(title, rows, column)
-            if _hides_options(self, ctx):
-                _print_text(_MORE)
+            if more := _hidden_options_line(self, ctx):
+                _print_text(more)
         formatter.write(written.get())
 
 
-def _hides_options(command: Any, ctx: Any) -> bool:
-    """Return whether a measuring command has options that its help omits; only `trace` shows them all."""
-    return command.name != "trace" and any(
-        option.hidden and option.name == "chunk_mib" for option in command.get_params(ctx)
-    )
+def _hidden_options_line(command: Any, ctx: Any) -> str:
+    """Return the line on what a measuring command's help hides, empty where it hides nothing; `trace` shows all."""
+    hidden = {option.name for option in command.get_params(ctx) if option.hidden}
+    if command.name == "trace" or "chunk_mib" not in hidden:
+        return ""
+    named = ", ".join(f"--{name}" for name in _TOLD if name in hidden)
+    return f"More options of measuring{f' ({named}, …)' if named else ''}: perturbkv trace -h"
 
 
 def usage_line(command: Any, ctx: Any) -> str:

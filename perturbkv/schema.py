@@ -178,6 +178,7 @@ VARIABLES: dict[str, Variable] = {
         ("config",), "nat", "log probability of token_id at step 0, after the question (context-only)", optional=True
     ),
     "first_logp_full": Variable((), "nat", "the same from the full cache (context-only)", optional=True),
+    "text_tokens": Variable((), "token", "tokens of the text that was given (answer, given)", "int64", optional=True),
     "steps_measured": Variable(
         (), "1", "decode steps before the text ends; later steps hold no numbers", "int64", optional=True
     ),

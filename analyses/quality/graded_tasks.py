@@ -204,7 +204,7 @@ def tasks(traces: Sequence[Trace], configs: Sequence[EvictionConfig]) -> tuple[T
 def _task(name: str, trace: Trace, indices: list[int]) -> Task:
     """Return the task of a trace, with the configurations at `indices`."""
     measured = Measurements(trace, ANALYSIS, 0)
-    graded = scores(trace, ANALYSIS)
+    graded = scores(trace, ANALYSIS, instead=_perplexity_hint(trace))
     perturbation = measured["perturbation_propagated"].sum(axis=(2, 3))
     norms = measured["output_norm"].sum(axis=(1, 2))
     return Task(
@@ -222,6 +222,14 @@ def _task(name: str, trace: Trace, indices: list[int]) -> Task:
         one_token_answers=int(has_only_first_token(trace).sum()),
         cut_off=int(is_cut_off(trace).sum()),
     )
+
+
+def _perplexity_hint(trace: Trace) -> str:
+    """Return how to look at a trace's log p, as the end of an error message; '' if the trace has none."""
+    if "text_logp" not in trace.arrays:
+        return ""
+    command = f"perturbkv quality {trace.source} --metric perplexity" if trace.source else "pk.perplexity(trace)"
+    return f"; it has log p of a text, which `{command}` compares"
 
 
 def _dataset_names(datasets: Sequence[str]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -14,15 +14,17 @@ from perturbkv.analyses.columns import Line, Record, column, interval, record
 from perturbkv.analyses.conclusions import Case, Claim
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns
-from perturbkv.analyses.measurements import Floats, Measurements, one_token_caveat, text_log_p
+from perturbkv.analyses.measurements import Floats, Measurements, TextLogP, one_token_caveat, text_log_p
+from perturbkv.analyses.quality import score_tables
+from perturbkv.analyses.quality.score_columns import Cell, Layout, layout_rows
 from perturbkv.analyses.result import Result
+from perturbkv.analyses.sides import check_trace, comparable_groups
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.intervals import RATIO, OptionalInterval, StatisticKind
 from perturbkv.analyses.verdicts import ALIKE, LESS, MORE
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import TEXTS
 from perturbkv.display import Part, plural
-from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 
 ANALYSIS = "perplexity"
@@ -50,6 +52,15 @@ class CachePerplexity(Record):
         heading="#over full\ncache's", text=text.three_digits,
     )  # fmt: skip
     ratio_interval: OptionalInterval = interval()
+    baseline: EvictionConfig | None = column(
+        "first configuration of its budget, granularity, precision and protection; null for that one itself"
+    )
+    over_baseline: float | None = column(
+        "perplexity over the `baseline`'s of the same tokens, geometric mean over samples: over the method's that is "
+        "named first of those of equal budget, granularity, precision and protection",
+        heading="#over first\nmethod's", text=text.three_digits,
+    )  # fmt: skip
+    over_baseline_interval: OptionalInterval = interval()
 
 
 @record
@@ -63,12 +74,15 @@ class Perplexity(Result):
 
     SECTION: ClassVar[str] = "quality --metric perplexity"
     ROWS: ClassVar[str] = "samples"
-    SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "perplexity", "ratio")
+    DOCUMENT: ClassVar[str] = "of perplexity"
+    SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "perplexity", "ratio", "over_baseline")
 
     identity: RunIdentity
     text: str = column("text that was read: own, answer or given")
     samples: tuple[str, ...] = column("names of the samples")
     tokens: tuple[int, ...] = column("tokens of the text that count, per sample")
+    text_tokens: tuple[int, ...] | None = column("all tokens of the text, per sample; null for the own text")
+    cut: int = column("samples whose text goes on behind the last decode step; 0 for the own text")
     left_out: int = column("complete samples whose text is a single token, which the prefill gives")
     full: float = column("perplexity under the full cache, geometric mean over samples")
     full_interval: OptionalInterval = interval()
@@ -90,10 +104,10 @@ class Perplexity(Result):
         return [f"text: {TEXTS[self.text]}", text.sample_note(len(self.samples))]
 
     def title(self) -> str:
-        """Return the text that was read, and its number of tokens."""
-        least, most = min(self.tokens), max(self.tokens)
-        length = plural(most, "token") if least == most else f"{least:,} to {plural(most, 'token')}"
-        return f"{TEXTS[self.text]}, {length}"
+        """Return the text that was read, and how many of its tokens count."""
+        counted, whole = _range_text(self.tokens), _range_text(self.text_tokens or self.tokens)
+        of = f"{counted.partition(' token')[0]} of its " if self.text_tokens else ""
+        return f"{TEXTS[self.text]}, {of}{whole} scored"
 
     def lines(self) -> Sequence[Line]:
         """Return a line per configuration."""
@@ -104,8 +118,15 @@ class Perplexity(Result):
         return text.intervals_note(len(self.samples))
 
     def caveats(self) -> Sequence[str]:
-        """Return notes on samples that are left out, and on cache shares above 1."""
-        return [*one_token_caveat(self.left_out), *above_full_caveat(one.cache_share for one in self.configs)]
+        """Return notes on samples that are left out, on texts that are read in part, and on cache shares above 1."""
+        cut = (
+            f"Read in part: {self.cut} of {plural(len(self.samples), 'text')}; without --steps each is read to its end."
+        )
+        return [
+            *one_token_caveat(self.left_out),
+            *([cut] if self.cut else []),
+            *above_full_caveat(one.cache_share for one in self.configs),
+        ]
 
     def details(self) -> Sequence[Part]:
         """Return notes on the tokens that count and on means."""
@@ -123,6 +144,31 @@ class Perplexity(Result):
              "perplexity": float(np.exp(-self.log_p[row, index])), "full": float(np.exp(-self.log_p_full[row]))}
             for index, one in enumerate(self.configs) for row, sample in enumerate(self.samples)
         ]  # fmt: skip
+
+    def to_latex(self) -> str:
+        """Return the table as LaTeX, for booktabs."""
+        return score_tables.latex([self.layout()], self._caption())
+
+    def to_markdown(self) -> str:
+        """Return the table as Markdown."""
+        return score_tables.markdown([self.layout()], self._caption())
+
+    def to_csv(self) -> str:
+        """Return the table as CSV: perplexities, ratios and their intervals, guarded against spreadsheets."""
+        return score_tables.csv(self.layout(), [one.config for one in self.configs])
+
+    def layout(self) -> Layout:
+        """Return the layout of the exported tables."""
+        full = [(self.full, self.full_interval), (1.0, None), (None, None)]
+        each = [[(one.perplexity, one.perplexity_interval), (one.ratio, one.ratio_interval),
+                 (one.over_baseline, one.over_baseline_interval)] for one in self.configs]  # fmt: skip
+        shares = [one.cache_share for one in self.configs]
+        rows = layout_rows([one.config for one in self.configs], shares, _cells(full), list(map(_cells, each)))
+        return Layout(_COLUMNS, (("", len(_COLUMNS)),), rows)
+
+    def _caption(self) -> str:
+        """Return the caption of the exported tables: the run, the text and intervals."""
+        return f"{self.identity.lines()[0]}. Perplexity: {self.title()}; geometric means. {self.interval_note()}"
 
     @property
     def _named(self) -> list[tuple[str, CachePerplexity]]:
@@ -146,24 +192,63 @@ def perplexity(trace: Trace) -> Perplexity:
         >>> pk.perplexity(trace).configs[0].ratio > 0
         True
     """
-    if not isinstance(trace, Trace):
-        raise TraceError(f"expected a trace, as pk.read_trace or pk.measure give it; got {type(trace).__name__}")
+    check_trace(trace)
     measured = Measurements(trace, ANALYSIS)
     log_p = text_log_p(trace, ANALYSIS)
-    full, evicted, known = log_p.full, log_p.evicted, log_p.known
-    configs = tuple(
-        CachePerplexity(config, float(share), *_geometric_mean(-values, _PERPLEXITY), *_geometric_mean(full - values))
-        for config, share, values in zip(trace.run.configs, measured.cache_shares, evicted.T, strict=True)
-    )
+    lengths = None
+    if "text_tokens" in trace.arrays:
+        lengths = np.asarray(trace.get("text_tokens", ANALYSIS)[log_p.known], dtype=np.int64)
+    unscored = 0 if "first_logp" in trace.arrays else 1
     return Perplexity(
-        identity(trace, trace.run.configs), trace.run.text,
-        tuple(name for name, has_tokens in zip(measured.sample_ids, known, strict=True) if has_tokens),
-        tuple(log_p.tokens.tolist()), int((~known).sum()), *_geometric_mean(-full, _PERPLEXITY),
-        configs, full, evicted,
-    )  # fmt: skip
+        identity=identity(trace, trace.run.configs),
+        text=trace.run.text,
+        samples=tuple(name for name, known in zip(measured.sample_ids, log_p.known, strict=True) if known),
+        tokens=tuple(log_p.tokens.tolist()),
+        text_tokens=None if lengths is None else tuple(lengths.tolist()),
+        cut=0 if lengths is None else int((log_p.tokens < lengths - unscored).sum()),
+        left_out=int((~log_p.known).sum()),
+        **_mean("full", -log_p.full, _PERPLEXITY),
+        configs=_cache_perplexities(trace.run.configs, measured.cache_shares, log_p),
+        log_p_full=log_p.full,
+        log_p=log_p.evicted,
+    )
 
 
-def _geometric_mean(logarithms: Floats, kind: StatisticKind = RATIO) -> tuple[float, OptionalInterval]:
-    """Return exp of the mean of (sample,) logarithms, and its interval over samples."""
+def _cache_perplexities(
+    configs: Sequence[EvictionConfig], shares: Floats, log_p: TextLogP
+) -> tuple[CachePerplexity, ...]:
+    """Return each configuration's perplexity; `shares`: its cache share, (config,)."""
+    baselines = {index: first for first, *others in comparable_groups(configs).values() for index in others}
+    perplexities = []
+    for index, config in enumerate(configs):
+        own, first = log_p.evicted[:, index], baselines.get(index)
+        compared: dict[str, Any] = {"baseline": None, "over_baseline": None, "over_baseline_interval": None}
+        if first is not None:
+            compared = {"baseline": configs[first], **_mean("over_baseline", log_p.evicted[:, first] - own)}
+        ratio = _mean("ratio", log_p.full - own)
+        perplexity = _mean("perplexity", -own, _PERPLEXITY)
+        perplexities.append(CachePerplexity(config, float(shares[index]), **perplexity, **ratio, **compared))
+    return tuple(perplexities)
+
+
+def _mean(name: str, logarithms: Floats, kind: StatisticKind = RATIO) -> dict[str, Any]:
+    """Return the columns `name` and `<name>_interval`: exp of the mean of (sample,) logarithms, and its interval."""
     ends = intervals.of_statistic(lambda weights: np.exp(weights @ logarithms), len(logarithms), kind)
-    return float(np.exp(logarithms.mean())), ends
+    return {name: float(np.exp(logarithms.mean())), f"{name}_interval": ends}
+
+
+_COLUMNS = ("perplexity", "over full cache's", "over first method's")
+
+
+def _cells(numbers: Iterable[tuple[float | None, OptionalInterval]]) -> tuple[Cell, ...]:
+    """Return numbers and their intervals as cells of an exported table; None is not known."""
+    return tuple(
+        Cell(np.nan if value is None else value, ends, best=False, write=text.decimal, scale=1)
+        for value, ends in numbers
+    )
+
+
+def _range_text(counts: Sequence[int]) -> str:
+    """Return the least and the largest number of tokens as text: '8 to 16 tokens', '1 token'."""
+    least, most = min(counts), max(counts)
+    return plural(most, "token") if least == most else f"{least:,} to {plural(most, 'token')}"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, ClassVar
 
 import numpy as np
 
+from perturbkv.analyses import text
 from perturbkv.analyses.columns import Record, column, derived, interval, record
 from perturbkv.analyses.names import distinct_names
 from perturbkv.analyses.quality.graded_tasks import Task
@@ -250,16 +251,20 @@ FULL = "full cache"
 
 @dataclass(frozen=True)
 class Cell:
-    """One mean score of a table.
+    """One mean score of a table, or another number.
 
     Attributes:
-        value: the score in [0, 1]; `interval` is its interval.
+        value: the score in [0, 1]; `interval` is its interval; NaN where it is not known.
         best: whether no configuration of the same group has a higher score.
+        write: writes a value with its interval.
+        scale: what a CSV's number is of the value.
     """
 
     value: float
     interval: OptionalInterval
     best: bool
+    write: Callable[[float, OptionalInterval], str] = text.points
+    scale: float = 100
 
 
 @dataclass(frozen=True)
@@ -316,19 +321,23 @@ def layout(configs: Sequence[EvictionConfig], columns: Sequence[ScoreColumn], av
 
 def rows(configs: Sequence[EvictionConfig], columns: Sequence[ScoreColumn]) -> tuple[Row, ...]:
     """Return the row of the full cache, then of every configuration by budget, shares of a prompt before entries."""
-    names = distinct_names(configs, "budget")
     shares = cache_shares(list({task.dataset: task for one in columns for task in one.tasks}.values()))
-    groups = comparable_groups(configs)
-    full = Row(None, FULL, "", "", 1.0, tuple(Cell(one.full, one.full_interval, best=False) for one in columns))
+    full = tuple(Cell(one.full, one.full_interval, best=False) for one in columns)
+    return layout_rows(configs, shares, full, list(zip(*(map(_cell, one.methods) for one in columns), strict=True)))
+
+
+def layout_rows(
+    configs: Sequence[EvictionConfig], shares: Sequence[float] | Floats, full: tuple[Cell, ...],
+    cells: Sequence[tuple[Cell, ...]],
+) -> tuple[Row, ...]:  # fmt: skip
+    """Return the rows of the cells of the `full` cache and of every configuration; `shares`: its cache shares."""
+    names, groups = distinct_names(configs, "budget"), comparable_groups(configs)
     evicted = [
-        Row(
-            index, names[index], str(configs[index].budget), group, float(shares[index]),
-            tuple(_cell(one.methods[index]) for one in columns),
-        )
+        Row(index, names[index], str(configs[index].budget), group, float(shares[index]), cells[index])
         for group in sorted(groups, key=lambda group: _budget_key(configs[groups[group][0]]))
         for index in groups[group]
-    ]  # fmt: skip
-    return (full, *evicted)
+    ]
+    return (Row(None, FULL, "", "", 1.0, full), *evicted)
 
 
 def _cell(method: MethodScore) -> Cell:

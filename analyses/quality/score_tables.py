@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Sequence
+from math import isnan
 
 from perturbkv.analyses import text
 from perturbkv.analyses.json_values import config_columns
@@ -137,13 +138,13 @@ def _latex_rows(row: Row) -> Iterator[str]:
 
 def _latex_score(cell: Cell) -> str:
     """Return a score in LaTeX, bold where it is the best."""
-    shown = escape_latex(text.points(cell.value))
+    shown = escape_latex(cell.write(cell.value, None))
     return rf"\textbf{{{shown}}}" if cell.best else shown
 
 
 def _latex_interval(cell: Cell) -> str:
     """Return a score's interval in LaTeX, in small type; empty without an interval."""
-    shown = escape_latex(text.points(cell.value, cell.interval).partition(" ")[2])
+    shown = escape_latex(cell.write(cell.value, cell.interval).partition(" ")[2])
     return rf"{{\tiny {shown}}}" if shown else ""
 
 
@@ -189,12 +190,12 @@ def _markdown_row(row: Row) -> list[str]:
 
 def _markdown_cell(cell: Cell) -> str:
     """Return a score with its interval in Markdown, bold where it is the best."""
-    score, space, ends = text.points(cell.value, cell.interval).partition(" ")
+    score, space, ends = cell.write(cell.value, cell.interval).partition(" ")
     return f"**{score}**{space}{ends}" if cell.best else f"{score}{space}{ends}"
 
 
 def csv(layout: Layout, configs: Sequence[EvictionConfig]) -> str:
-    """Return a table as CSV: a row per method; per score column its value × 100 and the ends of its interval."""
+    """Return a table as CSV: a row per method; per column its number (a score × 100) and the ends of its interval."""
     import pyarrow as pa
     import pyarrow.csv
 
@@ -218,6 +219,7 @@ def _csv_row(row: Row, configs: Sequence[EvictionConfig]) -> tuple[list[str], li
 
 
 def _csv_numbers(cell: Cell) -> list[float | None]:
-    """Return a score × 100 and the ends of its interval; None for missing ends."""
-    low, high = (None, None) if cell.interval is None else (100 * cell.interval.low, 100 * cell.interval.high)
-    return [100 * cell.value, low, high]
+    """Return a number at the cell's scale and the ends of its interval; None for what is missing."""
+    ends = (None, None) if cell.interval is None else (cell.interval.low, cell.interval.high)
+    values = (None if isnan(cell.value) else cell.value, *ends)
+    return [None if value is None else cell.scale * value for value in values]

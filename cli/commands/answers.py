@@ -10,11 +10,13 @@ from typer import Option
 
 from perturbkv.analyses.json_values import run_object
 from perturbkv.cli import option_refusals
-from perturbkv.cli.choices import METHODS, parse_methods
-from perturbkv.cli.command_line import hide_options, show_defaults
+from perturbkv.cli.choices import METHODS, check_choice, parse_methods
+from perturbkv.cli.command_line import hide_options, show_defaults, show_options
 from perturbkv.cli.options import DEFAULT_SELECTIONS, MaxNewTokensOption, RunOptions, TracesOptions
+from perturbkv.cli.planned_run import split_datasets
 from perturbkv.cli.saving import text_file
 from perturbkv.cli.session import Analysis, Session, analysis, analysis_views
+from perturbkv.configs.cache_contents import DEFAULT_STEPS
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.datasets.metrics import CHOICES, DEFAULT
 from perturbkv.errors import ConfigError
@@ -22,6 +24,7 @@ from perturbkv.storage.atomic_files import write_atomically
 from perturbkv.storage.output import OutputFile, OutputFolder
 
 if TYPE_CHECKING:
+    from perturbkv.analyses.quality.perplexity import Perplexity
     from perturbkv.analyses.quality.quality import Quality
     from perturbkv.analyses.result import Result
     from perturbkv.storage.answers_file import WrittenAnswers
@@ -56,6 +59,8 @@ def _scores(
     ] = "",
 ) -> Analysis:
     """Score the answers, one table per data set and budget."""
+    if metric:
+        check_choice("metric", metric, (*CHOICES, PERPLEXITY))
     if metric == PERPLEXITY:
         return _perplexity(run, look, compare, max_new_tokens)
     if answers := [path for path in look.paths if path.suffix == ".jsonl"]:
@@ -69,18 +74,24 @@ def _scores(
 
         result = quality(session.usable_traces)
         session.draw(result, "quality")
-        return result, {**result.to_dict(), "tables": _save_tables(result, session.output)}
+        return result, {**result.to_dict(), "tables": _save_tables(result, session)}
 
     return Analysis(
         "quality", wanted, lambda: wanted.configs(parse_methods(compare)), analyse, stems=["quality"],
-        leave_out_unfit=not run.budget, generate=max_new_tokens, metric=metric, by_dataset=True, outputs=_table_files,
+        leave_out_unfit=not run.budget, generate=max_new_tokens, metric=metric, by_dataset=True,
+        outputs=lambda folder: _table_files(folder, "quality"),
     )  # fmt: skip
 
 
 def _perplexity(run: RunOptions, look: TracesOptions, compare: str, max_new_tokens: int | None) -> Analysis:
-    """Compare the perplexity of a text under every cache. Raises ConfigError for several traces, and for answers."""
+    """Compare the perplexity of a text under every cache.
+
+    Raises ConfigError for several traces or data sets, and for answers.
+    """
     if len(look.paths) > 1:
         raise ConfigError(f"expected one trace for --metric {PERPLEXITY}, got {len(look.paths)}; give them singly")
+    if len(names := [one.dataset for one in split_datasets(run)]) > 1:
+        raise ConfigError(f"expected one data set for --metric {PERPLEXITY}, got {', '.join(names)}; give them singly")
     if max_new_tokens is not None:
         raise ConfigError(
             f"--max-new-tokens has no effect with --metric {PERPLEXITY}, which generates nothing: --steps says how far "
@@ -88,30 +99,34 @@ def _perplexity(run: RunOptions, look: TracesOptions, compare: str, max_new_toke
         )
     wanted = dataclasses.replace(run.with_budgets(_BUDGETS), reads_whole_text=True)
 
-    def analyse(session: Session) -> Result:
+    def analyse(session: Session) -> tuple[Result, dict[str, Any]]:
         from perturbkv.analyses.quality.perplexity import perplexity
 
-        return perplexity(session.trace)
+        result = perplexity(session.trace)
+        session.draw(result, session.name)
+        return result, {**result.to_dict(), "tables": _save_tables(result, session)}
 
+    name = f"quality-{PERPLEXITY}"
     return Analysis(
-        "quality-perplexity", wanted, lambda: wanted.configs(parse_methods(compare)), analyse,
+        name, wanted, lambda: wanted.configs(parse_methods(compare)), analyse, stems=[name],
         command=f"quality --metric {PERPLEXITY}", leave_out_unfit=not run.budget,
+        options={"metric": PERPLEXITY}, outputs=lambda folder: _table_files(folder, name),
     )  # fmt: skip
 
 
-def _table_files(folder: Path) -> list[OutputFile]:
-    """Return the output files of the tables of scores: LaTeX, Markdown, CSV."""
+def _table_files(folder: Path, name: str) -> list[OutputFile]:
+    """Return the output files of the tables of an analysis: LaTeX, Markdown, CSV."""
     from perturbkv.analyses.quality.score_tables import COMMENT, CSV, MARKDOWN
 
     quoted = ",".join(f'"{name}"' for name in CSV)
     begins = {"tex": COMMENT, "md": MARKDOWN, "csv": quoted}
-    return [text_file(folder / f"quality.{suffix}", text) for suffix, text in begins.items()]
+    return [text_file(folder / f"{name}.{suffix}", text) for suffix, text in begins.items()]
 
 
-def _save_tables(result: Quality, output: OutputFolder) -> list[str]:
-    """Write the tables of scores; return their paths."""
-    files = _table_files(output.path)
-    output.claim(*files)
+def _save_tables(result: Quality | Perplexity, session: Session) -> list[str]:
+    """Write a result's tables; return their paths."""
+    files = _table_files(session.output.path, session.name)
+    session.output.claim(*files)
     for file, text in zip(files, (result.to_latex(), result.to_markdown(), result.to_csv()), strict=True):
         write_atomically(file.path, lambda stream, text=text: stream.write(text.encode()))  # type: ignore[misc]
     return [str(file.path) for file in files]
@@ -157,11 +172,14 @@ def _save_and_show(session: Session, result: Result, answers: WrittenAnswers) ->
     session.show(result)
 
 
-_HIDDEN = ("preset", "alpha", "precision", "scenario", "dtype", "steps", "max_tokens")
+_HIDDEN = ("preset", "alpha", "precision", "scenario", "dtype", "max_tokens")
 """Options of measuring that the help of `quality` leaves out."""
 
 
-@show_defaults(budget=" ".join(_BUDGETS), policy="by --compare")
+@show_defaults(
+    budget=" ".join(_BUDGETS), policy="by --compare", steps=f"{DEFAULT_STEPS}; perplexity: to the text's end"
+)
+@show_options("text")
 @hide_options(*_HIDDEN)
 @analysis_views(
     _scores,
@@ -173,7 +191,7 @@ _HIDDEN = ("preset", "alpha", "precision", "scenario", "dtype", "steps", "max_to
 def quality() -> None:
     """Score the answers from the full and the evicted caches.
 
-    --dataset takes several, separated by commas, each with a trace of its own; tables: quality.tex, .md, .csv.
+    --dataset takes several, separated by commas, each with a trace of its own; tables: .tex, .md and .csv.
     --metric perplexity reads a text (--text own, answer, given) to its end, or for --steps tokens.
     --divergence looks at a file of answers that perturbkv generate wrote.
     """

@@ -15,9 +15,10 @@ from perturbkv.cli.choices import (
     parse_numbers,
     split_names,
 )
-from perturbkv.cli.command_line import hide_options, show_defaults, without_options
+from perturbkv.cli.command_line import hide_options, show_defaults, show_options, without_options
 from perturbkv.cli.options import DEFAULT_SELECTIONS, LookOptions, RunOptions
 from perturbkv.cli.session import Analysis, Session, analysis_views, sides_check
+from perturbkv.configs.cache_contents import DEFAULT_STEPS
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import BudgetError, ConfigError
@@ -203,11 +204,12 @@ def _unfit_message(kept: dict[str, tuple[int, int]], of_shares: bool) -> str:
     )
 
 
-_HIDDEN = ("seed", "data_dir", "max_tokens", "preset", "alpha", "precision", "scenario", "dtype", "steps")
+_HIDDEN = ("seed", "data_dir", "max_tokens", "preset", "alpha", "precision", "scenario", "dtype")
 """Options of measuring that the help of `budget` leaves out."""
 
 
-@show_defaults(budget="by view")
+@show_defaults(budget="by view", steps=f"{DEFAULT_STEPS}; perplexity: to the text's end")
+@show_options("text")
 @hide_options(*_HIDDEN)
 @without_options("step")
 @analysis_views(

@@ -12,7 +12,7 @@ import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -367,7 +367,7 @@ def _checked_sample(row: Row, wordings: dict[str, Wording], seen: set[str]) -> S
     """
     _check_fields(row)
     _add_wording(row, wordings)
-    sample = replace(_sample(row, wordings), metric=_metric(row), text=row.text("text"))
+    sample = row.sample(**{**vars(_sample(row, wordings)), "metric": _metric(row), "text": row.text("text")})
     if sample.id in seen:
         raise row.refusal(f"expected every id once, got '{sample.id}' again")
     seen.add(sample.id)

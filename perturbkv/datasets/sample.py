@@ -149,7 +149,8 @@ class Sample:
         chat: the turns of a chat, which `context` and `question` then show to people; None for a single turn.
         text: a text that follows the prompt, for decode steps to read; empty without one.
 
-    Raises DatasetError where context and question are both empty, and for an id or a text that no file can hold.
+    Raises DatasetError where context and question are both empty, for a `text` of white space alone, and for an id or
+    a text that no file can hold.
     """
 
     id: str
@@ -176,6 +177,8 @@ class Sample:
                 check_text(f"sample '{self.id}': expected its {name}", text)
         if not self.prompt.strip():
             raise DatasetError(f"sample '{self.id}' has an empty prompt; give it a context or a question")
+        if self.text and not self.text.strip():
+            raise DatasetError(f"sample '{self.id}': expected words in its `text`, got white space; leave it out")
 
     @property
     def prompt(self) -> str:

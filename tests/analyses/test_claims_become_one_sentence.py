@@ -180,6 +180,7 @@ def test_sides_of_an_interval() -> None:
     assert verdict_at(None, 1) == verdict_at(Interval(0.4, 0.6, "range"), 1) == FEW
     assert ratio_verdict(0.7, None, tied=True) == ratio_verdict(1.0, None) == ALIKE
     assert text.relative_difference(0.83, Interval(0.78, 0.88)) == "17 % [12, 22] less"
+    assert text.relative_difference(1337.4, Interval(9.5, 20000, "range")) == "1,337 × (10 … 20,000) as much"
     assert text.relative_difference(3.1, Interval(2.4, 4.0)) == "210 % [140, 300] more"
     assert [text.sample_note(number) for number in (1, 4, 8)] == [
         "one sample: no interval", "n = 4 samples: ranges, too few for intervals", "n = 8 samples"]  # fmt: skip

@@ -30,7 +30,7 @@ ALSO = re.compile(r"^All keys of `([^`]+)`, and:$", re.MULTILINE)
 PLAIN: dict[str, Any] = {"text": str, "integer": int, "number": int | float | None, "boolean": bool, "any": object}
 Page = dict[str, dict[str, str]]
 SHARED = ("every document", "every analysis", "about answers", "of a trace", "of several traces", "of scores",
-          "of measurements", "of an audit", "outcome")  # fmt: skip
+          "of perplexity", "of measurements", "of an audit", "outcome")  # fmt: skip
 """Sections whose keys stand in documents of other sections."""
 ELSEWHERE = {
     ("provenance", "kvpress_version"): "kvpress needs an older transformers; tests/kvpress hold it in one of their own"

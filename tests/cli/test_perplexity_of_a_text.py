@@ -13,6 +13,7 @@ from scipy import stats
 
 import perturbkv as pk
 from perturbkv.analyses.budget.criteria import criteria
+from perturbkv.analyses.stats.intervals import Interval
 from perturbkv.figures import style
 from tests.support.swept import swept
 from tests.support.traces import sample_trace, trace
@@ -30,16 +31,16 @@ def rows(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("options", "steps", "tokens"),
+    ("options", "steps", "tokens", "cut", "title"),
     [
-        (["--text", "given"], 5, [3, 5]),
-        (["--text", "answer"], 2, [2, 2]),
-        (["--text", "given", "--steps", 4], 4, [3, 4]),
-        (["--text", "given", "--steps", 1], 1, [1, 1]),
+        (["--text", "given"], 5, [3, 5], 0, "the row's `text`, 3 to 5 of its 4 to 6 tokens scored"),
+        (["--text", "answer"], 2, [2, 2], 0, "the first accepted answer, 2 of its 3 tokens scored"),
+        (["--text", "given", "--steps", 4], 4, [3, 4], 1, "the row's `text`, 3 to 4 of its 4 to 6 tokens scored"),
+        (["--text", "given", "--steps", 1], 1, [1, 1], 2, "the row's `text`, 1 of its 4 to 6 tokens scored"),
     ],
 )
 def test_a_text_is_read_to_its_end_or_for_the_steps(
-    perturbkv: Run, model: Path, rows: Path, options: list[object], steps: int, tokens: list[int]
+    perturbkv: Run, model: Path, rows: Path, options: list[object], steps: int, tokens: list[int], cut: int, title: str
 ) -> None:
     made = ["--model", model, "--dataset", rows, "--budget", 24, "--window", 8, "--no-chat-template", *options]
     asked = ["quality", "--metric", "perplexity", "--compare", "attention,two-stage", *made]
@@ -47,11 +48,14 @@ def test_a_text_is_read_to_its_end_or_for_the_steps(
     assert ran.code == 0, ran.err
     told, measured = ran.json(), pk.read_trace("out/trace.h5")
     assert (measured.run.steps, measured.run.text, told["text"]) == (steps, options[1], options[1])
-    assert told["tokens"] == tokens
+    assert (told["tokens"], told["cut"], pk.perplexity(measured).title()) == (tokens, cut, title)
+    said = f"Read in part: {cut} of 2 texts; without --steps each is read to its end."
+    assert (said in pk.perplexity(measured).caveats()) == (cut > 0)
     again = perturbkv(*asked, "-o", "out", "--format", "png", "--json")  # the same command goes on
     assert again.json()["configs"] == told["configs"]
-    looked = perturbkv("quality", "out/trace.h5", "--metric", "perplexity", "-o", "two", "--format", "png", "--json")
+    looked = perturbkv("quality", "out/trace.h5", "--metric", "perplexity", "--format", "png", "--json")
     assert looked.json()["configs"] == told["configs"]
+    assert [Path(path).name for path in told["tables"]] == [f"quality-perplexity.{end}" for end in ("tex", "md", "csv")]
 
 
 def test_an_own_text_is_read_as_far_as_answers_go(perturbkv: Run, model: Path, rows: Path) -> None:
@@ -95,6 +99,23 @@ def test_ratios_are_geometric_means_with_their_intervals() -> None:
     assert ends == pytest.approx(np.exp([logs.mean() - reach, logs.mean() + reach]))
     full = np.exp(np.mean([(0.3 + 0.1 * place) / 2 for place in range(6)]))
     assert other.perplexity == pytest.approx(full * other.ratio)
+
+
+def test_methods_are_compared_with_the_first_of_their_budget() -> None:
+    """Sample by sample, and typeset: ratios of 2 and 8 have the geometric mean 4 whatever the first method's are."""
+    result = pk.perplexity(ratios([[1.5, 3.0], [2.0, 16.0]]))
+    first, second = result.configs
+    assert (first.baseline, first.over_baseline) == (None, None)
+    assert (second.baseline, second.over_baseline) == (first.config, pytest.approx(4))
+    ends = second.over_baseline_interval
+    assert ends == Interval(pytest.approx(2), pytest.approx(8), "range")  # type: ignore[arg-type]
+    cells = result.to_csv().splitlines()
+    assert [float(cell) for cell in cells[3].split(",")[-3:]] == pytest.approx([4, 2, 8])
+    assert cells[2].endswith(",,,")
+    assert "| – |" in result.to_markdown()
+    assert "4.00 (2.00 … 8.00) |" in result.to_markdown()
+    assert r"{\tiny (2.00 \dots{} 8.00)}" in result.to_latex()
+    assert "over first" in str(result)
 
 
 def test_a_limit_bounds_the_mean_ratio() -> None:

@@ -58,6 +58,12 @@ def test_trace_alone_tells_of_all_options_of_measuring() -> None:
     assert {one.name for one in command_of(["heads"]).params if one.hidden} == set(RARE)
 
 
+def test_help_names_the_texts_and_prompts_that_it_hides(perturbkv: Run) -> None:
+    assert perturbkv("heads", "-h").out.rstrip().endswith("(--text, --prompts, --save, …): perturbkv trace -h")
+    assert perturbkv("quality", "-h").out.rstrip().endswith("(--prompts, --save, …): perturbkv trace -h")
+    assert perturbkv("generate", "-h").out.rstrip().endswith("More options of measuring: perturbkv trace -h")
+
+
 def test_the_command_alone_shows_tasks_that_can_be_typed(perturbkv: Run) -> None:
     ran = perturbkv()
     lines = [line.split() for line in ran.out.splitlines() if line.startswith("  perturbkv ")]

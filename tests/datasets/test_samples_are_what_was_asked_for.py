@@ -216,6 +216,10 @@ def test_null_is_a_field_that_is_missing(tmp_path: Path, way: dict[str, Any]) ->
         (['{"context": "a", "question": "b", "input": ""}'], "line 1: .* mean the same, got both with different"),
         (['{"run": {"model": "m"}}'], "line 1: expected a prompt, got the run with which a file of results begins"),
         (['{"prompt": "  "}'], "line 1: sample '0' has an empty prompt"),
+        (
+            ['{"prompt": "a"}', '{"prompt": "b", "text": " \\n"}'],
+            "line 2: .* words in its `text`, got white space; leave",
+        ),
         (['{"context": "", "input": ""}'], "line 1: the prompt is empty"),
         (['{"prompt": null}'], "line 1: expected the field `prompt`, .*; got none that is not null"),
         (['{"context": "a", "input": "b", "dataset": "qaspr"}'], "line 1: unknown dataset of .*'qaspr'; .*: qasper, "),

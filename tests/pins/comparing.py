@@ -57,7 +57,7 @@ NEW: tuple[str, ...] = (
     "pk.CompactCache.prompt_states", "pk.CompactCache.mark", "pk.CompactCache.rows", "token_kind",
     "first_token",
     "pk.perplexity", "pk.Prompt.forced_tokens", "pk.Prompt.step_count", "pk.Prompt.answer_tokens",
-    "pk.Prompt.text_tokens", "next_token_id", "text_logp", "first_logp", "max_perplexity",
+    "pk.Prompt.text_tokens", "next_token_id", "text_tokens", "text_logp", "first_logp", "max_perplexity",
     "text",
 )  # fmt: skip
 """What comes on purpose: beginnings of pins, and of entries of lists, that the earlier version does not have."""

@@ -90,7 +90,8 @@ def test_an_own_text_that_is_given_measures_the_same() -> None:
     text = (*own["token_id"].tolist(), int(own["next_token_id"][-1]))
     given = RunConfig("m", "d", run.configs, steps=3, text="given")
     again = trace_sample(adapter, Prompt("s", IDS, 0, text_tokens=text), given).arrays
-    assert own.keys() == again.keys()
+    assert (own.keys() - again.keys(), again.keys() - own.keys()) == (set(), {"text_tokens"})
+    assert int(again["text_tokens"]) == len(text)
     for name, array in own.items():
         np.testing.assert_array_equal(array, again[name], err_msg=name)
 

@@ -140,7 +140,10 @@ OTHERS = {
         "of 4 by samples and of 2 .* as the run was begun, perturbkv trace --shard 2/2 ",
     ),
     "another way": ({"by": "configs"}, "of 2 by configs and of 2 by samples; .* without --shard, which takes what all"),
-    "another seed": ({"run": run_config(5, configs=CONFIGS, seed=3)}, "which differ in seed; use another --output"),
+    "another seed": (
+        {"run": run_config(5, configs=CONFIGS, seed=3)},
+        r"which differ in seed \(3 and 0\); use another --output",
+    ),
     "another model": ({"run": run_config(5, configs=CONFIGS, model="n")}, "which differ in model"),
     "more configurations": ({"run": run_config(5, configs=CONFIGS[:2])}, "which differ in configs; go on as"),
 }

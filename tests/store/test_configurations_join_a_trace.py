@@ -99,7 +99,7 @@ def test_fewer_configurations_than_the_file_holds_are_refused(at_once: Path) -> 
 
 def test_only_what_hinders_is_told(at_once: Path) -> None:
     more = (*CONFIGS, EvictionConfig(budget=Budget(512)))
-    with pytest.raises(TraceError, match="differs in seed; use"):
+    with pytest.raises(TraceError, match=r"differs in seed \(0, not 1\); use"):
         opened(at_once, more, samples=4, seed=1)
 
 

@@ -152,9 +152,9 @@ def test_another_runs_trace_is_not_touched(tmp_path: Path) -> None:
     path = tmp_path / "t.h5"
     fill(opened(path))
     content = path.read_bytes()
-    with pytest.raises(TraceError, match="differs in seed; use another --output, or --overwrite"):
+    with pytest.raises(TraceError, match=r"differs in seed \(0, not 1\); use another --output, or --over"):
         opened(path, seed=1)
-    with pytest.raises(TraceError, match="differs in samples"):
+    with pytest.raises(TraceError, match=r"differs in samples \(\d+, not 2\)"):
         opened(path, samples=2)
     assert path.read_bytes() == content
     fill(opened(path, overwrite=True, seed=1))
@@ -177,7 +177,7 @@ def test_another_runs_trace_stays_until_the_one_that_replaces_it_is_whole(tmp_pa
     opened(path, overwrite=True, seed=1).append(made("s0"))  # and no more: killed
     assert path.read_bytes() == content
     for seed in (0, 1):  # a file of one run and a journal of the other: neither goes on unasked
-        with pytest.raises(TraceError, match="differs in seed; use another --output, or --overwrite"):
+        with pytest.raises(TraceError, match=r"differs in seed \([01], not [01]\); use another --output, or --over"):
             opened(path, seed=seed)
     again = opened(path, overwrite=True, seed=1)
     assert again.done() == {"s0"}

@@ -80,6 +80,8 @@ def sample_arrays(sample: SampleRun, batches: Sequence[BatchResult], lengths: Se
         "cache_bytes": sum(batch.cache_bytes for batch in batches),
         "cache_padding_bytes": sum(batch.padding_bytes for batch in batches),
     }
+    if given := prompt.forced_tokens(sample.run.text):
+        values["text_tokens"] = len(given)
     return _as_arrays(values)
 
 

@@ -23,7 +23,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 FULL_RUN = (
     *("prompt_tokens", "question_tokens", "cut_tokens"),
-    *("token_id", "next_token_id", "steps_measured", "score_full"),
+    *("token_id", "next_token_id", "text_tokens", "steps_measured", "score_full"),
 )
 """Variables that identify a full-cache run: where they differ between parts, the parts are not comparable."""
 

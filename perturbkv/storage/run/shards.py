@@ -28,8 +28,9 @@ from perturbkv.storage.run.journal import DONE, SHARD, SUFFIX, Journal, journal_
 def check_extends(run: RunConfig, old: RunConfig, path: Path) -> None:
     """Raise TraceError if the output at `path`, of the run `old`, cannot be extended to `run`."""
     if fields := differing_fields(run, old):
+        values = _name_values(fields, old, run, ", not ")
         raise TraceError(
-            f"expected a trace of this run at {path}, got one that differs in {', '.join(fields)}"
+            f"expected a trace of this run at {path}, got one that differs in {values}"
             f"{_changed_plugins_text(run, old) if 'plugins' in fields else ''}; use another "
             "--output, or --overwrite to replace it (only samples and configurations may be added)"
         )
@@ -45,6 +46,21 @@ def differing_fields(run: RunConfig, old: RunConfig) -> list[str]:
         "dataset_options": _is_extension(old.dataset_options, run.dataset_options),
     }
     return [name for name in run.differences(old) if not may_grow.get(name, False)]
+
+
+_LONGEST_VALUE = 40
+"""Most characters of a setting's value that a message shows."""
+
+
+def _name_values(fields: Sequence[str], first: RunConfig, other: RunConfig, between: str) -> str:
+    """Return the names of fields, with both runs' values where these are short: 'steps (8, not 4), configs'."""
+    texts = []
+    for name in fields:
+        values = [getattr(run, name) for run in (first, other)]
+        short = all(isinstance(value, str | int | None) and len(str(value)) <= _LONGEST_VALUE for value in values)
+        shown = between.join("none" if value in (None, "") else str(value) for value in values)
+        texts.append(f"{name} ({shown})" if short else name)
+    return ", ".join(texts)
 
 
 def _changed_plugins_text(run: RunConfig, old: RunConfig) -> str:
@@ -226,11 +242,13 @@ def check_consistent(trace: Path, records: Iterable[ShardRecord]) -> None:
             fields = ["samples"]
         if differing_fields(first.run, other.run) and differing_fields(other.run, first.run):
             raise OutputError(
-                f"{both}, which differ in {', '.join(fields)}; use another --output, or --overwrite to replace them"
+                f"{both}, which differ in {_name_values(fields, first.run, other.run, ' and ')}; use another --output, "
+                "or --overwrite to replace them"
             )
         divisions = [f"{record.shard.count} by {record.shard.by}" for record in (first, other)]
         if fields or divisions[0] != divisions[1]:  # one run extends the other, or they are one run in two divisions
-            difference = f"which differ in {', '.join(fields)}" if fields else f"of {' and of '.join(divisions)}"
+            differing = _name_values(fields, first.run, other.run, " and ")
+            difference = f"which differ in {differing}" if fields else f"of {' and of '.join(divisions)}"
             raise OutputError(
                 f"{both}, {difference}; go on as the run was begun, {other.command.for_shard(other.shard)}, or without "
                 "--shard, which takes what all of them hold"
