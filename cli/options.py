@@ -200,9 +200,7 @@ class RunOptions(DataOptions):
     text: Annotated[str, _rare_option(_RUN, metavar="NAME", help=f"Text that the steps read: {', '.join(TEXTS)}")] = OWN
     steps: Annotated[
         int | None,
-        _run_option(
-            metavar="N", help="Decode steps, along the text (--text)", show_default=str(DEFAULT_STEPS)
-        ),
+        _run_option(metavar="N", help="Decode steps, along the text (--text)", show_default=str(DEFAULT_STEPS)),
     ] = None
     dtype: Annotated[str, _run_option(metavar="NAME", help="auto, float32, bfloat16, float16")] = "auto"
     device: Annotated[str, _run_option(metavar="NAME", help="auto, cpu, cuda, cuda:1, …")] = "auto"

@@ -161,7 +161,7 @@ def _ends(name: str, found: Any) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Outcomes:
-    """Which prompts of a run each cache answers, of those that the full cache answers.
+    """Answers of a run: which prompts each cache answers, of those that the full cache answers.
 
     Attributes:
         model, digits: the run's.
