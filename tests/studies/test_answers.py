@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
+import perturbkv as pk
+from tests.support.folders import model_folder
 from tests.support.scripts import DOCS, STUDIES, functions
 
 RULES = (DOCS / "results" / "rules.md").read_text()
@@ -110,3 +115,35 @@ def test_a_budget_at_an_end_is_named(answers: dict[str, Any]) -> None:
 )
 def test_a_measure_s_verdict_follows_the_rules(answers: dict[str, Any], found: dict[str, str], told: str) -> None:
     assert answers["verdict_of"](found) == told
+
+
+@pytest.mark.slow
+def test_rows_are_what_the_trace_holds(answers: dict[str, Any], tmp_path: Path) -> None:
+    """A tiny model, whose answers are drawn: a row per prompt and cache, and a number per budget and measure."""
+    run = answers["Run"](str(model_folder(tmp_path / "tiny", positions=2048)), 7, 12)
+    with mock.patch.dict(answers["write_prompts"].__globals__, LENGTH=1500):  # of bytes
+        path = answers["write_prompts"](run, tmp_path / "prompts.jsonl")
+    made = [json.loads(line) for line in path.read_text().splitlines()]
+    assert all(row["answers"][0] in row["prompt"] and len(row["answers"][0]) == 7 for row in made)
+    loaded = answers["model"](run.model)
+    settings = pk.Settings(steps=3, generate=2, text="answer", save=("effect",))
+    prompts = pk.load_prompts(str(path), loaded, samples=run.prompts)
+    trace = pk.measure(loaded, prompts, list(run.configs().values()), settings=settings, progress=False)
+    draw = np.random.default_rng(0)
+    trace.arrays["score_full"][:] = 1
+    trace.arrays["score"][:] = draw.integers(0, 2, trace.arrays["score"].shape)
+    rows = list(answers["rows"](trace, run))
+    assert len(rows) == 12 * 22
+    one = next(row for row in rows if (row["method"], row["budget"], row["kernel"]) == ("AdaKV", 0.4, 7))
+    place = [(config.policy.name, str(config.budget)) for config in trace.run.configs].index(("adakv", "0.4"))
+    assert (one["found"], one["sample"]) == (trace.arrays["score"][0, place], trace.sample_ids[0])
+    told = list(answers["foretelling"](trace, run))
+    assert {row["budget"] for row in told} == {"0.1", "0.2", "0.4"}
+    assert {row["measure"] for row in told} >= {"isolated", "isolated_first", "effect", "effect_size", "text_loss"}
+    assert all(0 <= row["area"] <= 1 for row in told if row["measure"] != "theta_hat")  # no head has σ > ½
+    answers["write_rows"](tmp_path / "f.csv", answers["FORETELLING"], told)
+    answers["write_rows"](tmp_path / "c.csv", answers["CELLS"], rows)
+    titles = [title for title, _, _ in answers["tables"](
+        answers["read_rows"]([tmp_path / "c.csv"]), answers["read_rows"]([tmp_path / "f.csv"])
+    )]  # fmt: skip
+    assert len(titles) == 1 + 3 + 2
