@@ -58,8 +58,8 @@ def test_perplexity_is_a_loop_over_the_texts_tokens(scenario: str) -> None:
         begins = [reference.prompt[-1], *(reference.decoded(one)[len(IDS) - reference.n - 1] for one in run.configs)]
         runs = [reference.full, *(reference.evicted(config) for config in run.configs)]
         logs.append([
-            sum(theory.log_probability(step.logits, token) for step, token in zip([begin, *steps], text, strict=False)
-                if first == 0 or step is not begin) / (len(text) - first)
+            sum(theory.log_probability(step.logits, token)
+                for step, token in zip([begin, *steps][first:], text[first:], strict=False)) / (len(text) - first)
             for begin, steps in zip(begins, runs, strict=True)
         ])  # fmt: skip
     full, *evicted = (math.exp(-sum(each) / len(texts)) for each in zip(*logs, strict=True))
