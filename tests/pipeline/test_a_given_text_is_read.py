@@ -132,7 +132,7 @@ def test_an_answer_is_encoded_as_it_would_be_written(
 
 
 def test_rows_and_python_give_a_text(tmp_path: Path) -> None:
-    model, data = pk.load_model("random:smollm2-135m"), tmp_path / "rows.jsonl"
+    model, data = tiny_adapter(), tmp_path / "rows.jsonl"
     rows = [{"prompt": "Paris is in", "text": "France."}, {"context": "Paris is", "input": "in", "text": " France."}]
     data.write_text("\n".join(map(json.dumps, rows)))
     read = pk.load_prompts(str(data), model, chat_template=False)
