@@ -151,7 +151,8 @@ def typed_options(context: typer.Context) -> frozenset[str]:
     return frozenset(name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
 
 
-def option_fields(group: Any) -> dict[str, Any]:
+@functools.cache
+def option_fields(group: Any) -> Mapping[str, Any]:
     """Return field name -> annotation, for the fields of a dataclass that are options."""
     hints = get_type_hints(group, include_extras=True)
     return {

@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Callable
 from functools import cache, wraps
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import jaxtyping
@@ -37,16 +38,37 @@ CHECKED = (  # not kernels: Triton compiles a function's source in its module's 
 )
 
 
+def _with_hints(function: Any, of: Any) -> Any:
+    """The function with the hints of another, which are strings there."""
+    hints = {name: _destring_annotation(hint, of.__globals__) for name, hint in of.__annotations__.items()}
+    function.__annotations__ = hints
+    return function
+
+
+_COMPILED: dict[CodeType, Any] = {}
+"""Code of a function inside a function -> what checks its calls, compiled once though the function is made again."""
+
+
+def _bound(of: Any) -> Any:
+    """What checks calls of a function inside a function; nothing that one of them closes over is held."""
+    if of.__code__ not in _COMPILED:
+        cells = tuple(CellType() for _ in of.__code__.co_freevars)
+        _COMPILED[of.__code__] = beartype(_with_hints(FunctionType(of.__code__, of.__globals__, None, None, cells), of))
+    known = _COMPILED[of.__code__]
+    if known.__code__ is of.__code__:  # it has no hints
+        return of
+    made = FunctionType(known.__code__, known.__globals__)
+    made.__kwdefaults__ = {**known.__kwdefaults__, "__beartype_func": of}
+    return made
+
+
 def _checked(*, typechecker: Any, jaxtyped: Any = jaxtyping.jaxtyped) -> Callable[[Any], Any]:
     """The decorator of the import hook: every call is checked as by jaxtyping's own, which does it twice and slowly."""
 
     def decorated(of: Any) -> Any:
         if isinstance(of, type):
             return jaxtyped(of, typechecker=typechecker)
-        of.__annotations__ = {
-            name: _destring_annotation(hint, of.__globals__) for name, hint in of.__annotations__.items()
-        }
-        checking = beartype(of)
+        checking = _bound(of) if "<locals>" in of.__qualname__ else beartype(_with_hints(of, of))
 
         @wraps(of)
         def call(*arguments: Any, **more: Any) -> Any:

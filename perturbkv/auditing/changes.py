@@ -5,6 +5,7 @@ Each test compares entries with the full cache's and returns words, empty where 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -12,7 +13,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from perturbkv.analyses.audit.cache_entries import FLOORS
-from perturbkv.cache.entries import rotate_keys
 from perturbkv.cache.external_cache import recover_positions
 
 _MOST_TESTED = 32
@@ -114,10 +114,15 @@ def describe_base(
     if not model_base or not torch.allclose(model_base**exponents, frequencies.cpu().double(), rtol=1e-3):
         return ""
 
+    model_frequencies, places = frequencies.cpu().double(), positions.cpu().double().unsqueeze(-1)
+    own, known = (_complex_pairs(side.cpu(), pairs) for side in (keys, full))
+    unturned = float(torch.linalg.vector_norm(full[:, 2 * pairs :].double() - keys[:, 2 * pairs :].double()))
+
     def distance(base: float) -> float:
         """Return how far the keys are from the full cache's, were these rotated with a base."""
-        angle = positions.cpu().unsqueeze(-1) * (base**exponents - frequencies.cpu().double())
-        return float(torch.linalg.vector_norm(rotate_keys(full.cpu().double(), angle) - keys.cpu().double()))
+        angle = places * (base**exponents - model_frequencies)
+        turned = known * torch.polar(torch.ones_like(angle), angle)
+        return math.hypot(float(torch.linalg.vector_norm(turned - own)), unturned)
 
     best = min(_BASES, key=distance)
     for step in (1.005, 1.0005):  # finer and finer around the best so far

@@ -90,7 +90,9 @@ ODD: dict[str, Callable[[], Trace]] = {
 
 
 @pytest.mark.parametrize("width", [84, pytest.param(174, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "1,024 heads" else []) for name in ODD]
+)
 def test_every_figure_is_drawn(name: str, width: int) -> None:
     drawn = [render(figure) for figure in figures(ODD[name](), width)]
     assert len(drawn) == 7

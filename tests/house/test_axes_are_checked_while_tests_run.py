@@ -7,6 +7,7 @@ import torch
 from jaxtyping import TypeCheckError
 
 from perturbkv import theory
+from perturbkv.pipeline.sample.capture import _hidden_hook
 from perturbkv.scoring import value_norms
 
 
@@ -18,3 +19,13 @@ def test_an_axis_of_two_lengths_is_an_error() -> None:
 def test_a_missing_axis_is_an_error() -> None:
     with pytest.raises(TypeCheckError, match="value"):
         value_norms.projected_value_norms(torch.ones(4, 8), torch.ones(16, 8))
+
+
+def test_functions_made_anew_are_checked_and_keep_what_they_close_over() -> None:
+    seen: list[int] = []
+    for number in (1, 2):
+        hook = _hidden_hook(number, lambda layer, states: seen.append(layer))
+        hook(torch.nn.Identity(), (), torch.zeros(1, 2, 3))
+        with pytest.raises(TypeCheckError, match="module"):
+            hook("no module", (), torch.zeros(1, 2, 3))
+    assert seen == [1, 2]

@@ -25,26 +25,17 @@ def attention_of(held: dict[str, np.ndarray], scale: float, cap: float | None = 
     return theory.decode_attention(held["query"], held["key"], scale, held["sinks"], cap)
 
 
-class Reference:
-    """Everything the oracle says of one sample."""
+class FullRun:
+    """A text read and decoded without eviction, and what is the same whatever a configuration keeps of it."""
 
-    def __init__(
-        self,
-        model: object,
-        ids: tuple[int, ...],
-        run: RunConfig,
-        template: range = range(0),
-        text: tuple[int, ...] = (),
-    ) -> None:
-        self.run, self.decoder, self.template = run, Decoder(model), template
-        self.n = len(ids) - (QUESTION if run.scenario == "context-only" else 0)
+    def __init__(self, model: object, ids: tuple[int, ...], steps: int, text: tuple[int, ...]) -> None:
+        self.model, self.ids, self.steps, self.decoder = model, ids, steps, Decoder(model)
         self.prompt = [self.decoder.step(token) for token in ids]
         self.tokens = [text[0] if text else int(np.argmax(self.prompt[-1].logits))]
         self.full: list[Step] = []
-        for step in range(run.steps):
+        for step in range(steps):
             self.full.append(self.decoder.step(self.tokens[-1]))
             self.tokens.append(text[step + 1] if text else int(np.argmax(self.full[-1].logits)))
-        self.model, self.ids = model, ids
 
     @functools.cache  # noqa: B019
     def layer(self, layer: int, step: int) -> dict[str, np.ndarray]:
@@ -62,13 +53,50 @@ class Reference:
     def gradient(self, layer: int, step: int) -> np.ndarray:
         """(d_model,): g of the text's tokens after the first decoded one."""
         text = (*self.ids, *self.tokens)
-        return effect.gradient(self.model, text, self.run.steps, self.decoder.places[layer], len(self.ids) + step)
+        return effect.gradient(self.model, text, self.steps, self.decoder.places[layer], len(self.ids) + step)
 
     @functools.cache  # noqa: B019
     def norms(self, layer: int, step: int) -> np.ndarray:
         """(head, key) of every entry that the step sees."""
         held = self.layer(layer, step)
         return theory.projected_value_norms(held["value"], held["w_o"], self.decoder.heads)
+
+    @functools.cache  # noqa: B019
+    def attention(self, layer: int, step: int) -> np.ndarray:
+        """(head, key), with a sink's weight behind the entries' where there is one."""
+        return attention_of(self.layer(layer, step), self.decoder.scale, self.decoder.cap)
+
+    @functools.cache  # noqa: B019
+    def read(self, n: int) -> Decoder:
+        """What has read the first `n` tokens and nothing behind them."""
+        decoder = Decoder(self.model)
+        for token in self.ids[:n]:
+            decoder.step(token)
+        return decoder
+
+
+full_run = functools.lru_cache(maxsize=32)(FullRun)
+"""Models are told apart by identity: one that is changed in place has no second run of the same text."""
+
+
+class Reference:
+    """Everything the oracle says of one sample."""
+
+    def __init__(
+        self,
+        model: object,
+        ids: tuple[int, ...],
+        run: RunConfig,
+        template: range = range(0),
+        text: tuple[int, ...] = (),
+    ) -> None:
+        whole = full_run(model, ids, run.steps, text)
+        self.run, self.decoder, self.template, self.model, self.ids = run, whole.decoder, template, model, ids
+        self.n = len(ids) - (QUESTION if run.scenario == "context-only" else 0)
+        self.prompt, self.full, self.tokens = whole.prompt, whole.full, list(whole.tokens)
+        self.layer, self.attention = whole.layer, whole.attention
+        self.norms, self.gradient = whole.norms, whole.gradient
+        self._read_first = whole.read
 
     @functools.cache  # noqa: B019
     def selecting(self, layer: int, config: EvictionConfig) -> np.ndarray:
@@ -125,8 +153,7 @@ class Reference:
 
     def _realised(self, layer: int) -> np.ndarray:
         """(head, key), attention of the first decoded token."""
-        held = self.layer(layer, 0)
-        return attention_of(held, self.decoder.scale, self.decoder.cap)[:, : held["key"].shape[1]]
+        return self.attention(layer, 0)[:, : len(self.ids) + 1]
 
     @functools.cache  # noqa: B019
     def _shared(self, config: EvictionConfig) -> dict[tuple[int, int], tuple[list[int], list[int]]]:
@@ -200,30 +227,25 @@ class Reference:
             found.append(correction.extra(flat(config).mass, queries, kept, keys, values, self.decoder.scale))
         return found
 
-    @functools.cache  # noqa: B019
-    def read(self) -> Decoder:
-        """What has read what is compressed, and nothing behind it."""
-        decoder = Decoder(self.model)
-        for token in self.ids[: self.n]:
-            decoder.step(token)
-        return decoder
-
-    @functools.cache  # noqa: B019
     def evicted(self, config: EvictionConfig) -> list[Step]:
         """Decode again, entries outside the kept sets masked in every layer, from the question on."""
         return self.decoded(config)[len(self.ids) - self.n :]
 
     def decoded(self, config: EvictionConfig) -> list[Step]:
         """The same with the question's own steps, of the tokens that there are now."""
+        return self._decoded(config, (*self.ids[self.n :], *self.tokens[: self.run.steps]))
+
+    @functools.cache  # noqa: B019
+    def _decoded(self, config: EvictionConfig, tokens: tuple[int, ...]) -> list[Step]:
         if config.has_sparse_prefill:
             decoder = self.read_along(config).copy()
-            return [decoder.step(token) for token in (*self.ids[self.n :], *self.tokens[: self.run.steps])]
-        decoder = self.read().copy()
+            return [decoder.step(token) for token in tokens]
+        decoder = self._read_first(self.n).copy()
         sets, inside = [self.kept(layer, config) for layer in range(decoder.layers)], flat(config).positions
         stored = [self.stored(layer, config, inside == "in-cache") for layer in range(decoder.layers)]
         extras = [self.extras(layer, config) for layer in range(decoder.layers)]
         records = []
-        for later, token in enumerate((*self.ids[self.n :], *self.tokens[: self.run.steps])):
+        for later, token in enumerate(tokens):
             masks = [np.ones((decoder.heads, self.n + later), dtype=bool) for _ in sets]
             for mask, layer_sets in zip(masks, sets, strict=True):
                 mask[:, : self.n] = [[position in kept for position in range(self.n)] for kept, _ in layer_sets]

@@ -58,8 +58,8 @@ def test_perplexity_is_a_loop_over_the_texts_tokens(scenario: str) -> None:
         begins = [reference.prompt[-1], *(reference.decoded(one)[len(IDS) - reference.n - 1] for one in run.configs)]
         runs = [reference.full, *(reference.evicted(config) for config in run.configs)]
         logs.append([
-            sum(theory.log_probability(step.logits, token) for step, token in zip([begin, *steps], text, strict=False)
-                if first == 0 or step is not begin) / (len(text) - first)
+            sum(theory.log_probability(step.logits, token)
+                for step, token in zip([begin, *steps][first:], text[first:], strict=False)) / (len(text) - first)
             for begin, steps in zip(begins, runs, strict=True)
         ])  # fmt: skip
     full, *evicted = (math.exp(-sum(each) / len(texts)) for each in zip(*logs, strict=True))
@@ -133,7 +133,7 @@ def test_an_answer_is_encoded_as_it_would_be_written(
 
 
 def test_rows_and_python_give_a_text(tmp_path: Path) -> None:
-    model, data = pk.load_model("random:smollm2-135m"), tmp_path / "rows.jsonl"
+    model, data = tiny_adapter(), tmp_path / "rows.jsonl"
     rows = [{"prompt": "Paris is in", "text": "France."}, {"context": "Paris is", "input": "in", "text": " France."}]
     data.write_text("\n".join(map(json.dumps, rows)))
     read = pk.load_prompts(str(data), model, chat_template=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -11,10 +12,11 @@ import pytest
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
+from perturbkv.models.adapter import Adapter
 from perturbkv.trace import SampleTrace
 from tests.oracle import correction, pages, quantisation, selection, theory
 from tests.oracle.decoder import Decoder, Step
-from tests.oracle.sample import QUESTION, Reference, attention_of
+from tests.oracle.sample import QUESTION, Reference
 from tests.support.configs import flat
 from tests.support.models import HEADS, exact_adapter, token_ids
 from tests.support.oracle_cases import CASES, CONFIGS
@@ -31,10 +33,16 @@ LEAST = {"perturbation_isolated_cosine": 1e-24, "effect_isolated": 1e-9}
 """Rounding of numbers whose own is not 1e-12: differences of log p are exact to 1e-10."""
 
 
+@functools.cache
+def adapter_of(family: str, heads: str) -> Adapter:
+    """A model whose full run and gradients its cases share."""
+    return exact_adapter(family, *HEADS[heads])
+
+
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
 def case(request: pytest.FixtureRequest) -> tuple[SampleTrace, Reference]:
     family, heads, granularity, scenario, kind = request.param
-    adapter, ids = exact_adapter(family, *HEADS[heads]), token_ids(LENGTH, seed=1)
+    adapter, ids = adapter_of(family, heads), token_ids(LENGTH, seed=1)
     chosen = CONFIGS[kind](granularity)
     run = RunConfig("m", "d", chosen, steps=STEPS, save=SAVE, scenario=scenario, head_scores=HEAD_SCORES)
     prompt = Prompt("s", ids, 0, question_tokens=QUESTION, template_tail=TEMPLATE)
@@ -164,7 +172,7 @@ def test_isolated_quantities(case: tuple[SampleTrace, Reference]) -> None:
             for step in range(STEPS):
                 sets = reference.kept(layer, config, step)
                 held = reference.layer(layer, step)
-                attention = attention_of(held, reference.decoder.scale)
+                attention = reference.attention(layer, step)
                 sunk = [True] * (held["sinks"] is not None)  # an entry that stays, without a value
                 norms = reference.norms(layer, step)
                 for head in range(heads):
@@ -225,7 +233,7 @@ def test_what_every_entry_costs_the_text(case: tuple[SampleTrace, Reference]) ->
             held, (kept, _) = reference.layer(layer, step), reference.kept(layer, config, step)[head]
             projection = theory.head_slice(held["w_o"], head, decoder.d_head)
             projected = held["value"][head * decoder.kv_heads // decoder.heads] @ projection
-            attention, stays = attention_of(held, decoder.scale)[head], {*kept, *range(reference.n, len(projected))}
+            attention, stays = reference.attention(layer, step)[head], {*kept, *range(reference.n, len(projected))}
             mass = 1 - sum(attention[i] for i in range(reference.n) if i not in stays)
             output = sum(attention[i] * projected[i] for i in stays) / mass
             for entry in set(range(reference.n)) - stays:
@@ -241,7 +249,7 @@ def test_the_losses_that_move_the_output_most(case: tuple[SampleTrace, Reference
     arrays, decoder = sample.arrays, reference.decoder
     for layer in range(decoder.layers):
         held = reference.layer(layer, 0)
-        attention = attention_of(held, decoder.scale)[:, : held["key"].shape[1]]
+        attention = reference.attention(layer, 0)[:, : held["key"].shape[1]]
         norms = reference.norms(layer, 0)
         for head in range(decoder.heads):
             added = [float(a * norm) for a, norm in zip(attention[head], norms[head], strict=True)]
@@ -346,8 +354,7 @@ def test_saved_outputs(case: tuple[SampleTrace, Reference]) -> None:
     sample, reference = case
     for step, full in enumerate(reference.full):
         for layer in range(reference.decoder.layers):
-            held = reference.layer(layer, step)
-            attention = attention_of(held, reference.decoder.scale)[:, : LENGTH + step + 1]
+            attention = reference.attention(layer, step)[:, : LENGTH + step + 1]
             stored = sample.arrays["attention_full"][step, layer]
             np.testing.assert_allclose(stored[:, : LENGTH + step + 1], attention, rtol=1e-5)
             assert np.isnan(stored[:, LENGTH + step + 1 :]).all()

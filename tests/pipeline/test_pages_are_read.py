@@ -237,7 +237,7 @@ def test_answers_read_pages_as_they_are_written(scenario: str) -> None:
 
 def written(adapter: object, chosen: EvictionConfig, scenario: str, first: int, count: int) -> list[int]:
     """What the naive decoder writes greedily while it reads pages."""
-    run = RunConfig("m", "d", (chosen,), scenario=scenario)
+    run = RunConfig("m", "d", (chosen,), steps=1, scenario=scenario)
     reference = Reference(adapter.model, PROMPT.token_ids, run)  # type: ignore[attr-defined]
     found = [] if scenario == "context-only" else [first]
     while len(found) < count:

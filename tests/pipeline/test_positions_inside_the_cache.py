@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -61,12 +62,24 @@ def decoded(adapter: Adapter, configs: Sequence[EvictionConfig], scenario: str) 
     return torch.cat(found, dim=1)
 
 
+@functools.cache
+def has_read(adapter: Adapter, context: tuple[int, ...]) -> Decoder:
+    decoder = Decoder(adapter.model)
+    for token in context:
+        decoder.step(token)
+    return decoder
+
+
+@functools.cache
+def adapter_of(family: str, heads: tuple[int, int]) -> Adapter:
+    return exact_adapter(family, *heads, **(PART if family == "phi3" else {}))
+
+
+@functools.cache
 def placed(adapter: Adapter, config: EvictionConfig, scenario: str) -> np.ndarray:
     """The same logits by the naive decoder: the first entries and the last ones, counted from 0 in the cache."""
     context, question = PROMPT.parts(scenario)
-    n, budget, decoder = len(context), config.budget.tokens(len(context)), Decoder(adapter.model)
-    for token in context:
-        decoder.step(token)
+    n, budget, decoder = len(context), config.budget.tokens(len(context)), has_read(adapter, context).copy()
     stays = [place < flat(config).sinks or place >= n - budget + flat(config).sinks for place in range(n)]
     logits = []
     for token in (*question, *TOKENS):
@@ -85,7 +98,7 @@ def test_logits_are_those_of_a_cache_whose_keys_stand_at_0_to_b(
 ) -> None:
     if path == "packed":
         monkeypatch.setattr(ragged, "kernel_for", lambda keys, values: varlen)
-    adapter = exact_adapter(family, *heads, **(PART if family == "phi3" else {}))
+    adapter = adapter_of(family, heads)
     rows = (INSIDE, KEPT, replace(INSIDE, budget=Budget(21), granularity=parse("kv")))
     for config, found in zip(rows, decoded(adapter, rows, scenario), strict=True):
         expected = placed(adapter, config, scenario)

@@ -36,22 +36,32 @@ def longbench(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, model: Path, longbench: Path) -> Path:
-    """What the commands of `make tables` leave, of two samples."""
+    """A run of two samples as `make tables` begins."""
     folder = tmp_path_factory.mktemp("runs")
-    news = ["--model", model, "--dataset", "multi_news", "--data-dir", longbench, "--samples", 2, *SMALL]
-    perturbkv("bound-tightness", *news, "--max-tokens", 200, "-o", folder)
+    perturbkv("bound-tightness", *news(model, longbench), "-o", folder)
+    return folder
+
+
+def news(model: Path, longbench: Path) -> list[object]:
+    dataset = ["--dataset", "multi_news", "--data-dir", longbench, "--samples", 2, "--max-tokens", 200]
+    return ["--model", model, *dataset, *SMALL]
+
+
+@pytest.fixture(scope="module")
+def analysed(folder: Path, model: Path, longbench: Path) -> Path:
+    """What the other commands of `make tables` leave, too."""
     trace, more = folder / "trace.h5", ["--format", "png"]
     perturbkv("assumption", trace, *more)
     perturbkv("layers", trace, "--per-sample", "--budgets", *more)
     perturbkv("heads", trace, *more)
-    perturbkv("ablation", *news, "--max-tokens", 200, "-o", folder / "ablation")
-    perturbkv("horizon", *news, "--max-tokens", 200, "--steps", 3, "-o", folder / "horizon")
+    perturbkv("ablation", *news(model, longbench), "-o", folder / "ablation")
+    perturbkv("horizon", *news(model, longbench), "--steps", 3, "-o", folder / "horizon")
     return folder
 
 
 @pytest.mark.slow
-def test_tables_shows_every_analysis(folder: Path, tmp_path: Path) -> None:
-    summaries = (folder / part / "summary.json" for part in (".", "ablation", "horizon"))
+def test_tables_shows_every_analysis(analysed: Path, tmp_path: Path) -> None:
+    summaries = (analysed / part / "summary.json" for part in (".", "ablation", "horizon"))
     said = study("tables", *summaries, "-o", tmp_path)
     analyses = (
         "heads",

@@ -58,6 +58,7 @@ class StoredFile:
     def __init__(self, file: h5py.File, path: Path) -> None:
         self.path = path
         self._file = file
+        self._scale_names: dict[int, str] = {}
 
     def __contains__(self, name: str) -> bool:
         with self._translate_errors(name):
@@ -80,7 +81,7 @@ class StoredFile:
     def axes(self, name: str) -> tuple[str, ...]:
         """Return the axis name of each dimension of a variable; 'none' where it has none."""
         with self._translate_errors(f"the axes of {name}"):
-            return _axis_names(self._dataset(name))
+            return self._axis_names(self._dataset(name))
 
     def describe_unknown(self, name: str) -> StoredVariable | None:
         """Return the description of a variable that is not part of the format.
@@ -91,7 +92,7 @@ class StoredFile:
             item = self._file.get(name)
             if not isinstance(item, h5py.Dataset) or item.is_scale:
                 return None
-            axes, units, meaning = _axis_names(item), item.attrs.get("units"), item.attrs.get("long_name")
+            axes, units, meaning = self._axis_names(item), item.attrs.get("units"), item.attrs.get("long_name")
             if not axes or "none" in axes or not isinstance(units, str) or not isinstance(meaning, str):
                 return None
             return StoredVariable(axes, item.shape, str(item.dtype), units, meaning, int(item.nbytes))
@@ -136,7 +137,13 @@ class StoredFile:
             self.refuse(f"the variable {name}", "something else of this name")
         return item
 
+    def _axis_names(self, item: h5py.Dataset) -> tuple[str, ...]:
+        """Return the name of each dimension's scale; 'none' for a dimension without one."""
+        return tuple(self._axis_name(dim[0]) if len(dim) else "none" for dim in item.dims)
 
-def _axis_names(item: h5py.Dataset) -> tuple[str, ...]:
-    """Return the name of each dimension's scale; 'none' for a dimension without one."""
-    return tuple(dim[0].name.lstrip("/") if len(dim) else "none" for dim in item.dims)
+    def _axis_name(self, scale: h5py.Dataset) -> str:
+        """Return the name of a scale, which HDF5 looks for among all items: asked once for each place in the file."""
+        place = h5py.h5o.get_info(scale.id).addr
+        if place not in self._scale_names:
+            self._scale_names[place] = scale.name.lstrip("/")
+        return self._scale_names[place]
