@@ -195,11 +195,19 @@ def select_texts_that_go_on(trace: Trace, analysis: str) -> Trace:
 
     Raises TraceError where no sample is left, or the trace does not tell.
     """
-    following = np.asarray(trace.get("next_token_id", analysis)[trace.ok], dtype=np.int64)
-    goes_on = np.asarray((following >= 0).any(axis=1))
+    goes_on = texts_that_go_on(trace, analysis)
     if not goes_on.any():
         raise TraceError(f"{analysis} needs a text of at least two tokens, {trace.source or 'this trace'} has none")
     return trace if goes_on.all() else _select_samples(trace, goes_on)
+
+
+def texts_that_go_on(trace: Trace, analysis: str) -> NDArray[np.bool_]:
+    """Return (complete sample,) True where some step predicts a token of the text.
+
+    Raises TraceError where the trace does not tell.
+    """
+    following = np.asarray(trace.get("next_token_id", analysis), dtype=np.int64)
+    return np.asarray((following >= 0).any(axis=1))
 
 
 def resolve_step(trace: Trace, step: int | None) -> int | None:

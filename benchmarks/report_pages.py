@@ -195,8 +195,8 @@ def synthetic_trace(
 
 
 def _is_drawn(name: str, variable: Variable, sizes: Mapping[str, int]) -> bool:
-    """Return whether a synthetic trace fills a variable with random numbers."""
-    others = name in _COMPUTED or variable.is_concatenated or variable.dtype == "str"
+    """Return whether a synthetic trace fills a variable with random numbers; effects are for `--save effect` alone."""
+    others = name in _COMPUTED or variable.save == "effect" or variable.is_concatenated or variable.dtype == "str"
     return not others and set(variable.dims) <= sizes.keys()
 
 

@@ -404,10 +404,16 @@ def perturbation_and_floor(measured: Measurements, kind: str, distance: str) -> 
     Raises as `compared_perturbation`.
     """
     unit = distance_of(distance)
-    floor = f"noise_floor{'_isolated' if kind == 'isolated' else ''}{unit.suffix}"
+    floor = floor_name(kind, distance)
     if unit.of_text:
-        return measured.sizes(f"effect_{kind}"), measured[f"effect_{floor}"]
+        return measured.sizes(f"effect_{kind}"), measured[floor]
     return measured[f"perturbation_{kind}{unit.suffix}"], measured[floor]
+
+
+def floor_name(kind: str, distance: str) -> str:
+    """Return the name of the variable of the noise floor of `kind` (isolated or propagated) in a distance."""
+    unit = distance_of(distance)
+    return f"{'effect_' if unit.of_text else ''}noise_floor{'_isolated' if kind == 'isolated' else ''}{unit.suffix}"
 
 
 def select_sides(values: Floats, sides: tuple[int, int], same: NDArray[np.bool_]) -> tuple[Floats, Floats]:

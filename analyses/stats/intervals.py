@@ -120,6 +120,8 @@ def difference_kind(width: float) -> StatisticKind:
 
 DIFFERENCE = difference_kind(1)
 """A mean of differences between two scores in [0, 1]."""
+SIGNED = StatisticKind(3 / 16)
+"""A mean of something of either sign that a single sample can dominate, such as changes of log p."""
 
 
 def share_kind(heads: int) -> StatisticKind:

@@ -8,16 +8,24 @@ from typing import Any
 
 import numpy as np
 
-from perturbkv.analyses.heads import head_comparison
 from perturbkv.analyses.heads.head_comparison import sum_ratio
 from perturbkv.analyses.layers import drift
 from perturbkv.analyses.measurements import Floats, Measurements, measured_steps
 from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.intervals import POSITIVE, estimate_mean, share_kind
+from perturbkv.analyses.stats.intervals import POSITIVE, SIGNED, estimate_mean, share_kind
 from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.errors import TraceError
 from perturbkv.escaping import escape_line
-from perturbkv.reporting.head_measures import ANALYSIS, FIRST, SHARE, STEPPED, Measure, mean_over_samples, means_by_step
+from perturbkv.reporting.head_measures import (
+    ANALYSIS,
+    EFFECT,
+    FIRST,
+    SHARE,
+    STEPPED,
+    Measure,
+    mean_over_samples,
+    means_by_step,
+)
 from perturbkv.reporting.page_blocks import Blocks, log_scale, pack_verdicts
 from perturbkv.reporting.sides import (
     EqualSets,
@@ -57,7 +65,7 @@ def config_totals(trace: Trace, measure: Measure, values: Floats) -> Floats:
     (sample, config, layer, head).
     """
     if measure.norm is None:
-        kind = share_kind(0) if measure.kind == SHARE else POSITIVE
+        kind = {SHARE: share_kind(0), EFFECT: SIGNED}.get(measure.kind, POSITIVE)
         means = [estimate_mean(_mean_over_heads(values[:, config]), kind) for config in range(values.shape[1])]
         return np.array([with_interval(one.value, one.interval) for one in means])
     if measure.norm not in trace.arrays:
@@ -197,11 +205,8 @@ def _put_drift(measured: TraceMeasures, blocks: Blocks, equal: EqualSets | None)
 
 
 def _noise_floor(trace: Trace, measure: Measure) -> Floats:
-    """Return the mean noise floor (layer, head) of a perturbation measure over the samples."""
-    measured = Measurements(trace, "report")
-    return np.asarray(
-        head_comparison.perturbation_and_floor(measured, measure.source, measure.distance)[1].mean(axis=0)
-    )
+    """Return the mean noise floor (layer, head) of a measure with verdicts over the samples."""
+    return np.asarray(Measurements(trace, ANALYSIS)[measure.floor].mean(axis=0))
 
 
 def put_steps(measured: TraceMeasures, blocks: Blocks, lacks: dict[str, str]) -> dict[str, Any]:

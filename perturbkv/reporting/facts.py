@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from perturbkv.analyses import text
 from perturbkv.analyses.heads.head_comparison import floor_over_norm
 from perturbkv.analyses.identity import identity, identity_at
-from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements, scores
+from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements, scores, texts_that_go_on
 from perturbkv.analyses.quality.graded_tasks import terms
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES, estimate_mean, share_kind
@@ -19,7 +19,7 @@ from perturbkv.display import plural
 from perturbkv.errors import TraceError
 from perturbkv.escaping import escape_control_characters, escape_line
 from perturbkv.reporting.arrays import kl_floor
-from perturbkv.reporting.head_measures import ANALYSIS
+from perturbkv.reporting.head_measures import ANALYSIS, EFFECT, available_measures
 from perturbkv.reporting.prompt_texts import missing_text_hint
 from perturbkv.reporting.sides import Sides, Start, with_interval
 from perturbkv.trace import Trace
@@ -67,6 +67,7 @@ def page_warnings(trace: Trace, sides: Sides, start: Start, tied: float | None) 
         _few_samples_warning(int(trace.ok.sum())),
         _no_evidence_warning(trace, sides, start),
         _ties_warning(sides, start, tied),
+        _one_token_warning(trace),
         identity(trace, trace.run.configs).no_eviction_note(),
     ]
     return tuple(escape_line(one) for one in sentences if one)
@@ -144,6 +145,13 @@ def _ties_warning(sides: Sides, start: Start, tied: float | None) -> str:
         f"{text.percent(tied)} of the heads are tied between {pair} at budget {sides.budgets[start.budget]} "
         "(propagated): they differ by no more than rounding, or keep the same entries."
     )
+
+
+def _one_token_warning(trace: Trace) -> str:
+    """Return a warning that effects leave out samples whose text is one token; '' without effects or such samples."""
+    has_effects = any(one.kind == EFFECT for one in available_measures(trace))
+    count = int((~texts_that_go_on(trace, ANALYSIS)).sum()) if has_effects else 0
+    return f"Δ log p leaves out {plural(count, 'sample')} whose text is one token." if count else ""
 
 
 _UNITS = {"digits": "digits found", "score": "score"}

@@ -7,14 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from perturbkv.analyses.measurements import Floats, Measurements, measured_steps
+from perturbkv.analyses.heads.head_comparison import floor_name
+from perturbkv.analyses.measurements import Floats, Measurements, measured_steps, texts_that_go_on
 from perturbkv.analyses.stats.arithmetic import ratio
 from perturbkv.analyses.verdicts import distance_of
-from perturbkv.reporting.page_blocks import Scale, linear_scale, log_scale
+from perturbkv.reporting.page_blocks import Scale, linear_scale, log_scale, signed_scale
 from perturbkv.trace import Trace
 
 ANALYSIS = "report"
-PERTURBATION, BOUND, SHARE, DISTANCE = "perturbation", "bound", "share", "distance"
+PERTURBATION, BOUND, SHARE, DISTANCE, EFFECT = "perturbation", "bound", "share", "distance", "effect"
 _NO_MASS = 1e-12
 """Largest evicted mass that counts as 0: no entry with attention was evicted."""
 
@@ -25,10 +26,11 @@ class Measure:
 
     Attributes:
         key, name, unit, about: its id, names on the page, and a sentence that explains it.
-        kind: perturbation, bound, share or distance.
+        kind: perturbation, bound, share, distance or effect.
         variable: the trace's variable; of `gone_distance` the isolated perturbation, from which it is computed.
-        distance: l1, l2 or cosine; empty for shares.
-        source: for a perturbation `isolated` or `propagated`; empty without a noise floor, and so without verdicts.
+        distance: l1, l2, cosine or effect; empty for shares.
+        source: `isolated` or `propagated` for a perturbation or an effect; empty without a noise floor, and so without
+            verdicts.
     """
 
     key: str
@@ -43,16 +45,34 @@ class Measure:
     @property
     def is_smaller_better(self) -> bool:
         """True if smaller values of the measure are better."""
-        return self.kind != SHARE
+        return self.kind not in (SHARE, EFFECT)
+
+    @property
+    def is_subtracted(self) -> bool:
+        """True if two configurations are compared by the difference of their values, not by the ratio."""
+        return self.kind in (SHARE, EFFECT)
 
     @property
     def norm(self) -> str | None:
         """The variable of norms by which sums of the measure are divided; None for measures that are averaged."""
         unit = distance_of(self.distance or "l1")
-        return None if self.kind in (SHARE, DISTANCE) or unit.angular else f"output_norm{unit.suffix}"
+        return None if self.kind in (SHARE, DISTANCE, EFFECT) or unit.angular else f"output_norm{unit.suffix}"
+
+    @property
+    def floor(self) -> str:
+        """The variable of the noise floor of a measure with a source."""
+        return floor_name(self.source, self.distance)
+
+    @property
+    def variables(self) -> set[str]:
+        """The variables that a trace needs for the measure."""
+        floor = [self.floor] if self.source else []
+        return {self.variable, *floor, *(["next_token_id"] if self.kind == EFFECT else [])}
 
     def scale(self, values: Floats) -> Scale:
         """Return the scale of the two-byte codes of the measure's values."""
+        if self.kind == EFFECT:
+            return signed_scale(values)
         return linear_scale(values) if self.kind == SHARE else log_scale(values)
 
     def to_dict(self, verdict_index: int | None) -> dict[str, Any]:
@@ -61,7 +81,7 @@ class Measure:
         `verdict_index`: its index among the measures whose verdicts the page has; None where it has none.
         """
         fields = {name: getattr(self, name) for name in ("key", "name", "unit", "kind", "distance")}
-        compare = "difference" if self.kind == SHARE else "ratio"
+        compare = "difference" if self.is_subtracted else "ratio"
         less = self.is_smaller_better
         return {**fields, "less": less, "about": self.about, "ties": verdict_index, "compare": compare}
 
@@ -78,6 +98,21 @@ def _perturbation_measure(source: str, distance: str) -> Measure:
         variable=f"perturbation_{source}{unit.suffix}",
         about=f"How far the head's contribution to the attention output moves, {words[source]} ({unit.unit}).",
         distance=distance,
+        source=source,
+    )
+
+
+def _effect_measure(source: str) -> Measure:
+    """Return the measure of what a head's isolated or propagated loss changes the text's log p by."""
+    again = "" if source == "isolated" else "; a loss counts again in later layers"
+    return Measure(
+        key=f"effect_{source}",
+        name=f"Δ log p, {source}",
+        unit="nat",
+        kind=EFFECT,
+        variable=f"effect_{source}",
+        about=f"What the head's {source} loss changes the text's log p by, to first order, mean over steps{again}.",
+        distance="effect",
         source=source,
     )
 
@@ -106,9 +141,11 @@ MEASURES = (
         "gone_distance", "‖μ_gone − μ_kept‖", "L1", DISTANCE, "perturbation_isolated",
         "How unlike what stays is what goes: the isolated perturbation over the attention 1 − S that goes.", "l1",
     ),
+    _effect_measure("isolated"),
+    _effect_measure("propagated"),
 )  # fmt: skip
 """All measures in the page's order."""
-STEPPED = ("isolated", "propagated", "retained_mass", "sigma_stage1")
+STEPPED = ("isolated", "propagated", "retained_mass", "sigma_stage1", "effect_isolated", "effect_propagated")
 """Measures that are shown per decode step."""
 FIRST = ("isolated", "propagated", "retained_mass", "sigma_stage1", "theta_hat", "theta", "gone_distance")
 """Measures whose single samples have priority where a page has too few bytes for all."""
@@ -119,24 +156,27 @@ _OF_STAGE_1 = ("theta_hat", "theta_hat_relax", "sigma_stage1", "sigma_topk")
 
 
 def available_measures(trace: Trace) -> tuple[Measure, ...]:
-    """Return the measures of which a trace has the variable and, if needed, the noise floor.
+    """Return the measures whose variables a trace has.
 
-    Those of stage 1 are left out where no configuration has stages.
+    Those of stage 1 are left out where no configuration has stages, effects where every text is a single token.
     """
     staged = any(config.is_staged for config in trace.run.configs)
-    return tuple(
-        one
-        for one in MEASURES
-        if {one.variable, *_floor_names(one)} <= set(trace.arrays) and (staged or one.variable not in _OF_STAGE_1)
-    )
+    left_out = () if staged else _OF_STAGE_1
+    if "next_token_id" in trace.arrays and not texts_that_go_on(trace, ANALYSIS).any():
+        left_out = (*left_out, *(one.variable for one in MEASURES if one.kind == EFFECT))
+    known = [one for one in MEASURES if one.variables <= set(trace.arrays)]
+    return tuple(one for one in known if one.variable not in left_out)
 
 
 def sample_values(trace: Trace, measure: Measure) -> Floats:
     """Return a measure's values (sample, config, layer, head), means over the decode steps of each sample.
 
-    Raises the TraceError of `Measurements`.
+    Effects are NaN in samples none of whose steps predicts a token of the text. Raises the TraceError of
+    `Measurements`.
     """
     stored = Measurements(trace, ANALYSIS)[measure.variable]
+    if measure.kind == EFFECT:
+        return np.where(texts_that_go_on(trace, ANALYSIS)[:, None, None, None], stored, np.nan)
     return _evicted_distance(trace, stored) if measure.kind == DISTANCE else stored
 
 
@@ -159,12 +199,6 @@ def means_by_step(trace: Trace, measure: Measure) -> Floats:
     stored = Measurements(trace, ANALYSIS, by_step=True)[measure.variable][:, :, :most]
     has_step = (np.arange(most) < counts[:, None])[:, None, :, None, None]  # (sample, 1, step, 1, 1)
     return np.asarray(np.where(has_step, stored, 0).sum(axis=0) / has_step.sum(axis=0))
-
-
-def _floor_names(measure: Measure) -> list[str]:
-    """Return the names of the noise-floor variables that a measure needs; none for a measure without verdicts."""
-    own = "_isolated" if measure.source == "isolated" else ""
-    return [f"noise_floor{own}{distance_of(measure.distance).suffix}"] if measure.source else []
 
 
 def _evicted_distance(trace: Trace, isolated: Floats) -> Floats:

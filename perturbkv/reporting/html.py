@@ -240,7 +240,9 @@ _MARKUP = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 """Escapes in a JSON document, so that no text in it ends its script."""
 _BLOCK_ID = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
 _ELEMENT_IDS = frozenset(
-    "main page choose verdict map scatter head prompt layers assumption budgets ablation answers".split()
+    (
+        "main page choose verdict map scatter head prompt kinds layers assumption budgets ablation perplexity answers"
+    ).split()
 )
 """Ids of the elements in the page's template."""
 LIBRARIES = ("d3.min.js", "plot.min.js")
@@ -260,12 +262,15 @@ def page(payload: Payload) -> str:
         ValueError: where the document holds a number that JSON cannot, or a block's name is no plain word.
     """
     scripts = [*(_library_source(name) for name in LIBRARIES), _page_module()]
+    traces = payload.document.get("traces", ())
+    measures = {one["key"] for part in traces for one in part["measures"]}
     style = _page_style()
     return _template().render(
         payload=payload,
-        staged=any(
-            one["key"] == "sigma_stage1" for part in payload.document.get("traces", ()) for one in part["measures"]
-        ),
+        staged="sigma_stage1" in measures,
+        effects="effect_isolated" in measures,
+        kinds=any("kinds" in part for part in traces),
+        perplexity=any("perplexity" in part for part in traces),
         policy=content_security_policy(scripts, [style]),
         style=Markup(style),
         data=Markup(as_json(payload.document)),

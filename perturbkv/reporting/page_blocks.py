@@ -62,6 +62,13 @@ def linear_scale(values: Floats) -> Scale:
     return Scale(LINEAR, low, max(_LINEAR_STEP, (high - low) / _LAST))
 
 
+def signed_scale(values: Floats) -> Scale:
+    """Return the linear scale of values of any size and sign. Errors are at most 1/131,000 of their range."""
+    finite = values[np.isfinite(values)]
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+    return Scale(LINEAR, low, (high - low) / _LAST or 1.0)
+
+
 def encode(values: Floats, scale: Scale) -> Codes:
     """Return values of any shape as two-byte codes on a scale.
 

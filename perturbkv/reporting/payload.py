@@ -30,12 +30,14 @@ from perturbkv.reporting.prompt_texts import HeadIndex, loss_count, put_texts, t
 from perturbkv.reporting.sides import (
     PairComparison,
     ablation_settings,
+    compare_with_baseline,
     conclusions,
     first_choice,
     make_distinct,
     replace_by_digests,
     run_sides,
 )
+from perturbkv.reporting.text_parts import kinds_part, perplexity_part
 from perturbkv.trace import Trace
 
 
@@ -69,6 +71,7 @@ def trace_part(trace: Trace, blocks: Blocks, name: str, full: bool) -> dict[str,
     ablation = None
     if digest_trace:
         ablation = _result_or_reason(lacks, "ablation", lambda: ablation_settings(digest_trace, sides))
+    compared = compare_with_baseline(digest_trace, sides, start.baseline) if digest_trace else {}
     part = {
         "name": name,
         "title": trace_title(trace),
@@ -84,13 +87,15 @@ def trace_part(trace: Trace, blocks: Blocks, name: str, full: bool) -> dict[str,
         "kl_floor": arrays.kl_floor(trace),
         "pairs": sides.pairs if digest_trace else [],
         "pairs_left_out": sides.left_out,
-        "conclusions": conclusions(digest_trace, sides, start.baseline) if digest_trace else {},
+        "conclusions": conclusions(compared),
         "ablation": ablation,
         "answers": answers,
         "losses": loss_count(trace),
         "step_samples": _samples_per_step(trace),
         **steps,
         **tokens_part(trace, blocks, texts, pairs, head),
+        **kinds_part(digest_trace or trace, compared),
+        **perplexity_part(trace),
     }
     return {**part, "lacks": lacks, "arrays": blocks.arrays}
 

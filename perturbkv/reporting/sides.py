@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from perturbkv.analyses.ablation import ingredients
 from perturbkv.analyses.ablation.ingredients import Row
 from perturbkv.analyses.heads import head_comparison, heads
-from perturbkv.analyses.heads.head_comparison import better_share, sum_ratio
+from perturbkv.analyses.heads.head_comparison import HeadComparison, better_share, sum_ratio
 from perturbkv.analyses.layers import drift
 from perturbkv.analyses.measurements import Floats, Measurements
 from perturbkv.analyses.names import distinct_names, short_names
 from perturbkv.analyses.sides import budget_order, pairs, sweeps
-from perturbkv.analyses.stats.intervals import DIFFERENCE, Band, OptionalInterval, estimate_mean
+from perturbkv.analyses.stats.intervals import DIFFERENCE, SIGNED, Band, OptionalInterval, estimate_mean
 from perturbkv.analyses.verdicts import DISTANCES, equal_isolated, equal_layers, equal_propagated, verdicts
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.run import RunConfig
@@ -178,11 +178,11 @@ def compare_pairs(
     """Return the comparison of all configuration pairs in one measure; `values` are (sample, config, layer, head)."""
     if not measure.source:
         sums = [
-            [_ratio_of_sums(measure, values[:, first], values[:, second]) for first, second in both_directions(pair)]
+            [_compare_sums(measure, values[:, first], values[:, second]) for first, second in both_directions(pair)]
             for pair in pairs
         ]
         return PairComparison(None, np.array(sums), None)
-    _, floor = head_comparison.perturbation_and_floor(Measurements(trace, ANALYSIS), measure.source, measure.distance)
+    floor = Measurements(trace, ANALYSIS)[measure.floor]
     masks: NDArray[np.bool_] = getattr(equal, measure.source)
     parts = [_compare_pair(measure, values, floor, pair, one) for pair, one in zip(pairs, masks, strict=True)]
     return PairComparison(*(np.stack(part) for part in zip(*parts, strict=True)))
@@ -218,23 +218,28 @@ def _compare_pair(
 ) -> tuple[NDArray[np.int8], Floats, Floats]:
     """Return a pair's verdicts (1 + sample, layer, head), ratios of sums (2, 3) and shares of better heads (2, 3)."""
     baseline, treatment = head_comparison.select_sides(values, pair, equal)
-    by_sample = verdicts(baseline, treatment, floor, measure.distance)
-    means = verdicts(baseline.mean(axis=0), treatment.mean(axis=0), floor.mean(axis=0), measure.distance)
+    known = ~np.isnan(baseline).any(axis=(1, 2))
+    lower, higher = (baseline, treatment) if measure.is_smaller_better else (treatment, baseline)
+    by_sample = np.zeros(baseline.shape, dtype=np.int8)
+    by_sample[known] = verdicts(lower[known], higher[known], floor[known], measure.distance)
+    lower_mean, higher_mean, floor_mean = (part[known].mean(axis=0) for part in (lower, higher, floor))
+    means = verdicts(lower_mean, higher_mean, floor_mean, measure.distance)
     sums = [
-        with_interval(*sum_ratio(*head_comparison.select_sides(values, sides, equal)))
+        _compare_sums(measure, *(part[known] for part in head_comparison.select_sides(values, sides, equal)))
         for sides in both_directions(pair)
     ]
-    better = [with_interval(*better_share(one)) for one in (by_sample, -by_sample)]
+    better = [with_interval(*better_share(one)) for one in (by_sample[known], -by_sample[known])]
     return np.concatenate([means[None], by_sample]), np.array(sums), np.array(better)
 
 
-def _ratio_of_sums(measure: Measure, baseline: Floats, treatment: Floats) -> list[float]:
+def _compare_sums(measure: Measure, baseline: Floats, treatment: Floats) -> list[float]:
     """Return Σ treatment / Σ baseline with its interval; NaN where a sum is infinite.
 
-    Heads with a NaN are left out. Shares have the difference of the means instead.
+    Heads with a NaN are left out. Shares and effects have the difference of the means instead.
     """
-    if measure.kind == SHARE:
-        difference = estimate_mean((treatment - baseline).mean(axis=(1, 2)), DIFFERENCE)
+    if measure.is_subtracted:
+        kind = DIFFERENCE if measure.kind == SHARE else SIGNED
+        difference = estimate_mean((treatment - baseline).mean(axis=(1, 2)), kind)
         return with_interval(difference.value, difference.interval)
     if np.isinf(baseline).any() or np.isinf(treatment).any():
         return with_interval(np.nan, None)
@@ -252,14 +257,23 @@ def _pair_drift_ratios(values: Floats, pair: IndexPair, equal: NDArray[np.bool_]
     )
 
 
-def conclusions(trace: Trace, sides: Sides, baseline: int) -> dict[str, str]:
-    """Return 'a-b' -> conclusion on heads in L1, for configuration indices a and b of one budget.
+def compare_with_baseline(trace: Trace, sides: Sides, baseline: int) -> dict[str, HeadComparison]:
+    """Return 'a-b' -> comparison of heads in L1, for configuration indices a and b of one budget.
 
     a is a configuration of the side `baseline`, b any other one of its budget.
     """
+    configs = trace.run.configs
     return {
-        f"{first}-{second}": _conclusion(trace, first, second)
+        f"{first}-{second}": head_comparison.summarise(trace, configs[first], configs[second])
         for first, second in _pairs_with_baseline(sides, baseline)
+    }
+
+
+def conclusions(comparisons: Mapping[str, HeadComparison]) -> dict[str, str]:
+    """Return pair -> the sentence that concludes its comparison."""
+    return {
+        key: escape_line(heads.HeadComparisons((pair,), pair.identity).conclusion())
+        for key, pair in comparisons.items()
     }
 
 
@@ -291,13 +305,6 @@ def _pairs_with_baseline(sides: Sides, baseline: int) -> Sequence[IndexPair]:
         for second in configs
         if second != first and sides.budget[first] == sides.budget[second]
     ]
-
-
-def _conclusion(trace: Trace, first: int, second: int) -> str:
-    """Return the sentence that concludes the comparison of two configurations, given by index."""
-    configs = trace.run.configs
-    pair = head_comparison.summarise(trace, configs[first], configs[second])
-    return escape_line(heads.HeadComparisons((pair,), pair.identity).conclusion())
 
 
 def _row_part(row: Row) -> dict[str, Any]:

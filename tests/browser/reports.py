@@ -25,7 +25,7 @@ def measured() -> Trace:
     for budget in BUDGETS:
         configs += pk.grid(budget, selection=SELECTIONS, granularity="kv")
     found = pk.measure(
-        model, prompts, configs, settings=pk.Settings(steps=3, save=("outputs",), generate=6), progress=False
+        model, prompts, configs, settings=pk.Settings(steps=3, save=("outputs", "effect"), generate=6), progress=False
     )
     assert isinstance(found, Trace)
     return found

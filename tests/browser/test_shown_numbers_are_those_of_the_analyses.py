@@ -66,6 +66,65 @@ def test_tiles_are_what_heads_finds_for_every_pair(shown: Any, kind: str, distan
         assert told["heads better"] == estimate(share, found.better_share_interval, lambda end: f"{100 * end:.0f}")
 
 
+def signed(value: float) -> str:
+    return f"+{number(value)}" if value > 0 else number(value)
+
+
+@pytest.mark.parametrize("kind", ["isolated", "propagated"])
+def test_the_map_tells_what_a_heads_loss_costs_the_text(shown: Any, kind: str) -> None:
+    first, second = sides("attention", "two-stage", 96)
+    choose(shown, baseline="attention", treatment="two-stage", budget="96", measure=f"effect_{kind}", sample="")
+    held = measured()
+    means = held.arrays[f"effect_{kind}"].mean(axis=(0, 2))
+    both = [means[held.run.configs.index(side)] for side in (first, second)]
+    for show, values in (("treatment", both[1]), ("baseline", both[0]), ("change", None)):
+        shown.page.select_option("#map select[name=show]", show)
+        settle(shown)
+        for head in (0, int(both[0].argmin()), int(both[0].argmax())):
+            shown.page.evaluate("document.getElementById('map').scrollIntoView({block: 'center', behavior: 'instant'})")
+            box = cells(shown).nth(head).bounding_box()
+            shown.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+            told = [number(float(side.flat[head])) for side in both]
+            expected = f"{told[0]} → {told[1]} nat" if values is None else f"{signed(float(values.flat[head]))} nat"
+            assert expected in text(shown, "#tooltip"), (show, head)
+    assert "change of log p" in text(shown, "#verdict .said")
+
+
+def cells_of(shown: Any, part: str) -> list[list[str]]:
+    """The rows of a part's table."""
+    rows = shown.page.locator(f"#{part} tbody tr")
+    return [rows.nth(row).inner_text().split("\t") for row in range(rows.count())]
+
+
+def test_kinds_of_tokens_are_those_of_heads(shown: Any) -> None:
+    choose(shown, baseline="attention", treatment="two-stage", budget="96", measure="isolated", sample="")
+    found = pk.compare_heads(measured().sel(budget=96), "attention", "two-stage").token_kinds
+    assert len(found) > 1
+    for row, one in zip(cells_of(shown, "kinds"), found, strict=True):
+        assert row[:3] == [one.kind, str(one.samples), str(one.steps)]
+        assert row[4] == written(one.propagated_ratio, one.propagated_ratio_interval, ratio)
+    choose(shown, baseline="two-stage", treatment="attention")
+    assert text(shown, "#kinds .lacks").startswith("Kinds of tokens are compared with attention as the baseline")
+
+
+def written(value: float, interval: Any, shown: Any) -> str:
+    """A number with its interval, or with the range of few samples."""
+    if interval is None:
+        return str(shown(value))
+    low, high = shown(interval.low), shown(interval.high)
+    return f"{shown(value)} ({low} … {high})" if interval.kind == "range" else f"{shown(value)} [{low}, {high}]"
+
+
+def test_perplexity_is_that_of_every_cache(shown: Any) -> None:
+    found = pk.perplexity(measured())
+    told = cells_of(shown, "perplexity")
+    assert told[0][:3] == ["full cache", "", written(found.full, found.full_interval, number)]
+    for row, one in zip(told[1:], found.configs, strict=True):
+        assert row[2] == written(one.perplexity, one.perplexity_interval, number)
+        assert row[3] == written(one.ratio, one.ratio_interval, number)
+    assert text(shown, "#perplexity .said") == found.conclusion()
+
+
 def test_some_heads_are_tied_there() -> None:
     """Otherwise the test above would not tell a page without ties from one with them."""
     found = [summarise(measured(), *sides(*pair)).isolated.tied for pair in pairs()]

@@ -17,6 +17,7 @@ from perturbkv.errors import ModelError, TraceError, UnknownNameError
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.interface import AttentionFunction
 from perturbkv.pipeline.sample.capture import intercept_attention
+from perturbkv.schema import VARIABLES
 from perturbkv.selection.grid import configuration
 from perturbkv.storage.trace.trace_file import read_trace
 from perturbkv.trace import SampleTrace, Trace
@@ -154,6 +155,24 @@ def test_tokens_say_which_word_costs_the_text_and_heads_compare_effects(world: T
     np.testing.assert_allclose(pair.propagated.baseline_mean, sizes[0])
     np.testing.assert_allclose(pair.propagated.treatment_mean, sizes[1])
     assert "|Δ log p|" in repr(pk.compare_heads(world, *sides, distance="effect"))
+
+
+def test_effects_are_compared_in_a_trace_with_a_failed_sample(world: Trace) -> None:
+    def with_nan(name: str, held: Any) -> Any:
+        empty = np.full_like(held[:1], np.nan if held.dtype.kind == "f" else 0)
+        return np.concatenate([empty, held]) if VARIABLES[name].axes[0] == "sample" else held
+
+    failed = replace(
+        world,
+        run=replace(world.run, samples=2),
+        sample_ids=("f", *world.sample_ids),
+        arrays={name: with_nan(name, held) for name, held in world.arrays.items()},
+        failures={"f": "out of memory"},
+    )
+    sides = "streaming-llm:position", "snapkv:attention"
+    found, alone = (pk.compare_heads(one, *sides, distance="effect")[0] for one in (failed, world))
+    np.testing.assert_array_equal(found.propagated.baseline_mean, alone.propagated.baseline_mean)
+    assert (found.samples, found.failed_samples) == (1, 1)
 
 
 def test_what_is_no_kept_set_has_no_entries() -> None:

@@ -83,6 +83,24 @@ export function difference(value) {
 }
 
 /**
+ * Return a difference with its sign and three significant digits.
+ * @param {number | null | undefined} value
+ * @returns {string}
+ */
+export function signedNumber(value) {
+  return (value ?? NaN) > 0 ? `+${number(value)}` : number(value);
+}
+
+/**
+ * Return the function that writes a change of a measure: a ratio, a difference of shares, or one of log p.
+ * @param {{compare: "ratio" | "difference", kind: string}} measure
+ * @returns {(value: number | null) => string}
+ */
+export function changeFormat(measure) {
+  return measure.compare === "ratio" ? ratio : measure.kind === "effect" ? signedNumber : difference;
+}
+
+/**
  * Return a number with its interval in brackets, or with the range of few samples in parentheses.
  * @param {ArrayLike<number | null>} values value, low, high
  * @param {(value: number | null) => string} shown

@@ -2,7 +2,7 @@
 
 import { colours } from "./colours.js";
 import { inColumns, fill, lacking, make, select, table } from "./dom.js";
-import { difference, number, ratio, tick } from "./format.js";
+import { changeFormat, number, tick } from "./format.js";
 import { part } from "./numbers.js";
 import { BETTER, TIED } from "./view.js";
 
@@ -72,7 +72,8 @@ function quantities(view, chosen) {
  */
 function changed(view, index, [first, second]) {
   const measure = view.data.measures[index];
-  const change = measure.compare === "ratio" ? `× ${ratio(second / first)}` : difference(second - first);
+  const written = changeFormat(measure);
+  const change = measure.compare === "ratio" ? `× ${written(second / first)}` : written(second - first);
   const verdict = view.verdicts(index)[view.head];
   return [change, measure.ties === null ? "" : verdict === TIED ? "tied" : verdict === BETTER ? "better" : "worse"];
 }

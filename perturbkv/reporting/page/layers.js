@@ -40,7 +40,7 @@ function ticks(view) {
 
 /** @param {View} view */
 function distance(view) {
-  return /** @type {keyof typeof UNITS} */ (view.measure.distance || "l1");
+  return /** @type {keyof typeof UNITS} */ (view.measure.distance in UNITS ? view.measure.distance : "l1");
 }
 
 /**

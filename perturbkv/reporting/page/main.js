@@ -10,8 +10,10 @@ import { onPaperChange } from "./colours.js";
 import { lacking, make } from "./dom.js";
 import { Drawing } from "./drawing.js";
 import { head } from "./head.js";
+import { kinds } from "./kinds.js";
 import { layers } from "./layers.js";
 import { map } from "./map.js";
+import { perplexity } from "./perplexity.js";
 import { prompt } from "./prompt.js";
 import { scatter } from "./scatter.js";
 import { page } from "./page_data.js";
@@ -19,8 +21,8 @@ import { attachTooltip } from "./tooltip.js";
 import { Trace } from "./trace.js";
 import { verdict } from "./verdict.js";
 
-const PARTS = [verdict, map, scatter, head, prompt, layers, assumption, budgets, ablation, answers];
-/** A page of no two-stage selection has no section of the assumption. */
+const PARTS = [verdict, map, scatter, head, prompt, kinds, layers, assumption, budgets, ablation, perplexity, answers];
+/** A page has no section of what none of its traces holds, such as the assumption of no two-stage selection. */
 const shownParts = () => PARTS.filter((part) => document.getElementById(part.id));
 
 async function open() {

@@ -2,7 +2,7 @@
 
 import { layerColour, signed } from "./colours.js";
 import { announce, fill, lacking, make, select, widthOf } from "./dom.js";
-import { difference, number, ratio } from "./format.js";
+import { changeFormat, number, signedNumber } from "./format.js";
 import { grid, legend, node } from "./grid.js";
 import { BETTER, TIED, comparableViews } from "./view.js";
 import { hide, show } from "./tooltip.js";
@@ -12,6 +12,8 @@ import { measureName } from "./words.js";
 /** @typedef {import("./choice.js").Chosen} Chosen */
 
 const HIGHEST = 340;
+/** Least change of log p, in nat, at the end of a colour scale. */
+const LEAST_EFFECT = 1e-9;
 /** @type {Record<string, number[]>} */
 const STEPS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 const SHOWN = [
@@ -39,7 +41,7 @@ export const map = {
     if (view.lacking) return fill(pane, lacking(view.lacking));
     const change = view.choice.show === "change" && view.paired;
     const all = comparableViews(chosen);
-    const scale = change ? changeScale(view, all) : valueScale(view, all);
+    const scale = change ? changeScale(view, all) : view.measure.kind === "effect" ? effectScale(view, all) : valueScale(view, all);
     const had = pane.contains(document.activeElement) && document.activeElement instanceof SVGElement;
     const { layers, heads } = view.data;
     const drawn = grid(view.trace, {
@@ -67,13 +69,15 @@ function changeScale(view, all) {
   const verdicts = view.verdicts();
   const ratios = view.measure.compare === "ratio";
   const sizes = all.filter((one) => one.paired).map((one) => Array.from(one.changes(), Math.abs));
-  const widest = Math.max(...sizes.map((each) => quantile(each, 0.97)), ratios ? 0.14 : 0.01);
+  const least = ratios ? 0.14 : view.measure.kind === "effect" ? LEAST_EFFECT : 0.01;
+  const widest = Math.max(...sizes.map((each) => quantile(each, 0.97)), least);
   const [less, more] = sizes.some((each) => each.some((one) => one > widest)) ? ["≤ ", "≥ "] : ["", ""];
   const paint = signed();
   const unproven = view.unproven();
   const side = view.measure.less ? 1 : -1;
+  const written = changeFormat(view.measure);
   const end = (/** @type {number} */ sign) =>
-    (sign < 0 ? less : more) + (ratios ? `× ${ratio(2 ** (sign * widest))}` : difference(sign * widest));
+    (sign < 0 ? less : more) + (ratios ? `× ${written(2 ** (sign * widest))}` : written(sign * widest));
   const [first, second] = [view.values(view.baseline), view.values(view.treatment)];
   return {
     title: `${view.choice.treatment} ${ratios ? "over" : "minus"} ${view.choice.baseline}: ${measureName(view.measure)}, ${view.of}`,
@@ -83,7 +87,7 @@ function changeScale(view, all) {
     paint: (share) => paint(2 * share - 1),
     text: (head) =>
       `${number(first[head])} → ${number(second[head])} ${view.measure.unit}` +
-      ` (${ratios ? `× ${ratio(second[head] / first[head])}` : difference(second[head] - first[head])}), ` +
+      ` (${ratios ? `× ${written(second[head] / first[head])}` : written(second[head] - first[head])}), ` +
       (unproven?.[head] ? "σ ≤ 0.5: no evidence" : verdicts[head] === TIED ? "tied" : verdicts[head] === BETTER ? "better" : "worse"),
   };
 }
@@ -120,6 +124,28 @@ function valueScale(view, all) {
     ends: [`≤ ${number(low)}`, `≥ ${number(high)} ${view.measure.unit}${log ? ", logarithmic" : ""}`],
     paint,
     text: (head) => `${number(values[head])} ${view.measure.unit}`,
+  };
+}
+
+/**
+ * Return the scale of one side's changes of log p, 0 in its middle.
+ * @param {View} view
+ * @param {View[]} all that share the scale
+ * @returns {Scale}
+ */
+function effectScale(view, all) {
+  const name = view.choice.show === "baseline" ? "baseline" : "treatment";
+  const values = view.values(view[name]);
+  const sizes = all.flatMap((one) => [one.baseline, one.treatment].map((config) => Array.from(one.values(config), Math.abs)));
+  const widest = Math.max(...sizes.map((each) => quantile(each, 0.99)), LEAST_EFFECT);
+  const paint = signed();
+  return {
+    title: `${view.choice[name]}: ${measureName(view.measure)}, ${view.of}`,
+    colour: (head) => (Number.isNaN(values[head]) ? "none" : paint(values[head] / widest)),
+    hatched: () => false,
+    ends: [`costs the text ≤ ${signedNumber(-widest)}`, `≥ ${signedNumber(widest)} ${view.measure.unit}`],
+    paint: (share) => paint(2 * share - 1),
+    text: (head) => `${signedNumber(values[head])} ${view.measure.unit}`,
   };
 }
 

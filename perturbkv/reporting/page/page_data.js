@@ -15,6 +15,9 @@
  * @typedef {{unit: string, metric: string, expected: string[][] | null, full: Answered, configs: Answered[],
  *   full_mean: Mean | null}} Answers
  */
+/** @typedef {{kind: string, samples: number, steps: number, isolated: Mean, propagated: Mean, rest: Mean}} KindRow */
+/** @typedef {{perplexity: Mean, ratio: Mean, over_first: Mean | null}} PerplexityRow */
+/** @typedef {{title: string, conclusion: string, notes: string[], full: Mean, configs: PerplexityRow[]}} Perplexity */
 /**
  * @typedef {{text: string | null, share: string | null, attention: string | null, heads: string | null, held: number[],
  *   ends: number[]}} PromptBlocks
@@ -28,7 +31,8 @@
  *   pairs: [number, number][], pairs_left_out: number, conclusions: Record<string, string>, lacks: Record<string, string>,
  *   arrays: Record<string, Stored>, prompts: Record<string, PromptBlocks>, losses: number, distances: string[], stepped: string[], ablation: Setting[] | null,
  *   answers: Answers | null, step_samples: number[], kl_floor: number | null,
- *   held_heads: {of: number, held: number, why: string}}} TraceData
+ *   held_heads: {of: number, held: number, why: string}, kinds?: Record<string, {rows: KindRow[], note: string}>,
+ *   perplexity?: Perplexity}} TraceData
  */
 /** @typedef {{format: number, made_with: string, traces: TraceData[]}} Page */
 

@@ -1,7 +1,7 @@
 // What to conclude of the pair that is chosen: the sentence, and the numbers behind it.
 
 import { fill, lacking, make } from "./dom.js";
-import { plural, difference, estimate, number, percent, ratio } from "./format.js";
+import { changeFormat, plural, estimate, number, percent } from "./format.js";
 import { part } from "./numbers.js";
 import { BETTER, TIED, WORSE } from "./view.js";
 import { measureName } from "./words.js";
@@ -91,7 +91,7 @@ function totalTile(view) {
   const { measure, data } = view;
   const ratios = measure.compare === "ratio";
   const name = ratios ? "Σ over the baseline’s" : "mean difference";
-  const shown = estimate(sumOverHeads(view), ratios ? ratio : difference, data.interval);
+  const shown = estimate(sumOverHeads(view), changeFormat(measure), data.interval);
   return [name, ratios ? `× ${shown}` : shown, `${measureName(measure)}, all heads, ${view.of}`];
 }
 

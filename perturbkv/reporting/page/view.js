@@ -75,7 +75,14 @@ export class View {
     if (this.measureIndex < 0) return `This trace does not hold the measure that is chosen (${measure}).`;
     if (side) return `This trace holds no ${side} at the budget ${budget}.`;
     if (sample && this.sample < 0) return `This trace has no sample ${sample}.`;
-    return sample && each && !each.includes(this.measureIndex) ? this.data.lacks.samples : "";
+    if (sample && each && !each.includes(this.measureIndex)) return this.data.lacks.samples;
+    return this.hasNoEffects() ? `The text of ${sample} is one token: no head’s loss changes its log p.` : "";
+  }
+
+  /** Return whether effects are chosen of a sample without any. */
+  hasNoEffects() {
+    const known = this.sample >= 0 && this.measure.kind === "effect" && this.trace.array("sample");
+    return known && this.values(this.baseline).every(Number.isNaN);
   }
 
   /** Whether baseline and treatment are two configurations whose verdicts are known. */

@@ -11,6 +11,8 @@ const NAMES = {
   sigma_stage1: "attention of stage 1, σ",
   sigma_topk: "attention of the top ⌊αb⌋, σ",
   gone_distance: "distance of what went, ‖μ_gone − μ_kept‖",
+  effect_isolated: "change of log p (isolated, first order)",
+  effect_propagated: "change of log p (propagated, first order)",
 };
 
 /**
@@ -30,6 +32,7 @@ export function measureName(measure) {
  * @returns {string}
  */
 export function measureOption(measure) {
+  if (measure.kind === "effect") return measureName(measure).replace(")", `, ${measure.unit})`);
   const withUnit = measure.distance === "l1" || measure.kind === "distance";
   return withUnit && measure.unit !== "share" ? `${measureName(measure)} (${measure.unit})` : measureName(measure);
 }

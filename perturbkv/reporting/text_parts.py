@@ -1,0 +1,79 @@
+"""What a page says of texts of several tokens: heads by kind of decoded token, and perplexity under every cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from perturbkv.analyses.heads.head_comparison import HeadComparison
+from perturbkv.analyses.heads.token_kinds import TokenKind, compare_token_kinds, kinds_note
+from perturbkv.analyses.measurements import Measurements
+from perturbkv.analyses.quality.perplexity import CachePerplexity, perplexity
+from perturbkv.analyses.stats.intervals import OptionalInterval
+from perturbkv.errors import TraceError
+from perturbkv.escaping import escape_line
+from perturbkv.reporting.head_measures import ANALYSIS
+from perturbkv.reporting.sides import with_interval
+from perturbkv.trace import Trace
+
+
+def kinds_part(trace: Trace, comparisons: Mapping[str, HeadComparison]) -> dict[str, Any]:
+    """Return the JSON field `kinds`: pair -> its rows by kind of decoded token, and a note on kinds that make its sign.
+
+    Args:
+        trace: what was compared.
+        comparisons: pair -> its comparison.
+
+    Empty where all decoded tokens are of one kind, or of unknown kinds.
+    """
+    found = compare_token_kinds(Measurements(trace, ANALYSIS), tuple(comparisons.values()))
+    if len({one.kind for one in found}) < 2:
+        return {}
+    parts = {}
+    for key, pair in comparisons.items():
+        own = [one for one in found if (one.baseline, one.treatment) == (pair.baseline, pair.treatment)]
+        parts[key] = {"rows": [_kind_row(one) for one in own], "note": escape_line(" ".join(kinds_note(own, 1)))}
+    return {"kinds": parts}
+
+
+def perplexity_part(trace: Trace) -> dict[str, Any]:
+    """Return the JSON field `perplexity` on the text under every cache; empty without log p of a token that counts."""
+    try:
+        found = perplexity(trace)
+    except TraceError:
+        return {}
+    part = {
+        "title": escape_line(found.title()),
+        "conclusion": escape_line(found.conclusion()),
+        "notes": [escape_line(one) for one in found.caveats()],
+        "full": _with_kind(found.full, found.full_interval),
+        "configs": [_perplexity_row(one) for one in found.configs],
+    }
+    return {"perplexity": part}
+
+
+def _kind_row(one: TokenKind) -> dict[str, Any]:
+    """Return the JSON object of a pair at the steps of one kind of token: ratios of sums over heads and samples."""
+    return {
+        "kind": one.kind,
+        "samples": one.samples,
+        "steps": one.steps,
+        "isolated": _with_kind(one.isolated_ratio, one.isolated_ratio_interval),
+        "propagated": _with_kind(one.propagated_ratio, one.propagated_ratio_interval),
+        "rest": _with_kind(one.rest_ratio, one.rest_ratio_interval),
+    }
+
+
+def _perplexity_row(one: CachePerplexity) -> dict[str, Any]:
+    """Return the JSON object of a configuration's perplexity, alone, over the full cache's and the first method's."""
+    first = None if one.over_baseline is None else _with_kind(one.over_baseline, one.over_baseline_interval)
+    return {
+        "perplexity": _with_kind(one.perplexity, one.perplexity_interval),
+        "ratio": _with_kind(one.ratio, one.ratio_interval),
+        "over_first": first,
+    }
+
+
+def _with_kind(value: float, interval: OptionalInterval) -> list[Any]:
+    """Return [value, lower end, upper end, kind], kind being interval, range or none."""
+    return [*with_interval(value, interval), interval.kind if interval else "none"]
