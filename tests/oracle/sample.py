@@ -45,6 +45,7 @@ class Reference:
             self.full.append(self.decoder.step(self.tokens[-1]))
             self.tokens.append(text[step + 1] if text else int(np.argmax(self.full[-1].logits)))
         self.model, self.ids = model, ids
+        self.moved: dict[tuple[int, int], np.ndarray] = {}
 
     @functools.cache  # noqa: B019
     def layer(self, layer: int, step: int) -> dict[str, np.ndarray]:
@@ -219,6 +220,7 @@ class Reference:
             decoder = self.read_along(config).copy()
             return [decoder.step(token) for token in (*self.ids[self.n :], *self.tokens[: self.run.steps])]
         decoder = self.read().copy()
+        decoder.moved = self.moved
         sets, inside = [self.kept(layer, config) for layer in range(decoder.layers)], flat(config).positions
         stored = [self.stored(layer, config, inside == "in-cache") for layer in range(decoder.layers)]
         extras = [self.extras(layer, config) for layer in range(decoder.layers)]
@@ -230,6 +232,20 @@ class Reference:
             seen = [self._seen(layer, config, mask) for layer, mask in enumerate(masks)]
             records.append(decoder.step(token, seen, inside == "in-cache", stored, extras))
         return records
+
+    def evicted_log_p(self, config: EvictionConfig, moved: dict[tuple[int, int], np.ndarray]) -> float:
+        """log p of the text's tokens after its first over a configuration's cache, with attention outputs moved."""
+        self.moved = moved
+        steps, self.moved = self.decoded(config)[len(self.ids) - self.n :], {}
+        return sum(
+            float(step.logits[token] - np.logaddexp.reduce(step.logits))
+            for step, token in zip(steps, self.tokens[1:], strict=True)
+        )
+
+    def evicted_derivative(self, config: EvictionConfig, layer: int, step: int, moved: np.ndarray) -> float:
+        """The change of that log p per unit of what is added (d_model) to a layer's attention output at a step."""
+        place = self.decoder.places[layer], len(self.ids) + step
+        return effect.difference(lambda size: self.evicted_log_p(config, {place: size * moved}))
 
     def _seen(self, layer: int, config: EvictionConfig, mask: np.ndarray) -> np.ndarray | Chosen:
         """The mask of a step, or what makes it of the step's own query."""
