@@ -15,7 +15,7 @@ from perturbkv.analyses.names import SIDE, common_choices, common_text, distinct
 from perturbkv.configs import layer_types
 from perturbkv.configs.cache_contents import WITHOUT_EVICTION
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.run import ANSWER, RunConfig
+from perturbkv.configs.run import ANSWER, FULL, RunConfig
 from perturbkv.display import Table, plural
 from perturbkv.escaping import escape_line
 from perturbkv.schema import MEASURED_LAYERS
@@ -50,6 +50,7 @@ class RunIdentity:
             none is quantised or corrected, or where they are unknown.
         steps: the decode steps shown, in words, with the text they read; empty for one of the full run's own text.
         first_step: the conclusion at the first step alone, where the numbers are means over several; else empty.
+        effect_gradient: gradient by which effects on the text are measured.
         unevicted: budgets, or configurations, that leave the cache whole in some samples, with the number of these.
     """
 
@@ -70,6 +71,7 @@ class RunIdentity:
     byte_shares: tuple[float, ...] = ()
     steps: str = ""
     first_step: str = ""
+    effect_gradient: str = FULL
     unevicted: tuple[tuple[str, int], ...] = ()
 
     @cached_property
@@ -249,6 +251,7 @@ def identity(trace: Trace, configs: Sequence[EvictionConfig], step: int = 0) -> 
         ended=int(trace.ok.sum()) - samples,
         measured_layers=trace.attrs.get(MEASURED_LAYERS, ""),
         byte_shares=_trace_byte_shares(trace, configs),
+        effect_gradient=trace.run.effect_gradient,
         unevicted=_unevicted_counts(trace, configs, step),
     )
 

@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.analyses.measurements import Floats, Measurements, measured_steps, summed_log_p
-from perturbkv.analyses.text import FIRST_ORDER_NOTE
+from perturbkv.analyses.text import first_order_note
 from perturbkv.analyses.verdicts import equal_whole
-from perturbkv.configs.run import ANSWER, OWN
+from perturbkv.configs.run import ANSWER, FULL, OWN
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 
@@ -101,10 +101,14 @@ ACCEPTED_ANSWER = Measures(
 )
 """Of all measured steps of the accepted answer; those of its log p are sums over steps (METHOD: effect on the text)."""
 _EFFECTS = ("effect", "effect_size", "effect_propagated")
-EFFECT_NOTE = (
-    "−Δ log p: loss of the accepted answer's log p to first order, in nat, summed over heads and steps, above 0 where "
-    f"it becomes less likely; |Δ log p|: the sum of absolute values. {FIRST_ORDER_NOTE}"
-)
+
+
+def effect_note(gradient: str) -> str:
+    """Return the definition of the effects on the accepted answer, by a gradient, a key of `EFFECT_GRADIENTS`."""
+    return (
+        "−Δ log p: loss of the accepted answer's log p to first order, in nat, summed over heads and steps, above 0 "
+        f"where it becomes less likely; |Δ log p|: the sum of absolute values. {first_order_note(gradient)}"
+    )
 
 
 def measures_of(trace: Trace, analysis: str) -> Measures:
@@ -125,11 +129,11 @@ def measures_of(trace: Trace, analysis: str) -> Measures:
 def common_measures(traces: Sequence[Trace], analysis: str) -> Measures:
     """Return the measures of traces that are pooled. Raises TraceError as `measures_of`, and where they differ.
 
-    Along the accepted answer they are the same where as many steps of it were measured.
+    Along the accepted answer they are the same where as many steps of it were measured, and effects by one gradient.
     """
     each = [measures_of(trace, analysis) for trace in traces]
     for other, trace in zip(each, traces, strict=True):
-        if other != each[0] or (other.step is None and trace.run.steps != traces[0].run.steps):
+        if other != each[0] or (other.step is None and _described(trace) != _described(traces[0])):
             got = " and ".join(f"{_described(one)} in {one.source or one.run.dataset}" for one in (traces[0], trace))
             raise TraceError(f"expected traces of one text and equal measures, got {got}; give them singly")
     return each[0]
@@ -138,6 +142,8 @@ def common_measures(traces: Sequence[Trace], analysis: str) -> Measures:
 def _described(trace: Trace) -> str:
     """Return the options that decide on a trace's measures."""
     effect = " --save effect" if "effect_isolated" in trace.arrays else ""
+    if trace.run.effect_gradient != FULL:
+        effect += f" --effect-gradient {trace.run.effect_gradient}"
     return f"--text {trace.run.text} --steps {trace.run.steps}{effect}"
 
 

@@ -10,6 +10,7 @@ from math import isnan
 from typing import TYPE_CHECKING
 
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES, Interval, OptionalInterval, median_level
+from perturbkv.configs.run import FULL, MEAN
 from perturbkv.display import plural
 
 if TYPE_CHECKING:
@@ -84,6 +85,19 @@ def intervals_note(samples: int, exact: bool = False, medians: bool = False) -> 
     return f"n = {samples} samples, too few for intervals; in parentheses: {RANGES_NOTE}.{shares}"
 
 
+def first_order_note(gradient: str) -> str:
+    """Return the note on the gradient by which effects on the text are measured, a key of `EFFECT_GRADIENTS`."""
+    return _FIRST_ORDER[gradient]
+
+
+def effect_note(gradient: str) -> str:
+    """Return the definition of a head's effect on the text, by a gradient."""
+    return (
+        "|Δ log p|: first-order change of the text's log p by a head's loss, in nat; the mean of its absolute value "
+        f"over steps. Propagated, a loss counts again in later layers. {first_order_note(gradient)}"
+    )
+
+
 def noise_floor_note(relative: float, unit: str = "of ‖o_h‖") -> str:
     """Return the note on the noise floor of the heads' perturbation, relative to ‖o_h‖ or in a unit."""
     return f"Noise floor: {relative:.1e} {unit} (median)."
@@ -92,11 +106,10 @@ def noise_floor_note(relative: float, unit: str = "of ‖o_h‖") -> str:
 RANGES_NOTE = "the range of single samples, outside which a number of all of them together can lie"
 """The median over heads of their sums over samples is not the mean of the samples' medians."""
 DRIFT_NOTE = "Drift: distance of the evicted run's residual stream from the full run's, median over samples."
-FIRST_ORDER_NOTE = "The first order misses most of a large loss, and can have its sign wrong."
-EFFECT_NOTE = (
-    "|Δ log p|: first-order change of the text's log p by a head's loss, in nat, by the full run's gradient; the mean "
-    f"of its absolute value over steps. Propagated, a loss counts again in later layers. {FIRST_ORDER_NOTE}"
-)
+_FIRST_ORDER = {
+    FULL: "By the gradient of the full run: it misses most of a large loss, and can have its sign wrong.",
+    MEAN: "By the mean of both runs' gradients: it can miss much of a large loss, too.",
+}
 TIES_NOTE = "A tie differs by at most 2 noise floors, or keeps the same entries."
 CACHE_SHARE_NOTE = "cache share: entries that the evicted cache holds over those of the full cache."
 ABOVE_FULL = (

@@ -20,7 +20,7 @@ from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import check_number
 from perturbkv.configs.resources import Resources, Workers, check_engine_values, parse_size
-from perturbkv.configs.run import BY, CACHES, OWN, SCENARIOS, TEXTS, Shard
+from perturbkv.configs.run import BY, CACHES, EFFECT_GRADIENTS, FULL, OWN, SCENARIOS, TEXTS, Shard
 from perturbkv.configs.selections import PRESETS
 from perturbkv.datasets.metrics import CHOICES, DEFAULT
 from perturbkv.errors import ConfigError
@@ -89,8 +89,9 @@ FRACTIONS = ("0.025", "0.05", "0.1", "0.2", "0.4")
 """The budgets of the paper's sweeps: the default of analyses that compare budgets."""
 RARE = (
     "revision", "depth", "haystack", "chat_template", "correction", "protect_first", "protect_recent", "head_scores",
-    "cache", "device_map", "text", "save", "prompts", "kept", "max_memory", "chunk_mib", "norm_kernel", "wait", "shard",
-    "shard_by", "engine", "workers", "ray_address", "cpus_per_worker", "timeout_per_sample",
+    "cache", "device_map", "text", "save", "effect_gradient", "prompts", "kept", "max_memory", "chunk_mib",
+    "norm_kernel", "wait", "shard", "shard_by", "engine", "workers", "ray_address", "cpus_per_worker",
+    "timeout_per_sample",
 )  # fmt: skip
 """Options of every measuring command that only the help of `perturbkv trace` shows."""
 _MOST_MIB = 2**20
@@ -213,6 +214,9 @@ class RunOptions(DataOptions):
             help="outputs (heads, layers, attention); effect (on log p)",
         ),
     ] = None
+    effect_gradient: Annotated[
+        str, _rare_option(_RUN, metavar="NAME", help="Of effects: full (run's), mean (of both runs')")
+    ] = FULL
     prompts: Annotated[
         bool,
         _rare_option(
@@ -274,6 +278,7 @@ class RunOptions(DataOptions):
         check_choice("scenario", self.scenario, tuple(SCENARIOS))
         check_choice("cache", self.cache, tuple(CACHES))
         check_choice("text", self.text, tuple(TEXTS))
+        check_choice("effect gradient", self.effect_gradient, tuple(EFFECT_GRADIENTS))
         check_choice("device map", self.device_map, ("none", "auto"))
         check_choice("way to share a run out", self.shard_by, BY)
         _ = self.parsed_shard  # refuses an invalid shard before anything else is done

@@ -310,6 +310,7 @@ def plan(
         scenario=options.scenario,
         cache=options.cache,
         save=tuple(options.save or ()),
+        effect_gradient=options.effect_gradient,
         generate=generate,
         head_scores=scores,
         text=options.text,

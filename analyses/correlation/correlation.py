@@ -43,7 +43,7 @@ from perturbkv.analyses.correlation.method_identity import (
 )
 from perturbkv.analyses.identity import RunIdentity, identity, identity_at, joint_identity
 from perturbkv.analyses.json_values import config_columns, json_value
-from perturbkv.analyses.measures import EFFECT_NOTE, Measures
+from perturbkv.analyses.measures import Measures, effect_note
 from perturbkv.analyses.multi_trace import as_traces
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.sides import LEAST_CONFIGS, comparable_groups, matches
@@ -211,7 +211,7 @@ class Correlation(Result):
             *map(correlation_tables.describe_setting, self.settings),
             *correlation_tables.further_tables(self.settings, self.overall, self.across),
             *([_TESTS] if deciding else []),
-            *([EFFECT_NOTE] if "effect" in self.measures.predictors else []),
+            *([effect_note(self.identity.effect_gradient)] if "effect" in self.measures.predictors else []),
             text.CACHE_SHARE_NOTE,
             *filter(None, [measurements.first_token_note(self._total("alike"), self._total("answered"))]),
         ]

@@ -168,7 +168,9 @@ class HeadComparisons(MemberSequence[HeadComparison], Result):
     def _floor_notes(self) -> list[str]:
         """Return the note on the noise floor, after the definition of an effect where effects are compared."""
         of_text, floor = distance_of(self.members[0].distance).of_text, self.members[0].propagated.floor_relative_median
-        return [text.EFFECT_NOTE, text.noise_floor_note(floor, "nat")] if of_text else [text.noise_floor_note(floor)]
+        if not of_text:
+            return [text.noise_floor_note(floor)]
+        return [text.effect_note(self.identity.effect_gradient), text.noise_floor_note(floor, "nat")]
 
     def _prefill_note(self) -> list[str]:
         """Return the note on the durations of configurations' own prefills; empty without own prefills."""

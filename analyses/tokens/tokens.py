@@ -298,7 +298,8 @@ class Tokens(Result, PairRecord):
         ]
         if not told:
             return []
-        return [f"Change of the text's log p by eviction, in nat: {'; '.join(told)}. {text.FIRST_ORDER_NOTE}\n"]
+        by_gradient = text.first_order_note(self.identity.effect_gradient)
+        return [f"Change of the text's log p by eviction, in nat: {'; '.join(told)}. {by_gradient}\n"]
 
     def _costliest(self, effects: Floats) -> str:
         """Return the token whose loss lowers the text's log p most, in parentheses; empty where none lowers it."""

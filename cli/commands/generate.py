@@ -96,7 +96,7 @@ def shorten(answer: str) -> str:
 _KIND = FileKind("a file of answers", ConfigError, 2 * 2**30, "move it away, or give --overwrite or another --output")
 
 
-@without_options("text", "steps", "save", "prompts", "kept", "shard", "shard_by")
+@without_options("text", "steps", "save", "effect_gradient", "prompts", "kept", "shard", "shard_by")
 @with_options
 def generate(
     run: RunOptions,

@@ -33,6 +33,7 @@ _GAME_OPTIONS = ("by", "layers", "outcome", "exact")
 @hide_options("preset", "alpha", "precision", "max_tokens", "dtype")
 @without_options(
     "save",
+    "effect_gradient",
     "prompts",
     "kept",
     "correction",

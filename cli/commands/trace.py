@@ -86,8 +86,7 @@ def trace(
 ) -> None:
     """Run a model with full and evicted caches; write a trace.
 
-    From one prefill per sample; a killed run goes on with the same command. --head-scores without the policy headkv
-    measures headkv's file, and no trace.
+    From one prefill per sample; a killed run goes on with the same command.
     """
     if run.head_scores is not None and config is None and not _needs_head_scores(run):
         _measure_head_scores(run)

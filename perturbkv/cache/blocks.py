@@ -109,7 +109,8 @@ class Block:
 class PackedBlock:
     """Concatenated segments without padding, for CUDA's variable-length attention.
 
-    That attention knows no soft cap: a layer with one attends segment by segment, without it.
+    That attention knows no soft cap, and no gradient flows through its log-sum-exps: a layer with a cap, and a backward
+    pass, attend segment by segment, without it.
 
     Attributes:
         segments: the segments, in the order of their entries.
@@ -162,7 +163,7 @@ class PackedBlock:
 
     def attend(self, query: Float[Tensor, "row head query d_key"], softmax: Softmax) -> Attended:
         """Return attention outputs and the log-sum-exps of the logits."""
-        if softmax.cap is not None:
+        if softmax.cap is not None or query.requires_grad:
             return self._attend_without_kernel(query, softmax)
         grouped = query[self.query_index].transpose(1, 2)  # (segment, query, group, d_key)
         segments, queries, group, d_key = grouped.shape
@@ -298,5 +299,5 @@ class ReaderBlock(Block):
         self, queries: Float[Tensor, "segment group query d_key"]
     ) -> Bool[Tensor, "segment group_query longest"]:
         """Return the mask of the entries that the reader excludes, per head of the group and query."""
-        attended = self.reader(queries.flatten(0, 1))
+        attended = self.reader(queries.detach().flatten(0, 1))
         return ~attended.view(queries.shape[0], -1, attended.shape[-1])

@@ -105,14 +105,18 @@ def merge_stand_ins(
     query: Float[Tensor, "row head query d_key"],
     softmax: Softmax,
 ) -> tuple[Tensor, Tensor]:
-    """Return attention outputs and log-sum-exps after adding the rows' corrections, both updated in place.
+    """Return attention outputs and log-sum-exps after adding the rows' corrections; both as they are without any.
 
     `stand_ins` maps rows to corrections; `output` is the attention over some entries, `logsumexp` that of their logits.
     """
+    if not stand_ins:
+        return output, logsumexp
+    before, logsumexp_before = output, logsumexp
+    output, logsumexp = output.clone(), logsumexp.clone()  # what a backward pass reads must stay
     for row, stand_in in stand_ins.items():
         logit = stand_in.logits(query[row], softmax).to(logsumexp.dtype)
-        joint = torch.logaddexp(logsumexp[row], logit)
-        kept_mass, evicted_mass = ((one - joint).exp().unsqueeze(-1) for one in (logsumexp[row], logit))
-        output[row] = output[row] * kept_mass + stand_in.value.to(output.dtype).unsqueeze(1) * evicted_mass
+        joint = torch.logaddexp(logsumexp_before[row], logit)
+        kept_mass, evicted_mass = ((one - joint).exp().unsqueeze(-1) for one in (logsumexp_before[row], logit))
+        output[row] = before[row] * kept_mass + stand_in.value.to(output.dtype).unsqueeze(1) * evicted_mass
         logsumexp[row] = joint
     return output, logsumexp

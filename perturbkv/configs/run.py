@@ -25,6 +25,9 @@ METRICS = "metrics"
 """Dataset option: names of the metrics that grade answers, where any are generated."""
 DTYPES = ("float32", "bfloat16", "float16")
 SAVES = ("outputs", "effect")
+FULL, MEAN = "full", "mean"
+EFFECT_GRADIENTS = {FULL: "the full run's", MEAN: "the mean of the full and the evicted run's"}
+"""Gradient of the text's log p by which effects are measured (METHOD: effect on the text)."""
 SCENARIOS = {
     "regular": "the whole prompt is compressed, its question included",
     "context-only": "only the context is compressed; the question is run over the compressed cache",
@@ -43,7 +46,9 @@ CACHES = {
 
 _BOOLEANS = ("random_weights", "chat_template")
 _TYPES: dict[str, Any] = {
-    **dict.fromkeys(("model", "revision", "dataset", "dtype", "device", "scenario", "cache", "text"), str),
+    **dict.fromkeys(
+        ("model", "revision", "dataset", "dtype", "device", "scenario", "cache", "text", "effect_gradient"), str
+    ),
     **dict.fromkeys(("samples", "seed", "steps", "generate"), int),
     **dict.fromkeys(("dataset_options", "plugins"), dict),
     **dict.fromkeys(("save", "head_scores"), list),
@@ -63,6 +68,8 @@ class Settings:
         cache: layout of evicted caches, `ragged` or `rectangular`.
         save: `outputs` keeps head outputs, hidden states and attention too; `effect` what each head's loss, and each
             evicted entry, costs the text (METHOD: effect on the text).
+        effect_gradient: gradient by which `effect` is measured, a key of `EFFECT_GRADIENTS`; `mean` takes a backward
+            pass through every configuration's steps, too.
         generate: number of tokens that every cache generates, which takes prompts with accepted answers that grade
             them; None: as many as the dataset says.
         head_scores: one row of scores per layer, for the policy `headkv`.
@@ -79,6 +86,7 @@ class Settings:
     scenario: str = "regular"
     cache: str = "ragged"
     save: tuple[str, ...] = ()
+    effect_gradient: str = FULL
     generate: int | None = 0
     head_scores: Sequence[Sequence[float]] = ()
     text: str = OWN
@@ -107,6 +115,7 @@ class RunConfig:
         dtype, device: dtype and device of the model.
         configs: the eviction configurations, in the order of the trace's `config` dimension.
         save: extra variables to store: `outputs`, `effect`.
+        effect_gradient: gradient by which effects are measured, a key of `EFFECT_GRADIENTS`; `full` without effects.
         scenario: what is compressed, a key of `SCENARIOS`.
         cache: layout of evicted caches, a key of `CACHES`.
         head_scores: one row of scores per layer, for `headkv`; empty where no configuration needs them.
@@ -129,6 +138,7 @@ class RunConfig:
     dtype: str = "float32"
     device: str = "cpu"
     save: tuple[str, ...] = ()
+    effect_gradient: str = FULL
     scenario: str = "regular"
     cache: str = "ragged"
     head_scores: tuple[tuple[float, ...], ...] = ()
@@ -147,18 +157,28 @@ class RunConfig:
         ):
             if value is not None and value < least:
                 raise ConfigError(f"{expected}, got {value}")
-        for field, known in (("dtype", DTYPES), ("scenario", SCENARIOS), ("cache", CACHES), ("text", TEXTS)):
+        for field, known in (
+            ("dtype", DTYPES), ("scenario", SCENARIOS), ("cache", CACHES), ("text", TEXTS),
+            ("effect_gradient", EFFECT_GRADIENTS),
+        ):  # fmt: skip
             if getattr(self, field) not in known:
-                raise UnknownNameError(getattr(self, field), field, known)
+                raise UnknownNameError(getattr(self, field), field.replace("_", " "), known)
         for name in self.save:
             if name not in SAVES:
                 raise UnknownNameError(name, "save", SAVES)
+        if self.effect_gradient != FULL and "effect" not in self.save:
+            raise ConfigError(f"--effect-gradient {self.effect_gradient} needs --save effect, whose gradient it is")
         if not self.configs:
             raise ConfigError("a run needs at least one eviction configuration, got none")
         labels = self.labels()
         if len(set(labels)) < len(labels):
             twice = next(label for label in labels if labels.count(label) > 1)
             raise ConfigError(f"the configuration '{twice}' is asked for twice; leave one out")
+
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether effects are measured by the mean of both runs' gradients."""
+        return self.effect_gradient == MEAN
 
     def labels(self) -> list[str]:
         """Return the labels of the configurations, the `config` coordinate of the trace."""

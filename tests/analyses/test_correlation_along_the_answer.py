@@ -213,6 +213,11 @@ def given() -> Trace:
     return dataclasses.replace(found, run=dataclasses.replace(found.run, text="given"))
 
 
+def averaged(found: Trace) -> Trace:
+    """The trace as if effects had been measured by the mean of both runs' gradients."""
+    return dataclasses.replace(found, run=dataclasses.replace(found.run, save=("effect",), effect_gradient="mean"))
+
+
 def shorter(found: Trace) -> Trace:
     """The trace as if two steps had been asked for."""
     return dataclasses.replace(found, run=dataclasses.replace(found.run, steps=2))
@@ -235,6 +240,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "other steps": (
         lambda: correlation([along_answer(SCORES, save=False), shorter(along_answer(SCORES, save=False, seed=1))]),
         "got --text answer --steps 3 in made.h5 and --text answer --steps 2 in made.h5; give them singly",
+    ),
+    "other gradients": (
+        lambda: correlation([along_answer(SCORES), averaged(along_answer(SCORES, seed=1))]),
+        "got --text answer --steps 3 --save effect in made.h5 and --text answer --steps 3 --save effect "
+        "--effect-gradient mean in made.h5; give them singly",
     ),
     "needle": (
         lambda: pk.needle(needles()),

@@ -63,6 +63,8 @@ class Decoder:
         self._values: list[list[list[Array]]] = [[[] for _ in range(self.kv_heads)] for _ in every]
         self.unrotated: list[list[list[Array]]] = [[[] for _ in range(self.kv_heads)] for _ in every]
         self.position = 0
+        self.moved: dict[tuple[int, int], Array] = {}
+        """Layer and position -> what is added to the attention output (d_model) there."""
 
     @property
     def keys(self) -> list[list[list[Array]]]:
@@ -125,6 +127,7 @@ class Decoder:
             held = None if stored is None or mask is None else stored[self.places.index(layer)]
             more = None if extras is None or mask is None else extras[self.places.index(layer)]
             made = self._attention(layer, normed, mask, in_cache, record, held, more)
+            made = made + self.moved.get((layer, self.position), 0.0)
             hidden = self._behind(layer, hidden, made)
             record.hidden.append(hidden.copy())
         record.final = self._norm(hidden, "model.norm.weight")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,9 +41,14 @@ def _adds(position: int, moved: Array) -> Any:
 
 def derivative(model: Any, ids: Sequence[int], predicted: int, moved: Moved, step: float = 1e-3) -> Array:
     """(row,): the change of log p per unit of what is moved, from four differences."""
-    at = [log_p(model, ids, predicted, {place: times * step * one for place, one in moved.items()})
-          for times, _ in _STENCIL]  # fmt: skip
-    return np.asarray(sum(weight * value for (_, weight), value in zip(_STENCIL, at, strict=True)) / step)
+    return np.asarray(
+        difference(lambda size: log_p(model, ids, predicted, {place: size * one for place, one in moved.items()}), step)
+    )
+
+
+def difference(function: Callable[[float], Any], step: float = 1e-3) -> Any:
+    """The derivative of a function at 0, from four differences."""
+    return sum(weight * function(times * step) for times, weight in _STENCIL) / step
 
 
 def gradient(model: Any, ids: Sequence[int], predicted: int, layer: int, position: int) -> Array:

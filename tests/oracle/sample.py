@@ -233,14 +233,23 @@ class Reference:
 
     def decoded(self, config: EvictionConfig) -> list[Step]:
         """The same with the question's own steps, of the tokens that there are now."""
-        return self._decoded(config, (*self.ids[self.n :], *self.tokens[: self.run.steps]))
+        return self._decoded(config, self._tokens_after_prompt())
+
+    def _tokens_after_prompt(self) -> tuple[int, ...]:
+        return (*self.ids[self.n :], *self.tokens[: self.run.steps])
 
     @functools.cache  # noqa: B019
     def _decoded(self, config: EvictionConfig, tokens: tuple[int, ...]) -> list[Step]:
+        return self._decode(config, tokens, {})
+
+    def _decode(
+        self, config: EvictionConfig, tokens: tuple[int, ...], moved: dict[tuple[int, int], np.ndarray]
+    ) -> list[Step]:
         if config.has_sparse_prefill:
             decoder = self.read_along(config).copy()
             return [decoder.step(token) for token in tokens]
         decoder = self._read_first(self.n).copy()
+        decoder.moved = moved
         sets, inside = [self.kept(layer, config) for layer in range(decoder.layers)], flat(config).positions
         stored = [self.stored(layer, config, inside == "in-cache") for layer in range(decoder.layers)]
         extras = [self.extras(layer, config) for layer in range(decoder.layers)]
@@ -252,6 +261,19 @@ class Reference:
             seen = [self._seen(layer, config, mask) for layer, mask in enumerate(masks)]
             records.append(decoder.step(token, seen, inside == "in-cache", stored, extras))
         return records
+
+    def evicted_log_p(self, config: EvictionConfig, moved: dict[tuple[int, int], np.ndarray]) -> float:
+        """log p of the text's tokens after its first over a configuration's cache, with attention outputs moved."""
+        steps = self._decode(config, self._tokens_after_prompt(), moved)[len(self.ids) - self.n :]
+        return sum(
+            float(step.logits[token] - np.logaddexp.reduce(step.logits))
+            for step, token in zip(steps, self.tokens[1:], strict=True)
+        )
+
+    def evicted_derivative(self, config: EvictionConfig, layer: int, step: int, moved: np.ndarray) -> float:
+        """The change of that log p per unit of what is added (d_model) to a layer's attention output at a step."""
+        place = self.decoder.places[layer], len(self.ids) + step
+        return effect.difference(lambda size: self.evicted_log_p(config, {place: size * moved}))
 
     def _seen(self, layer: int, config: EvictionConfig, mask: np.ndarray) -> np.ndarray | Chosen:
         """The mask of a step, or what makes it of the step's own query."""

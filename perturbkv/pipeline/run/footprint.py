@@ -20,7 +20,7 @@ import torch
 
 from perturbkv import memory
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.resources import Shape
+from perturbkv.configs.resources import SLACK, Shape
 from perturbkv.configs.run import RunConfig
 from perturbkv.configs.selections import STAGED, UNION
 from perturbkv.devices import block_bytes, working_bytes
@@ -70,7 +70,8 @@ class Memory:
         layer: rankings of all layers, and one layer's entries, projection and sums in float64, or the joined scores of
             all layers that share kept sets.
         decoding: rankings and coded kept sets of all layers, the largest batch of evicted caches, and copies.
-        backward: what a backward pass through the text's tokens holds of all layers; 0 without effects.
+        backward: what the larger backward pass through the text's tokens holds of all layers, over the full cache or
+            over the largest batch of evicted ones beside that batch; 0 without effects.
     """
 
     weights: int
@@ -143,6 +144,10 @@ def estimate_memory(planned: Plan) -> Memory:
     working = working_bytes(planned.placement.device, planned.resources.chunk_bytes)
     projection = _projection_bytes(shape)
     copied = working if copies_each_pass(planned.resolved) else 0
+    decoding = rankings + codes + planned.batches.largest_bytes + max(copied, projection)
+    backward = _backward_bytes(run, shape, longest, longest - tokens) if "effect" in run.save else 0
+    if run.averages_gradients:
+        backward = max(backward, decoding + _evicted_backward_bytes(planned, shape, tokens, longest - tokens))
     return Memory(
         weights=shape.weights_bytes,
         full_cache=shape.full_cache_bytes(longest),
@@ -150,8 +155,8 @@ def estimate_memory(planned: Plan) -> Memory:
         prefill=_prefill_bytes(planned, shape, tokens, _loop_bytes(planned)),
         layer=rankings
         + max(_measured_layer_bytes(run, shape, tokens, working), _joined_bytes(ranked, shape, tokens, norm_bytes)),
-        decoding=rankings + codes + planned.batches.largest_bytes + max(copied, projection),
-        backward=_backward_bytes(run, shape, longest, longest - tokens) if "effect" in run.save else 0,
+        decoding=decoding,
+        backward=backward,
     )
 
 
@@ -162,10 +167,43 @@ def _backward_bytes(run: RunConfig, shape: Shape, entries: int, question: int) -
     attention weights, before and after the softmax; a token's activations, as in a prefill; and the steps' logits.
     """
     read, wide = question + run.steps, shape.heads / shape.kv_heads
-    activations = 8 * shape.d_model + 4 * shape.d_mlp + 2 * shape.heads * (entries + read)
-    layers = shape.itemsize * shape.decoder_layers * read * activations
-    logits = 3 * WORK.itemsize * run.steps * shape.vocab
-    return int((1 + wide) * shape.full_cache_bytes(entries + read)) + layers + logits
+    weights = 2 * shape.itemsize * shape.decoder_layers * read * shape.heads * (entries + read)
+    copies = int((1 + wide) * shape.full_cache_bytes(entries + read))
+    return copies + weights + _activation_bytes(run, shape, read)
+
+
+def _activation_bytes(run: RunConfig, shape: Shape, read: int) -> int:
+    """Return the bytes of one row's activations in a backward pass through `read` tokens, without attention's."""
+    layers = shape.itemsize * shape.decoder_layers * read * (8 * shape.d_model + 4 * shape.d_mlp)
+    return layers + 3 * WORK.itemsize * run.steps * shape.vocab  # the steps' logits
+
+
+def _evicted_backward_bytes(planned: Plan, shape: Shape, tokens: int, question: int) -> int:
+    """Return the bytes that the backward pass over a batch of evicted caches holds beside them, and the gradients.
+
+    Of each layer these are a row's entries, copied in float32 unless the cache is that already; attention weights,
+    before and after the softmax; a token's activations. One row keeps everything. The gradients are those of all
+    configurations, in float64.
+    """
+    run, read, wide = (
+        planned.run,
+        question + planned.run.steps,
+        max(4, shape.itemsize),
+    )  # bytes of a number in attention
+    copies = wide / shape.itemsize if copies_each_pass(planned.resolved) or wide > shape.itemsize else 0
+    everything = shape.full_cache_bytes(tokens) if wide > shape.itemsize else 0
+    activations = _activation_bytes(run, shape, read)
+
+    def row(config: EvictionConfig) -> float:
+        evicts = config.cache_contents.evicts
+        entries = copies * (1 + SLACK) * shape.kept_bytes(config, tokens) if evicts else 2 * everything
+        attended = read + (config.kept_entries(tokens) if evicts else tokens)
+        return entries + 2 * wide * shape.measured * shape.heads * read * attended + activations
+
+    control = 2 * everything + 2 * wide * shape.measured * shape.heads * read * (tokens + read) + activations
+    batches = [sum(row(run.configs[index]) for index in batch) for batch in planned.batches.indices]
+    gradients = WORK.itemsize * len(run.configs) * run.steps * shape.measured * shape.heads * shape.d_value
+    return int(control + max(batches) + gradients)
 
 
 def _loop_bytes(planned: Plan) -> int:

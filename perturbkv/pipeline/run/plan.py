@@ -53,7 +53,7 @@ def plan_prompt_batches(prompt: Prompt, run: ResolvedRun, shape: Shape, resource
 
 
 _log = logging.getLogger(__name__)
-_RUN_SETTINGS = ("steps", "scenario", "cache", "save", "generate", "head_scores", "text")
+_RUN_SETTINGS = ("steps", "scenario", "cache", "save", "effect_gradient", "generate", "head_scores", "text")
 """Settings that a run records."""
 
 
@@ -175,6 +175,7 @@ def plan(
         dtype=dtype_name(placement.dtype),
         device=placement.device.type,
         save=settings.save,
+        effect_gradient=settings.effect_gradient,
         scenario=settings.scenario,
         cache=settings.cache,
         head_scores=tuple(map(tuple, settings.head_scores)),

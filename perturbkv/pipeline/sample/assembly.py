@@ -23,7 +23,7 @@ from perturbkv.datasets.metrics import leading_digits
 from perturbkv.datasets.prompts import decode_answer, grade, metrics_of
 from perturbkv.devices import move_to_first_device, stack_on_device
 from perturbkv.pipeline.answers.recompression import CacheSize
-from perturbkv.pipeline.sample.layer import LayerResult, config_order
+from perturbkv.pipeline.sample.layer import LayerEffects, LayerResult, config_order, measure_effects
 from perturbkv.pipeline.sample.measure import CHANGED_VARIABLES, Arrays, to_numpy
 from perturbkv.pipeline.sample.sample_run import SampleRun
 from perturbkv.schema import VARIABLES
@@ -46,6 +46,8 @@ class BatchResult:
             names as `CHANGED_VARIABLES`; NaN where nothing is changed.
         prefills: index of a configuration with a prefill of its own -> that prefill.
         first_logp: log p of the text's first token, after the question; None without one.
+        gradients: per step and layer the gradients (config, head, d_value) by which the configurations' effects are
+            measured; empty where it is the full run's for all.
     """
 
     configs: tuple[int, ...]
@@ -59,6 +61,7 @@ class BatchResult:
     isolated: dict[int, Tensor]
     prefills: Mapping[int, OwnPrefill] = field(default_factory=dict)
     first_logp: Float[Tensor, " config"] | None = None
+    gradients: list[list[Tensor]] = field(default_factory=list)
 
 
 def sample_arrays(sample: SampleRun, batches: Sequence[BatchResult], lengths: Sequence[Lengths]) -> Arrays:
@@ -98,7 +101,7 @@ def first_token_arrays(sample: SampleRun, batches: Sequence[BatchResult]) -> Arr
     }
 
 
-def isolated_arrays(layers: Sequence[LayerResult], device: torch.device) -> Arrays:
+def isolated_arrays(layers: Sequence[LayerResult | LayerEffects], device: torch.device) -> Arrays:
     """Return name -> isolated quantity (config, step, layer, head), or its noise floor (step, layer, head)."""
     run_order = _inverse_order(config_order(layers[0].groups))
     arrays = {}
@@ -133,17 +136,24 @@ def changed_isolated_arrays(batches: Sequence[BatchResult], arrays: Arrays) -> A
     return result
 
 
-def entry_effect_array(layers: Sequence[LayerResult], device: torch.device, entries: int) -> Arrays:
-    """Return the effect of every entry on the text (config, key), all layers, heads and steps; NaN past the prompt.
+def effect_arrays(sample: SampleRun, batches: Sequence[BatchResult], layers: Sequence[LayerResult]) -> Arrays:
+    """Return isolated effects, their floor, and every entry's effect on the text (config, key), NaN past the prompt.
 
-    `entries` is the length of the axis. Empty where the run does not save effects.
+    Empty where the run does not save effects.
     """
-    effects = [layer.entry_effects for layer in layers if layer.entry_effects is not None]
-    if not effects:
+    if "effect" not in sample.run.save:
         return {}
-    run_order = _inverse_order(config_order(layers[0].groups))
-    array = to_numpy(stack_on_device(device, effects).sum(dim=0), VARIABLES["entry_effect"].dtype)[run_order]
-    return {"entry_effect": np.pad(array, [(0, 0), (0, entries - array.shape[1])], constant_values=np.nan)}
+    batch_order = _inverse_order([index for batch in batches for index in batch.configs])
+    effects = []
+    for index, layer in enumerate(layers):
+        by_step = zip(*([step[index] for step in batch.gradients] for batch in batches), strict=True)
+        gradients = [torch.cat(of_batches)[batch_order] for of_batches in by_step]
+        effects.append(measure_effects(sample, index, layer.groups, gradients))
+    device, padding = sample.adapter.device, sample.full.steps[-1].entries - sample.tokens
+    entries = stack_on_device(device, [layer.entries for layer in effects]).sum(dim=0)
+    array = to_numpy(entries, VARIABLES["entry_effect"].dtype)[_inverse_order(config_order(layers[0].groups))]
+    padded = np.pad(array, [(0, 0), (0, padding)], constant_values=np.nan)
+    return isolated_arrays(effects, device) | {"entry_effect": padded}
 
 
 def lost_arrays(layers: Sequence[LayerResult], device: torch.device) -> Arrays:

@@ -46,7 +46,8 @@ class StepRecord:
         logits: (row, vocab).
         entries: number of entries that the query attends to in the full cache, its own included.
         gates: layer -> γ (row, head · d_value), of the layers with a gate.
-        gradient: ∂ log p of the text / ∂ `head_output` (head, d_value), of the full run where effects are measured.
+        gradient: ∂ log p of the text / ∂ `head_output` (row, head, d_value), where effects are measured: of the full
+            run, and with evicted rows that or its mean with their own, without padding rows.
         read: what attention read of row 0 in layers whose cache holds latents, in the last step of a pass alone; empty
             once it is stored in the prefill.
     """
@@ -58,7 +59,7 @@ class StepRecord:
     logits: Float[Tensor, "row vocab"] = field(default_factory=lambda: torch.empty(0, 0))
     entries: int = 0
     gates: dict[int, Float[Tensor, "row head_d_value"]] = field(default_factory=dict)
-    gradient: list[Float[Tensor, "head d_value"]] = field(default_factory=list)
+    gradient: list[Float[Tensor, "row head d_value"]] = field(default_factory=list)
     read: EntriesRead = field(default_factory=dict)
 
 
@@ -111,7 +112,7 @@ class _StepRecorder:
             record.logits, record.entries = own, entries - len(self.records) + step
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def decode_full(
     adapter: Adapter,
     prefill: Prefill,
@@ -185,7 +186,7 @@ def count_text_steps(tokens: Int[Tensor, " step"], ends: Collection[int]) -> int
     return max(1, next((step for step, token in enumerate(decoded) if token in ends), len(decoded)))
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def decode_evicted(
     adapter: Adapter,
     cache: CompactCache,

@@ -94,16 +94,21 @@ class FullLayer:
             return self.slices
         return theory.head_slices(self.projection_at(step), self.adapter.heads)
 
-    def gradient_at(self, step: StepRecord) -> Float[Tensor, "head d_value"]:
-        """Return ∂ log p of the text / ∂ Σ A V of a decode step's heads: that of `head_output` times γ."""
-        gradient, gate = step.gradient[self.index], step.gates.get(self.index)
-        return gradient if gate is None else gradient * gate[0].view_as(gradient)
+    def gated(self, step: StepRecord, mixed: Float[Tensor, "*row head d_value"]) -> Float[Tensor, "*row head d_value"]:
+        """Return Σ A V of a decode step's heads, or ∂ log p / ∂ `head_output`, times γ where the layer has a gate."""
+        gate = step.gates.get(self.index)
+        return mixed if gate is None else mixed * gate[0].view(mixed.shape[-2:])
 
-    def entry_effects(self, step: StepRecord) -> Float[Tensor, "head key"]:
-        """Return ⟨g, 𝒱_i⟩, in nat per unit of attention, of the entries that a decode step sees."""
+    def entry_effects(
+        self, step: StepRecord, gradient: Float[Tensor, "row head d_value"]
+    ) -> Float[Tensor, "row head key"]:
+        """Return ⟨g, 𝒱_i⟩, in nat per unit of attention, of the entries that a decode step sees.
+
+        `gradient` is ∂ log p of the text / ∂ `head_output`.
+        """
         values = self.values[:, : step.entries].to(theory.WORK)
-        gradient = self.gradient_at(step).view(len(values), -1, values.shape[-1])
-        return (gradient @ values.transpose(1, 2)).flatten(0, 1)
+        by_group = self.gated(step, gradient).reshape(len(gradient), len(values), -1, values.shape[-1])
+        return (by_group @ values.transpose(1, 2)).flatten(1, 2)
 
     @property
     def softmax(self) -> theory.Softmax:

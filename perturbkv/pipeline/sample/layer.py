@@ -7,7 +7,7 @@ at the first decode step. Nothing here waits for the device, so that a GPU works
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TypeVar
 
@@ -89,15 +89,27 @@ class LayerResult:
         isolated: per step, name -> (config, head), or (head,) for noise floors; configurations in `groups`' order.
         lost: largest evicted outputs of the first step, name -> (config, head, lost_entry), or (head,) for Σ A ν.
         attention: reference attention per step (head, key), where the run saves outputs.
-        entry_effects: effect on the text of every entry of the prompt, of all heads and steps (config, n),
-            configurations in `groups`' order; None where the run does not save effects.
     """
 
     groups: list[AnyGroup]
     isolated: list[dict[str, Tensor]]
     lost: dict[str, Tensor]
     attention: list[Tensor]
-    entry_effects: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LayerEffects:
+    """The isolated effects of one layer on the text.
+
+    Attributes:
+        groups: kept sets of every configuration, in whose order these are.
+        isolated: per step, `effect_isolated` (config, head) and its noise floor (head,), by name.
+        entries: effect of every entry of the prompt, of all heads and steps.
+    """
+
+    groups: Sequence[AnyGroup]
+    isolated: list[dict[str, Tensor]]
+    entries: Float[Tensor, "config n"]
 
 
 def config_order(groups: Sequence[AnyGroup]) -> list[int]:
@@ -119,11 +131,6 @@ def measure_layer(sample: SampleRun, index: int, owner: LayerResult | None) -> L
         measure.layer_reference(entries, of_step, layer.slices_at(step), sink)
         for (entries, sink), of_step, step in zip(weights, summands, sample.full.steps, strict=True)
     ]
-    effects = [
-        EntryEffects(*of_step, layer.entry_effects(step))
-        for of_step, step in zip(weights, sample.full.steps, strict=True)
-        if step.gradient
-    ]
     ranked = rank_outputs(attention[0], summands[0].norms(), n)
     quantities, evicted = [], []
     working = working_bytes(layer.keys.device, sample.resources.chunk_bytes)
@@ -135,9 +142,6 @@ def measure_layer(sample: SampleRun, index: int, owner: LayerResult | None) -> L
         alphas = _alpha_per_head(layer, configs, group, rows)
         measured = [measure.isolated_quantities(*each, alphas) for each in zip(steps, masks, strict=True)]
         quantities.append(list(chain.from_iterable(measured)))
-        at_step = masks * len(references) if len(masks) == 1 else masks
-        for known, effect, mask in zip(quantities[-1], effects, at_step, strict=False):  # none where they are not saved
-            known |= effect.isolated(mask.kept)
         evicted.append(largest_evicted_outputs(ranked, masks[0].kept))
     for lines in in_prompt:  # measured once, at queries of the prompt
         alphas = _alpha_per_head(layer, configs, lines, slice(None))
@@ -147,10 +151,40 @@ def measure_layer(sample: SampleRun, index: int, owner: LayerResult | None) -> L
     isolated = [_join_configs(step) for step in zip(*quantities, strict=True)]
     if in_prompt:
         isolated[0] |= _largest_floors([steps_of_group[0] for steps_of_group in quantities])
-    entry_effects = torch.stack([step.pop("entry_effect") for step in isolated]).sum(dim=0) if effects else None
     lost = _join_configs(evicted) | {"weighted_norm": references[0].total}
     saved = attention if "outputs" in sample.run.save else []
-    return LayerResult(groups, isolated, lost, saved, entry_effects)
+    return LayerResult(groups, isolated, lost, saved)
+
+
+def measure_effects(
+    sample: SampleRun, index: int, groups: Sequence[AnyGroup], gradients: Sequence[Float[Tensor, "config head d_value"]]
+) -> LayerEffects:
+    """Return the isolated effects of one layer, whose kept sets are those of `groups`, none of a sparse prefill.
+
+    `gradients` are the configurations' own, per step, in the order of the run; without any all have the full run's, by
+    which the noise floor is in either case.
+    """
+    layer, steps, heads = sample.layer(index), sample.full.steps, sample.adapter.heads
+    weights, layer = layer.weights_per_step(steps), replace(layer, values=layer.values.to(WORK))
+
+    def effects(step: int, gradient: Float[Tensor, "row head d_value"]) -> EntryEffects:
+        return EntryEffects(*weights[step], layer.entry_effects(steps[step], gradient))
+
+    by_full = [effects(step, record.gradient[index]) for step, record in enumerate(steps)]
+    working = working_bytes(layer.keys.device, sample.resources.chunk_bytes) // (2 if gradients else 1)
+    at_steps, quantities = [group for group in groups if not isinstance(group, SparsePrefillGroup)], []
+    for group, rows in _split_groups(at_steps, heads * layer.keys.shape[1], working):
+        masks = [_repeat_per_query_head(sets, heads).kept for sets in group.kept_sets_per_step(rows)]
+        chosen, at_step = list(group.config_indices[rows]), masks * len(steps) if len(masks) == 1 else masks
+        quantities.append([
+            (effects(step, gradients[step][chosen]) if gradients else by_full[step]).isolated(mask)
+            for step, mask in enumerate(at_step)
+        ])  # fmt: skip
+    isolated = [_join_configs(step) for step in zip(*quantities, strict=True)]
+    entries = torch.stack([step.pop("entry_effect") for step in isolated]).sum(dim=0)
+    for known, effect in zip(isolated, by_full, strict=True):
+        known["effect_noise_floor_isolated"] = effect.floor()
+    return LayerEffects(groups, isolated, entries)
 
 
 def _summands(sample: SampleRun, layer: FullLayer) -> list[Summands]:

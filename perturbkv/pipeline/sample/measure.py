@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -318,28 +318,50 @@ def check_quantised_entries(finite: FiniteCheck, layer: int, entries: KeptEntrie
         finite.check(f"the quantised {kind} of layer {layer}", numbers)
 
 
-def isolated_perturbations(
-    layer: FullLayer, full: Sequence[StepRecord], rows: Mapping[int, Entries]
-) -> dict[int, Tensor]:
-    """Return index -> isolated perturbations (step, name, head) of the rows with entries of their own.
+class OwnOutputs(NamedTuple):
+    """The change by a row's own entries in one layer under the full run's query; NaN where they are the full cache's.
 
-    Names are `CHANGED_VARIABLES`, without the effect where steps have no gradient; NaN where a head's entries are the
-    full cache's. `full` are the steps of the full run.
+    Attributes:
+        perturbations: `CHANGED_VARIABLES` but for the effect.
+        moved: per step the difference of Σ A V from the full cache's, times γ where the layer has a gate; empty where
+            steps have no gradient.
     """
+
+    perturbations: Float[Tensor, "step name head"]
+    moved: list[Float[Tensor, "head d_value"]]
+
+    def with_effect(self, gradients: Sequence[Float[Tensor, "head d_value"]]) -> Float[Tensor, "step name head"]:
+        """Return the perturbations and, where steps have `gradients`, the effect after them."""
+        if not self.moved:
+            return self.perturbations
+        effect = [(moved * own).sum(dim=-1) for moved, own in zip(self.moved, gradients, strict=True)]
+        return torch.cat([self.perturbations, torch.stack(effect).unsqueeze(1)], dim=1)
+
+
+def own_outputs(layer: FullLayer, full: Sequence[StepRecord], rows: Mapping[int, Entries]) -> dict[int, OwnOutputs]:
+    """Return index -> what the rows with entries of their own change at the steps `full` of the full run."""
     own = {index: entries for index, entries in rows.items() if isinstance(entries, OwnEntries)}
-    steps = [_step_perturbations(layer, step, own) for step in full] if own else []
-    return {index: torch.stack([step[index] for step in steps]) for index in own}
+    steps = [_step_outputs(layer, step, own) for step in full] if own else []
+    result = {}
+    for index in own:
+        perturbations, moved = zip(*(step[index] for step in steps), strict=True)
+        result[index] = OwnOutputs(torch.stack(perturbations), list(moved) if full[0].gradient else [])
+    return result
 
 
-def _step_perturbations(layer: FullLayer, record: StepRecord, rows: Mapping[int, OwnEntries]) -> dict[int, Tensor]:
-    """Return index -> isolated perturbations (name, head) of rows with entries of their own, at one step."""
+def _step_outputs(
+    layer: FullLayer, record: StepRecord, rows: Mapping[int, OwnEntries]
+) -> dict[int, tuple[Float[Tensor, "name head"], Float[Tensor, "head d_value"]]]:
+    """Return index -> what rows with entries of their own change at one step, as in `OwnOutputs`."""
     step, slices, result = layer.full_step(record), layer.slices_at(record), {}
     output = theory.project_outputs(step.mixed, slices)
     for index, entries in rows.items():
         evicted, own, changed = entries.outputs(step)
         from_full = theory.distances(output, theory.project_outputs(own - step.mixed, slices))
         from_kept_set = theory.project_outputs(own - evicted, slices).abs().sum(dim=-1)
-        effect = [((own - step.mixed) * layer.gradient_at(record)).sum(dim=-1)] if record.gradient else []
-        numbers = torch.stack([*from_full.tensors(), from_kept_set, *effect])
-        result[index] = numbers if changed is None else numbers.where(changed, torch.nan)
+        numbers = torch.stack([*from_full.tensors(), from_kept_set])
+        moved = layer.gated(record, own - step.mixed)
+        if changed is not None:
+            numbers, moved = numbers.where(changed, torch.nan), moved.where(changed.unsqueeze(-1), torch.nan)
+        result[index] = numbers, moved
     return result

@@ -45,7 +45,7 @@ from perturbkv.pipeline.sample.assembly import (
     cached_bytes,
     cached_shares,
     changed_isolated_arrays,
-    entry_effect_array,
+    effect_arrays,
     first_token_arrays,
     isolated_arrays,
     kept_arrays,
@@ -57,7 +57,7 @@ from perturbkv.pipeline.sample.assembly import (
 )
 from perturbkv.pipeline.sample.capture import FiniteCheck
 from perturbkv.pipeline.sample.decoding import StepRecord, decode_evicted
-from perturbkv.pipeline.sample.effect import propagated_effects
+from perturbkv.pipeline.sample.effect import average_gradients, propagated_effects
 from perturbkv.pipeline.sample.layer import LayerResult, measure_layer
 from perturbkv.pipeline.sample.sample_run import SampleRun
 from perturbkv.pipeline.variants.presses import KeptMasks
@@ -133,7 +133,6 @@ def trace(
     return failed
 
 
-@torch.inference_mode()
 @full_precision()
 def trace_sample(
     adapter: Adapter,
@@ -155,6 +154,15 @@ def trace_sample(
     for a prompt that the scenario cannot split, ConfigError where a configuration exceeds `resources.max_bytes`, and
     what `check_positions` raises.
     """
+    inference = not run.averages_gradients  # no backward pass goes through a tensor that was made in inference mode
+    with torch.inference_mode(inference), torch.no_grad():
+        return _measure_sample(adapter, prompt, run, resources, kept_masks)
+
+
+def _measure_sample(
+    adapter: Adapter, prompt: Prompt, run: ResolvedRun, resources: Resources, kept_masks: KeptMasks
+) -> SampleTrace:
+    """Return what `trace_sample` does."""
     check_positions(run.configs, adapter.config, adapter.name)
     planned = plan_prompt_batches(prompt, run, adapter.shape, resources)
     sample = SampleRun.read(adapter, prompt, run, resources, planned.rows, kept_masks)
@@ -185,13 +193,12 @@ def _assemble_arrays(
     adapter, run, n = sample.adapter, sample.run, sample.tokens
     with phase("assembly"):
         arrays = sample_arrays(sample, batches, lengths) | isolated_arrays(layers, adapter.device)
-        arrays |= entry_effect_array(layers, adapter.device, sample.full.steps[-1].entries)
+        arrays |= effect_arrays(sample, batches, layers) | lost_arrays(layers, adapter.device)
         arrays |= changed_isolated_arrays(batches, arrays)
         arrays |= {"held_share": cached_shares(batches, adapter.shape, n)}
         arrays |= cached_bytes(batches, adapter.shape, n)
         arrays |= first_token_arrays(sample, batches)
         arrays |= step_arrays(batches) | kept_arrays(batches, lengths, layers, adapter.heads)
-        arrays |= lost_arrays(layers, adapter.device)
         if run.generate:
             arrays |= answer_arrays(sample, batches)
         if "outputs" in run.save:
@@ -207,15 +214,15 @@ class _EvictedLayer:
         cache: the layer of the compact cache.
         order: the configurations, as in `entries.KeptBatch`.
         codes: what `encode_kept_sets` returns for their kept sets.
-        isolated: measured layer that reads this cache -> index of a configuration with entries of its own -> their
-            isolated perturbation in that layer.
+        own: measured layer that reads this cache -> index of a configuration with entries of its own -> what these
+            change in that layer.
         sizes: index of a configuration -> size of its cache.
     """
 
     cache: CompactLayer
     order: tuple[int, ...]
     codes: tuple[UInt8[Tensor, "kept_set byte"], Int[Tensor, " kept_set"]]
-    isolated: dict[int, dict[int, Tensor]]
+    own: dict[int, dict[int, measure.OwnOutputs]]
     sizes: dict[int, CacheSize]
 
 
@@ -242,12 +249,19 @@ class _BatchDecoder:
             evicted_layers = [self._evict(layer, makers) for layer in self.adapter.holders]
             compact = [layer.cache for layer in evicted_layers]
             cache = CompactCache(join_layers(self.adapter, compact, sample.prefill.states))
+            forked = cache.fork() if self.run.averages_gradients else None
+            if forked is not None:
+                forked.keep_rows(range(1 + len(indices)))  # no padding rows
         with phase("decode"):
             question_logits, records = decode_evicted(
                 self.adapter, cache, sample.question, sample.full.tokens, self.rows, self.finite
             )
         for full, evicted in zip(sample.full.steps, records, strict=True):
             measure.check_everything_kept(self.finite, self.adapter, full.logits[0], evicted.logits[0])
+            evicted.gradient = [layer.expand(1 + len(indices), -1, -1) for layer in full.gradient]
+        if forked is not None:
+            with phase("effect"):
+                average_gradients(self.adapter, forked, sample.question, records, sample.full.text, self.finite)
         with phase("measure"):
             each = zip(sample.full.steps, records, sample.full.next_tokens.unbind(), strict=True)
             steps = [self._measure(*step, len(indices)) for step in each]
@@ -276,16 +290,24 @@ class _BatchDecoder:
             sizes=sizes,
             generated=answers,
             isolated={
-                index: stack_on_device(
-                    self.adapter.device,
-                    (evicted_layers[owner].isolated[layer][index] for layer, owner in enumerate(owners)),
-                    dim=-2,
-                )
-                for index in first.isolated[0]
+                index: self._own_isolated(index, 1 + indices.index(index), evicted_layers, records)
+                for index in first.own[0]
             },
             prefills={index: maker.prefill for index, maker in makers.items() if maker.prefill is not None},
             first_logp=first_logp,
+            gradients=[[layer[1:] for layer in step.gradient] for step in records] if forked is not None else [],
         )
+
+    def _own_isolated(
+        self, config: int, row: int, evicted_layers: Sequence[_EvictedLayer], records: Sequence[StepRecord]
+    ) -> Float[Tensor, "step name layer head"]:
+        """Return the isolated `CHANGED_VARIABLES` of a configuration with entries of its own, a row of `records`."""
+        layers = []
+        for layer, owner in enumerate(self.adapter.owners):
+            own = evicted_layers[owner].own[layer][config]
+            gradients = [step.gradient[layer][row] for step in records if step.gradient]
+            layers.append(own.with_effect(gradients))
+        return stack_on_device(self.adapter.device, layers, dim=-2)
 
     def _evict(self, index: int, makers: Mapping[int, Maker]) -> _EvictedLayer:
         """Return the evicted cache's layer `index` for the configurations with the given makers.
@@ -300,8 +322,8 @@ class _BatchDecoder:
         for entries in made.values():
             if entries.has_rounded_numbers:
                 measure.check_quantised_entries(self.finite, self.adapter.layer_indices[index], entries.row)
-        isolated = {
-            reader: measure.isolated_perturbations(self.sample.layer(reader), self.sample.full.steps, made)
+        own = {
+            reader: measure.own_outputs(self.sample.layer(reader), self.sample.full.steps, made)
             for reader, owner in enumerate(self.adapter.owners)
             if owner == index
         }
@@ -311,7 +333,7 @@ class _BatchDecoder:
         stand_ins = {row: entries.stand_in for row, entries in enumerate(made.values(), start=1) if entries.stand_in}
         cache = CompactLayer(rows, self.adapter.heads, layer.tokens, self.run.cache, self.passing, stand_ins)
         sizes = {config: CacheSize(entries.attended_entries, entries.bits) for config, entries in made.items()}
-        return _EvictedLayer(cache, kept.order, codes, isolated, sizes)
+        return _EvictedLayer(cache, kept.order, codes, own, sizes)
 
     def _measure(
         self, full: StepRecord, evicted: StepRecord, next_token: Int[Tensor, ""], configs: int

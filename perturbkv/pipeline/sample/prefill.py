@@ -235,7 +235,7 @@ class Visitor(Protocol):
         """Process a layer just read; `statistics` covers this layer and all earlier layers."""
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def prefill(
     adapter: Adapter,
     prompt: Prompt,
