@@ -14,7 +14,6 @@ import argparse
 import dataclasses
 import json
 import random
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -41,17 +40,22 @@ BASELINE = "SnapKV"
 METHODS: dict[str, dict[str, Any]] = {
     BASELINE: {"selection": "attention"},
     "un-pooled": {"selection": "attention-unpooled"},
-    "two-stage": {"selection": "two-stage"},
+    "two-stage, first": {"selection": "two-stage"},
     "two-stage, later": {"selection": "two-stage", "preset": "paper-v2"},
     "AdaKV": {"policy": "adakv", "selection": "attention"},
     "random": {"selection": "random"},
 }
-"""Method -> its choices in `pk.grid`."""
+"""Method -> its choices in `pk.grid`; two-stage is of the paper's first version and of its later one."""
 POOLED = (BASELINE, "two-stage, later")
 """Methods that are crossed with kernels; both of their stages read pooled scores."""
 FEWEST, AT_FLOOR = 10, 0.05
 """Answered prompts under which a run has no verdict; share of answers found, or lost, under which nothing is told."""
-CELLS = ("model", "digits", "sample", "prompt_tokens", "method", "budget", "kernel", "cache_share", "full", "found")
+MOVED = ("moved_first", "moved")
+"""Columns of isolated L1 over the norm of the full run's outputs: at the answer's first token, and over all of them."""
+CELLS = (
+    *("model", "digits", "sample", "prompt_tokens", "method", "budget", "kernel", "cache_share", "full", "found"),
+    *MOVED,
+)
 FORETELLING = (
     *("model", "budget", "measure", "prompts", "area", "area_low", "area_high"),
     *("beyond", "beyond_low", "beyond_high", "rho", "rho_low", "rho_high", "commit"),
@@ -109,7 +113,7 @@ def write_prompts(run: Run, path: Path) -> Path:
 
 
 def with_digits(name: str, digits: int) -> str:
-    """Return the number of so many digits that the prompt of this name hides."""
+    """Return the number that the prompt of this name hides."""
     return str(random.Random(f"answers/{SEED}/{name}/{digits}").randrange(10 ** (digits - 1), 10**digits))
 
 
@@ -126,17 +130,27 @@ def measure(run: Run, folder: Path = RUNS) -> pk.Trace:
 
 
 def rows(trace: pk.Trace, run: Run) -> Iterator[dict[str, Any]]:
-    """Yield a row per complete prompt and configuration: whether the full cache and the evicted one find the number."""
+    """Yield a row per complete prompt and configuration: what is found, and how far outputs move along the answer."""
     same = {"model": run.model, "digits": run.digits}
     names = [name for name, kept in zip(trace.sample_ids, trace.ok, strict=True) if kept]
     full, found, share, tokens = (trace.arrays[name][trace.ok] for name in
                                   ("score_full", "score", "held_share", "prompt_tokens"))  # fmt: skip
+    moved = moved_along(trace) if trace.run.text == "answer" else np.full((*found.shape, 2), np.nan)
     for (method, budget, kernel), config in run.configs().items():
         place = trace.config_index(config.label())
         for index, name in enumerate(names):
             yield {**same, "sample": name, "prompt_tokens": int(tokens[index]), "method": method, "budget": budget,
                    "kernel": kernel, "cache_share": float(share[index, place]), "full": int(full[index]),
-                   "found": int(found[index, place])}  # fmt: skip
+                   "found": int(found[index, place]),
+                   **dict(zip(MOVED, moved[index, place].tolist(), strict=True))}  # fmt: skip
+
+
+def moved_along(trace: pk.Trace) -> common.Floats:
+    """Return isolated L1 (sample, config, 2) at the first step and mean over steps: Σ over heads, over Σ ‖o_h‖₁."""
+    loss, norm = (trace.arrays[name][trace.ok].astype(np.float64) for name in ("perturbation_isolated", "output_norm"))
+    loss, norm = loss.sum(axis=(3, 4)), norm.sum(axis=(2, 3))  # NaN after the text's end
+    first, whole = loss[:, :, 0] / norm[:, :1], np.nanmean(loss, axis=2) / np.nanmean(norm, axis=1)[:, None]
+    return np.stack([first, whole], axis=-1)
 
 
 def foretelling(trace: pk.Trace, run: Run) -> Iterator[dict[str, Any]]:
@@ -167,12 +181,14 @@ class Outcomes:
         model, digits: the run's.
         prompts: number of prompts that were read.
         found: (method, budget, kernel) -> (answered prompt,) whether its cache finds the number.
+        moved: the same -> (answered prompt, 2) the columns `MOVED`.
     """
 
     model: str
     digits: int
     prompts: int
     found: Mapping[tuple[str, float, int], np.ndarray]
+    moved: Mapping[tuple[str, float, int], np.ndarray]
 
     @property
     def answered(self) -> int:
@@ -185,12 +201,13 @@ def outcomes(cells: Sequence[Mapping[str, str]]) -> list[Outcomes]:
     found = []
     for name, digits in dict.fromkeys((row["model"], row["digits"]) for row in cells):
         own = [row for row in cells if (row["model"], row["digits"]) == (name, digits)]
-        each: dict[tuple[str, float, int], list[bool]] = {}
+        each: dict[tuple[str, float, int], list[Mapping[str, str]]] = {}
         for row in own:
             key = row["method"], float(row["budget"]), int(row["kernel"])
-            each.setdefault(key, []).extend([row["found"] == "1"] if row["full"] == "1" else [])
-        prompts = len({row["sample"] for row in own})
-        found.append(Outcomes(name, int(digits), prompts, {key: np.array(one) for key, one in each.items()}))
+            each.setdefault(key, []).extend([row] if row["full"] == "1" else [])
+        hits = {key: np.array([row["found"] == "1" for row in one]) for key, one in each.items()}
+        moved = {key: np.array([[float(row[name]) for name in MOVED] for row in one]) for key, one in each.items()}
+        found.append(Outcomes(name, int(digits), len({row["sample"] for row in own}), hits, moved))
     return found
 
 
@@ -219,9 +236,8 @@ class Pair:
 
     def text(self) -> str:
         """Return '12 more, 3 fewer, p = 0.035', with a star where it is decided."""
-        return f"{self.more} more, {self.fewer} fewer, p {'' if self.p < 0.001 else '= '}{p_text(self.p)}" + (
-            "*" if self.decided else ""
-        )
+        p = f"p {'' if self.p < 0.001 else '= '}{p_text(self.p)}{'*' * self.decided}"
+        return f"{self.more} more, {self.fewer} fewer, {p}"
 
 
 def decide(pairs: Iterable[Pair]) -> list[Pair]:
@@ -288,6 +304,7 @@ def tables(cells: Sequence[Mapping[str, str]], foretold: Sequence[Mapping[str, s
             lines.append([method, *(f"{share}; {pair.text()}" if pair else share for share, pair in cells_of)])
         at = f" (at an end: {', '.join(ends)})" if ends else ""
         yield title + at, ["method, against SnapKV", *(f"b = {budget:g} n" for budget in budgets)], lines
+        yield moved_table(run)
     yield from foretelling_tables(foretold)
     yield from kernel_tables([run for run in found if (BASELINE, CROSSED, 1) in run.found])
 
@@ -334,24 +351,67 @@ def verdict_of(row: Mapping[str, str]) -> str:
     return "no more than names" if max(abs(least), abs(most)) <= 0.1 else "undecided"
 
 
-def draw(cells: Sequence[Mapping[str, str]]) -> Figure:
+def moved_ratio(run: Outcomes, cache: tuple[str, float, int], column: int) -> common.Estimated:
+    """Return how far a cache moves outputs, over SnapKV's of its budget; `column` is an index of `MOVED`."""
+    one, other = run.moved[cache][:, column], run.moved[BASELINE, cache[1], 7][:, column]
+    return float(one.sum() / other.sum()), pk.stats.intervals.of_ratio(one, other)
+
+
+def moved_table(run: Outcomes) -> common.Table:
+    """Return how far each cache moves outputs, over SnapKV's, at the answer's first token and over all of them."""
+    lines = []
+    for (method, budget, kernel), hits in run.found.items():
+        ratios = (common.interval_text(*moved_ratio(run, (method, budget, kernel), column)) for column in (0, 1))
+        lines.append(
+            [f"{method}{f', kernel {kernel}' if kernel != 7 else ''}", f"{budget:g}", *ratios, share_text(hits)]
+        )
+    heads = ["method", "b / n", "first token", "whole answer", "found"]
+    return f"{run.model}: isolated L1 along the right answer, over SnapKV's", heads, lines
+
+
+def draw_found(found: Sequence[Outcomes]) -> Figure:
     """Draw the share of answers that each method keeps over the budget, a panel per model with several budgets."""
-    found = [run for run in outcomes(cells) if run.digits == 7 and (BASELINE, BUDGETS[-1], 7) in run.found]
     figure = common.page_figure(70)
     for axes, run in zip(np.atleast_1d(figure.subplots(1, len(found), sharey=True)), found, strict=True):
         for place, method in enumerate(METHODS):
             hits = [run.found[method, budget, 7] for budget in BUDGETS]
             shares = [100 * float(one.mean()) for one in hits]
             ends = [common.in_percent(pk.stats.intervals.of_share(one)) for one in hits]
-            at = [100 * budget * 1.03 ** (place - 2.5) for budget in BUDGETS]
+            at = [100 * budget * 1.015 ** (place - 2.5) for budget in BUDGETS]
             axes.errorbar(at, shares, common.error_bars(shares, ends), fmt=".-", label=method, linewidth=1,
                           color="0.6" if method == "random" else None, elinewidth=0.6)  # fmt: skip
         common.log_ticks(axes, [100 * budget for budget in BUDGETS])
-        axes.set_title(f"{re.sub('-q4.*', '', run.model)}: {run.answered} numbers that its full cache finds")
+        axes.set_title(f"{run.model.partition('-q4')[0]}: {run.answered} numbers that its full cache finds")
         axes.set(xlabel="entries kept, % of the prompt", ylim=(-3, 103))
     figure.axes[0].set_ylabel("found from the evicted cache, %")
     handles, names = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=len(names))
+    return figure
+
+
+def draw_moved(run: Outcomes) -> Figure:
+    """Draw what each cache of a fifth of the prompt finds over how far it moves outputs: first token and whole answer.
+
+    `random` is left out: it moves them several times as far, and finds nothing.
+    """
+    figure = common.page_figure(78, 120)
+    axes = figure.subplots()
+    caches = [key for key in run.found if key[1] == CROSSED and key[0] != "random" and key[2] != 1]
+    caches.sort(key=lambda cache: (run.found[cache].mean(), moved_ratio(run, cache, 1)[0]))
+    for place, cache in enumerate(caches):
+        share = 100 * float(run.found[cache].mean())
+        (first, _), (whole, ends) = (moved_ratio(run, cache, column) for column in (0, 1))
+        axes.plot([first, whole], [share, share], color="0.8", linewidth=0.6, zorder=0)
+        axes.plot(first, share, "o", color="C0", fillstyle="none", markersize=4)
+        axes.errorbar(whole, share, xerr=common.error_bars([whole], [ends]), fmt="o", color="C1", markersize=4)
+        name = f"{cache[0]}, kernel {cache[2]}" if cache[2] != 7 else cache[0]
+        axes.annotate(name, (whole, share), (3, 4 if place % 2 else -11), textcoords="offset points", fontsize="small")
+    axes.axvline(1, color="0.3", linewidth=0.6, linestyle=":")
+    axes.set(xlabel="outputs moved, over SnapKV's", ylabel=f"numbers found, % of {run.answered}", ylim=(-9, 112))
+    axes.margins(x=0.12)
+    axes.plot([], [], "o", color="C0", fillstyle="none", markersize=4, label="at the answer's first token")
+    axes.plot([], [], "o", color="C1", markersize=4, label="over the whole answer")
+    axes.legend(loc="upper right")
     return figure
 
 
@@ -364,9 +424,8 @@ def write_run(run: Run, trace: pk.Trace, folder: Path) -> None:
 
 def study(asked: argparse.Namespace) -> None:
     """Measure the runs that are missing, or tell what was measured."""
-    wanted, folder = runs(), ROWS
+    wanted, folder = ([Run(SMOLLM2, 7, 4)], asked.output) if asked.short else (runs(), ROWS)
     if asked.short:
-        wanted, folder = [Run(SMOLLM2, 7, 4)], asked.output
         write_run(wanted[0], measure(wanted[0], folder), folder)
     elif asked.work == "measure":
         for run in wanted:
@@ -375,15 +434,17 @@ def study(asked: argparse.Namespace) -> None:
         return
     cells = read_rows(folder / f"{run.name}.csv" for run in wanted)
     foretold = read_rows(folder / f"{run.name}-foretelling.csv" for run in wanted)
-    asked.written.append((folder if asked.short else FIGURES) / "answers.png")
-    draw(cells).savefig(asked.written[-1], dpi=200)
+    compared = [run for run in outcomes(cells) if (BASELINE, BUDGETS[-1], 7) in run.found]
+    for name, figure in {"answers": draw_found(compared), "answers-moved": draw_moved(compared[0])}.items():
+        asked.written.append((folder if asked.short else FIGURES) / f"{name}.png")
+        figure.savefig(asked.written[-1], dpi=200)
     common.write_tables(asked, tables(cells, foretold))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", choices=("measure", "tell"), nargs="?", default="tell")
-    parser.add_argument("--only", default="", help="a word in the names of the runs to measure")
+    parser.add_argument("--only", default="", help="a word in a run's name")
     parser.add_argument("--short", action="store_true", help="one run of four prompts, to see it work")
     parser.add_argument("--output", "-o", type=Path, help="folder of the JSON document")
     common.main(study, parser)

@@ -27,7 +27,7 @@ def cells(found: dict[tuple[str, float, int], list[int]], full: list[int], digit
     """Rows of a run: (method, budget, kernel) -> what its cache finds, prompt by prompt."""
     return [
         {"model": "m", "digits": str(digits), "sample": str(index), "method": method, "budget": str(budget),
-         "kernel": str(kernel), "full": str(whole), "found": str(one)}
+         "kernel": str(kernel), "full": str(whole), "found": str(one), "moved_first": "2", "moved": str(1 + index)}
         for (method, budget, kernel), each in found.items()
         for index, (whole, one) in enumerate(zip(full, each, strict=True))
     ]  # fmt: skip
@@ -92,6 +92,15 @@ def test_too_few_answers_decide_nothing(answers: dict[str, Any]) -> None:
     assert answers["method_pairs"]([run])[0].decided
 
 
+def test_ratios_are_over_snapkv_s_of_the_budget(answers: dict[str, Any]) -> None:
+    made = cells({("SnapKV", 0.2, 7): [1, 1], ("AdaKV", 0.2, 7): [0, 1]}, [1, 1])
+    for row in made[2:]:
+        row["moved"] = "6"
+    (run,) = answers["outcomes"](made)
+    assert answers["moved_ratio"](run, ("AdaKV", 0.2, 7), 1)[0] == pytest.approx(12 / 3)
+    assert answers["moved_ratio"](run, ("AdaKV", 0.2, 7), 0)[0] == 1
+
+
 def test_a_budget_at_an_end_is_named(answers: dict[str, Any]) -> None:
     low, high = [0] * 40, [1] * 40
     (run,) = answers["outcomes"](
@@ -146,4 +155,7 @@ def test_rows_are_what_the_trace_holds(answers: dict[str, Any], tmp_path: Path) 
     titles = [title for title, _, _ in answers["tables"](
         answers["read_rows"]([tmp_path / "c.csv"]), answers["read_rows"]([tmp_path / "f.csv"])
     )]  # fmt: skip
-    assert len(titles) == 1 + 3 + 2
+    assert len(titles) == 2 + 3 + 2
+    loss, norm = trace.arrays["perturbation_isolated"][0, place], trace.arrays["output_norm"][0]
+    assert one["moved_first"] == pytest.approx(float(loss[0].sum() / norm[0].sum()), rel=1e-6)
+    assert one["moved"] == pytest.approx(float(np.nansum(loss) / np.nansum(norm)), rel=1e-6)
