@@ -3,8 +3,8 @@
 `python studies/answers.py measure` measures one run (a model, and the digits of its hidden numbers) after the other and
 writes docs/answers/RUN.csv, a row per prompt and cache, and for the compared methods RUN-foretelling.csv, a row per
 budget and measure. A run whose files are there is not measured again, and one that was cut goes on where it was.
-`--only WORD` takes the runs whose name holds a word. `python studies/answers.py` prints the tables and draws a picture.
-With `--short` it measures and draws a single run of four prompts, to see it work.
+`--only WORD` takes the runs whose name holds a word. `python studies/answers.py` prints the tables and draws a picture;
+with `--short` it first measures a single run of four prompts, to see it work.
 The rules stand in docs/results/rules.md, which was written first.
 """
 
@@ -25,7 +25,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from paper_verdicts import p_text, sign_test
 from second_model import prompt_rows
-from specification import DOCS, FIGURES, commit_hash, model, read_rows, write_rows
+from specification import DOCS, FIGURES, model, read_rows, write_rows
 
 import perturbkv as pk
 
@@ -48,17 +48,20 @@ METHODS: dict[str, dict[str, Any]] = {
 """Method -> its choices in `pk.grid`; two-stage is of the paper's first version and of its later one."""
 POOLED = (BASELINE, "two-stage, later")
 """Methods that are crossed with kernels; both of their stages read pooled scores."""
+HEADS = pk.stats.intervals.share_kind(336)  # heads of Qwen 0.5B
 FEWEST, AT_FLOOR = 10, 0.05
 """Answered prompts under which a run has no verdict; share of answers found, or lost, under which nothing is told."""
-MOVED = ("moved_first", "moved")
-"""Columns of isolated L1 over the norm of the full run's outputs: at the answer's first token, and over all of them."""
+MOVED = ("moved_first", "moved", "heads_less")
+"""Columns of isolated L1 along the answer: Σ over heads at its first token and over all of its steps, relative to the
+full run's outputs; and the share of heads that move less than under SnapKV of the same budget, ties half."""
 CELLS = (
     *("model", "digits", "sample", "prompt_tokens", "method", "budget", "kernel", "cache_share", "full", "found"),
     *MOVED,
 )
 FORETELLING = (
     *("model", "budget", "measure", "prompts", "area", "area_low", "area_high"),
-    *("beyond", "beyond_low", "beyond_high", "rho", "rho_low", "rho_high", "commit"),
+    *("beyond", "beyond_low", "beyond_high", "rho", "rho_low", "rho_high"),
+    *("prompts_without", "without", "without_low", "without_high"),
 )
 
 
@@ -135,7 +138,7 @@ def rows(trace: pk.Trace, run: Run) -> Iterator[dict[str, Any]]:
     names = [name for name, kept in zip(trace.sample_ids, trace.ok, strict=True) if kept]
     full, found, share, tokens = (trace.arrays[name][trace.ok] for name in
                                   ("score_full", "score", "held_share", "prompt_tokens"))  # fmt: skip
-    moved = moved_along(trace) if trace.run.text == "answer" else np.full((*found.shape, 2), np.nan)
+    moved = moved_along(trace, run) if trace.run.text == "answer" else np.full((*found.shape, len(MOVED)), np.nan)
     for (method, budget, kernel), config in run.configs().items():
         place = trace.config_index(config.label())
         for index, name in enumerate(names):
@@ -145,25 +148,33 @@ def rows(trace: pk.Trace, run: Run) -> Iterator[dict[str, Any]]:
                    **dict(zip(MOVED, moved[index, place].tolist(), strict=True))}  # fmt: skip
 
 
-def moved_along(trace: pk.Trace) -> common.Floats:
-    """Return isolated L1 (sample, config, 2) at the first step and mean over steps: Σ over heads, over Σ ‖o_h‖₁."""
+def moved_along(trace: pk.Trace, run: Run) -> common.Floats:
+    """Return the columns `MOVED` (sample, config, 3); NaN steps after the text's end are left out."""
     loss, norm = (trace.arrays[name][trace.ok].astype(np.float64) for name in ("perturbation_isolated", "output_norm"))
-    loss, norm = loss.sum(axis=(3, 4)), norm.sum(axis=(2, 3))  # NaN after the text's end
-    first, whole = loss[:, :, 0] / norm[:, :1], np.nanmean(loss, axis=2) / np.nanmean(norm, axis=1)[:, None]
-    return np.stack([first, whole], axis=-1)
+    means, norm = np.nanmean(loss, axis=2), norm.sum(axis=(2, 3))
+    first = loss[:, :, 0].sum(axis=(2, 3)) / norm[:, :1]
+    whole = means.sum(axis=(2, 3)) / np.nanmean(norm, axis=1)[:, None]
+    base = np.empty_like(means)
+    for (_, budget, _), config in run.configs().items():
+        snapkv = run.configs()[BASELINE, budget, 7]
+        base[:, trace.config_index(config.label())] = means[:, trace.config_index(snapkv.label())]
+    less = ((np.sign(base - means) + 1) / 2).mean(axis=(2, 3))
+    return np.stack([first, whole, less], axis=-1)
 
 
 def foretelling(trace: pk.Trace, run: Run) -> Iterator[dict[str, Any]]:
-    """Yield a row per budget and measure: what it foretells of lost answers between methods, less what names tell."""
-    compared = {config for (_, _, kernel), config in run.configs().items() if kernel == 7}
+    """Yield a row per budget and measure: what it foretells between methods, also less names and without random."""
+    compared = {config: method for (method, _, kernel), config in run.configs().items() if kernel == 7}
     told = pk.correlation(trace.sel(where=lambda config: config in compared))
-    for setting in told.settings:
+    others = pk.correlation(trace.sel(where=lambda config: compared.get(config, "random") != "random"))
+    for setting, without in zip(told.settings, others.settings, strict=True):
         for measure in setting.measured:
             own, beyond = setting.strength(measure), setting.identity_baselines(measure).auc.beyond
             yield {
                 "model": run.model, "budget": str(setting.configs[0].budget), "measure": measure,
-                "prompts": own.auc.prompts, "commit": commit_hash(), **_ends("area", own.auc),
-                **_ends("beyond", beyond), **_ends("rho", own.rho),
+                "prompts": own.auc.prompts, **_ends("area", own.auc), **_ends("beyond", beyond),
+                **_ends("rho", own.rho), "prompts_without": without.strength(measure).auc.prompts,
+                **_ends("without", without.strength(measure).auc),
             }  # fmt: skip
 
 
@@ -181,7 +192,7 @@ class Outcomes:
         model, digits: the run's.
         prompts: number of prompts that were read.
         found: (method, budget, kernel) -> (answered prompt,) whether its cache finds the number.
-        moved: the same -> (answered prompt, 2) the columns `MOVED`.
+        moved: the same -> (answered prompt, 3) the columns `MOVED`.
     """
 
     model: str
@@ -327,9 +338,11 @@ def foretelling_tables(foretold: Sequence[Mapping[str, str]]) -> Iterator[common
     """Yield what each measure foretells of lost answers, per model and budget."""
     for name, budget in dict.fromkeys((row["model"], row["budget"]) for row in foretold):
         own = [row for row in foretold if (row["model"], row["budget"]) == (name, budget)]
-        lines = [[row["measure"], _cell(row, "rho", 1, 2), _cell(row, "area", 100, 0), _cell(row, "beyond", 100, 0),
-                  row["prompts"], verdict_of(row)] for row in own]  # fmt: skip
-        heads = ["measure", "ρ with found", "lost above kept, %", "less names, points", "deciding prompts", "verdict"]
+        lines = [[row["measure"], _cell(row, "rho", 1, 2), *(_cell(row, one, 100, 0) for one in ("area", "beyond")),
+                  row["prompts"], _cell(row, "without", 100, 0), row["prompts_without"], verdict_of(row)]
+                 for row in own]  # fmt: skip
+        heads = ["measure", "ρ with found", "lost above kept, %", "less names, points", "deciding prompts",
+                 "without random, %", "deciding", "verdict"]  # fmt: skip
         yield f"{name}, b = {budget}: does it foretell lost answers between methods?", heads, lines
 
 
@@ -362,52 +375,41 @@ def moved_table(run: Outcomes) -> common.Table:
     lines = []
     for (method, budget, kernel), hits in run.found.items():
         ratios = (common.interval_text(*moved_ratio(run, (method, budget, kernel), column)) for column in (0, 1))
-        lines.append(
-            [f"{method}{f', kernel {kernel}' if kernel != 7 else ''}", f"{budget:g}", *ratios, share_text(hits)]
-        )
-    heads = ["method", "b / n", "first token", "whole answer", "found"]
+        each = run.moved[method, budget, kernel][:, 2]
+        less = common.percent_text(float(each.mean()), pk.stats.intervals.of_mean(each, HEADS))
+        name = f"{method}{f', kernel {kernel}' if kernel != 7 else ''}"
+        lines.append([name, f"{budget:g}", *ratios, less, share_text(hits)])
+    heads = ["method", "b / n", "first token", "whole answer", "heads that move less", "found"]
     return f"{run.model}: isolated L1 along the right answer, over SnapKV's", heads, lines
-
-
-def draw_found(found: Sequence[Outcomes]) -> Figure:
-    """Draw the share of answers that each method keeps over the budget, a panel per model with several budgets."""
-    figure = common.page_figure(70)
-    for axes, run in zip(np.atleast_1d(figure.subplots(1, len(found), sharey=True)), found, strict=True):
-        for place, method in enumerate(METHODS):
-            hits = [run.found[method, budget, 7] for budget in BUDGETS]
-            shares = [100 * float(one.mean()) for one in hits]
-            ends = [common.in_percent(pk.stats.intervals.of_share(one)) for one in hits]
-            at = [100 * budget * 1.015 ** (place - 2.5) for budget in BUDGETS]
-            axes.errorbar(at, shares, common.error_bars(shares, ends), fmt=".-", label=method, linewidth=1,
-                          color="0.6" if method == "random" else None, elinewidth=0.6)  # fmt: skip
-        common.log_ticks(axes, [100 * budget for budget in BUDGETS])
-        axes.set_title(f"{run.model.partition('-q4')[0]}: {run.answered} numbers that its full cache finds")
-        axes.set(xlabel="entries kept, % of the prompt", ylim=(-3, 103))
-    figure.axes[0].set_ylabel("found from the evicted cache, %")
-    handles, names = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=len(names))
-    return figure
 
 
 def draw_moved(run: Outcomes) -> Figure:
     """Draw what each cache of a fifth of the prompt finds over how far it moves outputs: first token and whole answer.
 
-    `random` is left out: it moves them several times as far, and finds nothing.
+    `random`, which moves them several times as far, is told at the right edge.
     """
-    figure = common.page_figure(78, 120)
-    axes = figure.subplots()
-    caches = [key for key in run.found if key[1] == CROSSED and key[0] != "random" and key[2] != 1]
+    axes = (figure := common.page_figure(84, 130)).subplots()
+    caches = [key for key in run.found if key[1] == CROSSED and key[0] != "random" and key[::2] != (BASELINE, 1)]
     caches.sort(key=lambda cache: (run.found[cache].mean(), moved_ratio(run, cache, 1)[0]))
     for place, cache in enumerate(caches):
-        share = 100 * float(run.found[cache].mean())
-        (first, _), (whole, ends) = (moved_ratio(run, cache, column) for column in (0, 1))
-        axes.plot([first, whole], [share, share], color="0.8", linewidth=0.6, zorder=0)
-        axes.plot(first, share, "o", color="C0", fillstyle="none", markersize=4)
-        axes.errorbar(whole, share, xerr=common.error_bars([whole], [ends]), fmt="o", color="C1", markersize=4)
-        name = f"{cache[0]}, kernel {cache[2]}" if cache[2] != 7 else cache[0]
-        axes.annotate(name, (whole, share), (3, 4 if place % 2 else -11), textcoords="offset points", fontsize="small")
+        hits = run.found[cache]
+        share, ends = 100 * float(hits.mean()), common.in_percent(pk.stats.intervals.of_share(hits))
+        for column, shape in enumerate(("none", "full")):
+            ratio, sides = moved_ratio(run, cache, column)
+            across = common.error_bars([share], [ends]) if column else None
+            axes.errorbar(ratio, share, across, common.error_bars([ratio], [sides]), fmt="o", markersize=4,
+                          elinewidth=0.7, color=f"C{column}", fillstyle=shape)  # fmt: skip
+        name = cache[0] + (f", kernel {cache[2]}" if cache[2] != 7 else "")
+        at, side = (((4, -11), "left"), ((4, 4), "left"), ((-4, 4), "right"))[place % 3]
+        axes.annotate(name, (ratio, share), at, textcoords="offset points", ha=side, fontsize="small")
+    far = " and ".join(f"{moved_ratio(run, ('random', CROSSED, 7), column)[0]:.1f}" for column in (0, 1))
+    axes.text(1, 0.02, f"random: {far} →", transform=axes.transAxes, ha="right", fontsize="small")
     axes.axvline(1, color="0.3", linewidth=0.6, linestyle=":")
-    axes.set(xlabel="outputs moved, over SnapKV's", ylabel=f"numbers found, % of {run.answered}", ylim=(-9, 112))
+    axes.set(
+        xlabel="isolated L1 of all heads, over SnapKV's", ylabel=f"numbers found, % of {run.answered}", ylim=(-22, 116)
+    )
+    axes.set_title(f"{run.model.partition('-q4')[0]}, {100 * CROSSED:.0f} % of the cache kept")
+    axes.set_yticks(range(0, 101, 20))
     axes.margins(x=0.12)
     axes.plot([], [], "o", color="C0", fillstyle="none", markersize=4, label="at the answer's first token")
     axes.plot([], [], "o", color="C1", markersize=4, label="over the whole answer")
@@ -432,12 +434,10 @@ def study(asked: argparse.Namespace) -> None:
             if asked.only in run.name and not (ROWS / f"{run.name}.csv").exists():
                 write_run(run, measure(run), ROWS)
         return
-    cells = read_rows(folder / f"{run.name}.csv" for run in wanted)
-    foretold = read_rows(folder / f"{run.name}-foretelling.csv" for run in wanted)
-    compared = [run for run in outcomes(cells) if (BASELINE, BUDGETS[-1], 7) in run.found]
-    for name, figure in {"answers": draw_found(compared), "answers-moved": draw_moved(compared[0])}.items():
-        asked.written.append((folder if asked.short else FIGURES) / f"{name}.png")
-        figure.savefig(asked.written[-1], dpi=200)
+    cells, foretold = (read_rows(folder / f"{run.name}{end}.csv" for run in wanted) for end in ("", "-foretelling"))
+    (drawn, *_) = (run for run in outcomes(cells) if (BASELINE, BUDGETS[-1], 7) in run.found)
+    asked.written.append((folder if asked.short else FIGURES) / "answers-moved.png")
+    draw_moved(drawn).savefig(asked.written[-1], dpi=200)
     common.write_tables(asked, tables(cells, foretold))
 
 

@@ -27,7 +27,8 @@ def cells(found: dict[tuple[str, float, int], list[int]], full: list[int], digit
     """Rows of a run: (method, budget, kernel) -> what its cache finds, prompt by prompt."""
     return [
         {"model": "m", "digits": str(digits), "sample": str(index), "method": method, "budget": str(budget),
-         "kernel": str(kernel), "full": str(whole), "found": str(one), "moved_first": "2", "moved": str(1 + index)}
+         "kernel": str(kernel), "full": str(whole), "found": str(one),
+         "moved_first": "2", "moved": str(1 + index), "heads_less": "0.5"}
         for (method, budget, kernel), each in found.items()
         for index, (whole, one) in enumerate(zip(full, each, strict=True))
     ]  # fmt: skip
@@ -156,6 +157,11 @@ def test_rows_are_what_the_trace_holds(answers: dict[str, Any], tmp_path: Path) 
         answers["read_rows"]([tmp_path / "c.csv"]), answers["read_rows"]([tmp_path / "f.csv"])
     )]  # fmt: skip
     assert len(titles) == 2 + 3 + 2
+    base = next(row for row in rows if (row["method"], row["budget"], row["kernel"]) == ("SnapKV", 0.4, 7))
+    means = np.nanmean(trace.arrays["perturbation_isolated"][0].astype(float), axis=1)
+    own = trace.config_index(run.configs()["SnapKV", 0.4, 7].label())
+    less, least = (means[place] < means[own]).mean(), (means[place] <= means[own]).mean()
+    assert base["heads_less"] == 0.5 and one["heads_less"] == pytest.approx((less + least) / 2)
     loss, norm = trace.arrays["perturbation_isolated"][0, place], trace.arrays["output_norm"][0]
     assert one["moved_first"] == pytest.approx(float(loss[0].sum() / norm[0].sum()), rel=1e-6)
     assert one["moved"] == pytest.approx(float(np.nansum(loss) / np.nansum(norm)), rel=1e-6)
