@@ -291,7 +291,7 @@ def _unevicted_counts(trace: Trace, configs: Sequence[EvictionConfig], step: int
 
 
 def joint_identity(runs: Sequence[RunIdentity]) -> RunIdentity:
-    """Return the joint identity of several runs: the first run's, with all models, data sets, digests and samples."""
+    """Return the joint identity of several runs: the first's, with all models, data sets, digests, steps, samples."""
     return replace(
         runs[0],
         model=", ".join(dict.fromkeys(run.model for run in runs)),

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.analyses.measurements import Floats, Measurements, measured_steps, summed_log_p
-from perturbkv.analyses.text import first_order_note
+from perturbkv.analyses.text import FIRST_ORDER_NOTES
 from perturbkv.analyses.verdicts import equal_whole
 from perturbkv.configs.run import ANSWER, FULL, OWN
 from perturbkv.errors import TraceError
@@ -107,7 +107,7 @@ def effect_note(gradient: str) -> str:
     """Return the definition of the effects on the accepted answer, by a gradient, a key of `EFFECT_GRADIENTS`."""
     return (
         "−Δ log p: loss of the accepted answer's log p to first order, in nat, summed over heads and steps, above 0 "
-        f"where it becomes less likely; |Δ log p|: the sum of absolute values. {first_order_note(gradient)}"
+        f"where it becomes less likely; |Δ log p|: the sum of absolute values. {FIRST_ORDER_NOTES[gradient]}"
     )
 
 

@@ -85,16 +85,11 @@ def intervals_note(samples: int, exact: bool = False, medians: bool = False) -> 
     return f"n = {samples} samples, too few for intervals; in parentheses: {RANGES_NOTE}.{shares}"
 
 
-def first_order_note(gradient: str) -> str:
-    """Return the note on the gradient by which effects on the text are measured, a key of `EFFECT_GRADIENTS`."""
-    return _FIRST_ORDER[gradient]
-
-
 def effect_note(gradient: str) -> str:
     """Return the definition of a head's effect on the text, by a gradient."""
     return (
         "|Δ log p|: first-order change of the text's log p by a head's loss, in nat; the mean of its absolute value "
-        f"over steps. Propagated, a loss counts again in later layers. {first_order_note(gradient)}"
+        f"over steps. Propagated, a loss counts again in later layers. {FIRST_ORDER_NOTES[gradient]}"
     )
 
 
@@ -106,10 +101,11 @@ def noise_floor_note(relative: float, unit: str = "of ‖o_h‖") -> str:
 RANGES_NOTE = "the range of single samples, outside which a number of all of them together can lie"
 """The median over heads of their sums over samples is not the mean of the samples' medians."""
 DRIFT_NOTE = "Drift: distance of the evicted run's residual stream from the full run's, median over samples."
-_FIRST_ORDER = {
+FIRST_ORDER_NOTES = {
     FULL: "By the gradient of the full run: it misses most of a large loss, and can have its sign wrong.",
     MEAN: "By the mean of both runs' gradients: it can miss much of a large loss, too.",
 }
+"""Gradient by which effects on the text are measured -> the note on it."""
 TIES_NOTE = "A tie differs by at most 2 noise floors, or keeps the same entries."
 CACHE_SHARE_NOTE = "cache share: entries that the evicted cache holds over those of the full cache."
 ABOVE_FULL = (

@@ -35,8 +35,8 @@ Sections = dict[str, list[tuple[str, str]]]
 _MOST_COLUMNS = 100
 _OWN, _COMMANDS, _HELP = "Options", "Commands", "help"
 _NO_DEFAULT = ("", "None", "False")
-_TOLD = ("text", "prompts", "save")
-"""Options that a help which hides them names all the same."""
+_EXAMPLES = ("text", "prompts", "save")
+"""Options that the line on hidden options names."""
 _LEGEND = "  [default]  … repeatable"
 
 
@@ -209,7 +209,7 @@ def _hidden_options_line(command: Any, ctx: Any) -> str:
     hidden = {option.name for option in command.get_params(ctx) if option.hidden}
     if command.name == "trace" or "chunk_mib" not in hidden:
         return ""
-    named = ", ".join(f"--{name}" for name in _TOLD if name in hidden)
+    named = ", ".join(f"--{name}" for name in _EXAMPLES if name in hidden)
     return f"More options of measuring{f' ({named}, …)' if named else ''}: perturbkv trace -h"
 
 

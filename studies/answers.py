@@ -33,9 +33,7 @@ ROWS, RUNS = DOCS / "answers", DOCS.parent / "runs" / "answers"
 SMOLLM2, QWEN, LARGER = "smollm2-135m-q4_1", "qwen2.5-coder-0.5b-q4_k_m", "qwen2.5-coder-1.5b-q4_k_m"
 LENGTH, DEPTHS, SEED, WINDOW = 600, (0.1, 0.35, 0.6, 0.85), 31, 32
 BUDGETS, CROSSED = (0.1, 0.2, 0.4), 0.2
-DIGITS, KERNELS = (3, 7, 15), (1, 7, 21)
-STEPS = 8
-"""Tokens of the right answer that are read: a space and seven digits."""
+DIGITS, KERNELS, STEPS = (3, 7, 15), (1, 7, 21), 8  # steps of a space and seven digits
 BASELINE = "SnapKV"
 METHODS: dict[str, dict[str, Any]] = {
     BASELINE: {"selection": "attention"},
@@ -47,10 +45,11 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 """Method -> its choices in `pk.grid`; two-stage is of the paper's first version and of its later one."""
 POOLED = (BASELINE, "two-stage, later")
-"""Methods that are crossed with kernels; both of their stages read pooled scores."""
-HEADS = pk.stats.intervals.share_kind(336)  # heads of Qwen 0.5B
-FEWEST, AT_FLOOR = 10, 0.05
-"""Answered prompts under which a run has no verdict; share of answers found, or lost, under which nothing is told."""
+"""Methods that are crossed with kernels: every ranking that they do is of pooled scores."""
+HEADS = {QWEN: 336, SMOLLM2: 270, LARGER: 336}
+# θ̂'s first stages differ between methods; the others nearly are the score
+NO_VERDICT = ("theta_hat", "propagated", "effect_propagated", "kl", "drift", "text_loss")
+FEWEST, AT_FLOOR = 10, 0.05  # answered prompts for a verdict; share found, or lost, under which nothing is told
 MOVED = ("moved_first", "moved", "heads_less")
 """Columns of isolated L1 along the answer: Σ over heads at its first token and over all of its steps, relative to the
 full run's outputs; and the share of heads that move less than under SnapKV of the same budget, ties half."""
@@ -97,8 +96,8 @@ def _config(method: str, budget: float, kernel: int) -> pk.EvictionConfig:
 def runs() -> list[Run]:
     """Return every run, those that compare methods first."""
     prompts = {QWEN: 100, SMOLLM2: 100, LARGER: 30}
-    longest = [Run(name, 7, count) for name, count in prompts.items()]
-    return [*longest, *(Run(name, digits, prompts[name]) for name in (QWEN, SMOLLM2) for digits in (3, 15))]
+    comparing = [Run(name, 7, count) for name, count in prompts.items()]
+    return [*comparing, *(Run(name, digits, prompts[name]) for name in (QWEN, SMOLLM2) for digits in (3, 15))]
 
 
 def write_prompts(run: Run, path: Path) -> Path:
@@ -254,9 +253,8 @@ class Pair:
 def decide(pairs: Iterable[Pair]) -> list[Pair]:
     """Return the pairs with `decided` set (Benjamini–Hochberg, 5 %), but not for runs of too few answered prompts."""
     counted = list(pairs)
-    marks = pk.stats.permutation.benjamini_hochberg(
-        np.array([pair.p if pair.run.answered >= FEWEST else np.nan for pair in counted])
-    )
+    p = np.array([pair.p if pair.run.answered >= FEWEST else np.nan for pair in counted])
+    marks = pk.stats.permutation.benjamini_hochberg(p)
     return [dataclasses.replace(pair, decided=bool(mark)) for pair, mark in zip(counted, marks, strict=True)]
 
 
@@ -284,7 +282,7 @@ def kernel_pairs(found: Sequence[Outcomes]) -> list[Pair]:
         for run in found
         for method in POOLED
         for narrow, wide in combinations(KERNELS, 2)
-        if (method, CROSSED, wide) in run.found and (method, CROSSED, narrow) in run.found
+        if run.found.keys() >= {(method, CROSSED, narrow), (method, CROSSED, wide)}
     )
 
 
@@ -354,8 +352,8 @@ def _cell(row: Mapping[str, str], name: str, scale: float, digits: int) -> str:
 
 def verdict_of(row: Mapping[str, str]) -> str:
     """Return what the rules say of a measure in a setting."""
-    if int(row["prompts"]) < FEWEST:
-        return "too few"
+    if row["measure"] in NO_VERDICT or int(row["prompts"]) < FEWEST:
+        return "–" if row["measure"] in NO_VERDICT else "too few"
     low, high, least, most = (float(row[name]) for name in ("area_low", "area_high", "beyond_low", "beyond_high"))
     if low > 0.5 and least > 0:
         return "foretells"
@@ -376,7 +374,9 @@ def moved_table(run: Outcomes) -> common.Table:
     for (method, budget, kernel), hits in run.found.items():
         ratios = (common.interval_text(*moved_ratio(run, (method, budget, kernel), column)) for column in (0, 1))
         each = run.moved[method, budget, kernel][:, 2]
-        less = common.percent_text(float(each.mean()), pk.stats.intervals.of_mean(each, HEADS))
+        less = common.percent_text(
+            float(each.mean()), pk.stats.intervals.of_mean(each, pk.stats.intervals.share_kind(HEADS.get(run.model, 0)))
+        )
         name = f"{method}{f', kernel {kernel}' if kernel != 7 else ''}"
         lines.append([name, f"{budget:g}", *ratios, less, share_text(hits)])
     heads = ["method", "b / n", "first token", "whole answer", "heads that move less", "found"]

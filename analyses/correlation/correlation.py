@@ -109,7 +109,9 @@ class Correlation(Result):
     FIRST: ClassVar[str] = "measure"
 
     identity: RunIdentity
-    text: str = column("whose perturbation: own, the first step of the model's own text, or answer, the accepted one's")
+    text: str = column(
+        "text that the steps read: own, of which the first step counts, or answer, the accepted one, of which all do"
+    )
     parts: tuple[GradedTrace, ...] = column("the traces, which are pooled")
     rule: Rule = column("which prompts count, and which answers are lost")
     settings: tuple[Setting, ...] = column("one per budget, granularity and protection of three configurations or more")

@@ -204,7 +204,7 @@ class Control(Record):
 
 
 class MeasureLookup:
-    """The methods that look up a measure's statistics by its name; `measures` are those of the text."""
+    """A result with statistics per measure, which are looked up by the measure's name."""
 
     measures: Measures
     strengths: tuple[Strength, ...]

@@ -56,8 +56,7 @@ class CachePerplexity(Record):
         "first configuration of its budget, granularity, precision and protection; null for that one itself"
     )
     over_baseline: float | None = column(
-        "perplexity over the `baseline`'s of the same tokens, geometric mean over samples: over the method's that is "
-        "named first of those of equal budget, granularity, precision and protection",
+        "perplexity over the `baseline`'s of the same tokens, geometric mean over samples; null for that itself",
         heading="#over first\nmethod's", text=text.three_digits,
     )  # fmt: skip
     over_baseline_interval: OptionalInterval = interval()

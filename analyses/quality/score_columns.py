@@ -251,13 +251,14 @@ FULL = "full cache"
 
 @dataclass(frozen=True)
 class Cell:
-    """One mean score of a table, or another number.
+    """A number of an exported table: a mean score, a perplexity or a ratio.
 
     Attributes:
-        value: the score in [0, 1]; `interval` is its interval; NaN where it is not known.
+        value: the number; NaN where it is not known.
+        interval: its interval.
         best: whether no configuration of the same group has a higher score.
         write: writes a value with its interval.
-        scale: what a CSV's number is of the value.
+        scale: factor by which a CSV multiplies the value.
     """
 
     value: float

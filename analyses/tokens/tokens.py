@@ -298,7 +298,7 @@ class Tokens(Result, PairRecord):
         ]
         if not told:
             return []
-        by_gradient = text.first_order_note(self.identity.effect_gradient)
+        by_gradient = text.FIRST_ORDER_NOTES[self.identity.effect_gradient]
         return [f"Change of the text's log p by eviction, in nat: {'; '.join(told)}. {by_gradient}\n"]
 
     def _costliest(self, effects: Floats) -> str:

@@ -45,6 +45,7 @@ def run_facts(trace: Trace, sides: Sides) -> tuple[Fact, ...]:
         "Data": run.dataset,
         "Scenario": run.scenario if run.scenario != "regular" else "",
         "Steps": run.steps,
+        "Effects": text.FIRST_ORDER_NOTES[trace.run.effect_gradient] if "effect_isolated" in trace.arrays else "",
         "Samples": plural(run.samples, "sample") + (f", {run.failed} failed" if run.failed else ""),
         "Configurations": _configurations_text(trace, sides),
         "Budgets": ", ".join(map(str, sides.budgets)),

@@ -36,7 +36,7 @@ def cells(found: dict[tuple[str, float, int], list[int]], full: list[int], digit
 
 def row(area: tuple[float, float], beyond: tuple[float, float], prompts: int = 40) -> dict[str, str]:
     ends = {"area_low": area[0], "area_high": area[1], "beyond_low": beyond[0], "beyond_high": beyond[1]}
-    return {"prompts": str(prompts), **{name: str(end) for name, end in ends.items()}}
+    return {"measure": "isolated", "prompts": str(prompts), **{name: str(end) for name, end in ends.items()}}
 
 
 def test_every_run_has_the_caches_of_the_rules(answers: dict[str, Any]) -> None:
@@ -125,6 +125,7 @@ def test_a_budget_at_an_end_is_named(answers: dict[str, Any]) -> None:
 )
 def test_a_measure_s_verdict_follows_the_rules(answers: dict[str, Any], found: dict[str, str], told: str) -> None:
     assert answers["verdict_of"](found) == told
+    assert answers["verdict_of"]({**found, "measure": "kl"}) == "–"
 
 
 @pytest.mark.slow

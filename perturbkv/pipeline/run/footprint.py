@@ -70,8 +70,8 @@ class Memory:
         layer: rankings of all layers, and one layer's entries, projection and sums in float64, or the joined scores of
             all layers that share kept sets.
         decoding: rankings and coded kept sets of all layers, the largest batch of evicted caches, and copies.
-        backward: what the larger backward pass through the text's tokens holds of all layers, over the full cache or
-            over the largest batch of evicted ones beside that batch; 0 without effects.
+        backward: the larger of two backward passes through the text's tokens: over the full cache, or over the largest
+            batch of evicted caches, with what decoding holds; 0 without effects.
     """
 
     weights: int
@@ -185,11 +185,8 @@ def _evicted_backward_bytes(planned: Plan, shape: Shape, tokens: int, question: 
     before and after the softmax; a token's activations. One row keeps everything. The gradients are those of all
     configurations, in float64.
     """
-    run, read, wide = (
-        planned.run,
-        question + planned.run.steps,
-        max(4, shape.itemsize),
-    )  # bytes of a number in attention
+    run, read = planned.run, question + planned.run.steps
+    wide = max(4, shape.itemsize)  # bytes of a number in attention
     copies = wide / shape.itemsize if copies_each_pass(planned.resolved) or wide > shape.itemsize else 0
     everything = shape.full_cache_bytes(tokens) if wide > shape.itemsize else 0
     activations = _activation_bytes(run, shape, read)

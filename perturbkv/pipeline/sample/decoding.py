@@ -46,8 +46,9 @@ class StepRecord:
         logits: (row, vocab).
         entries: number of entries that the query attends to in the full cache, its own included.
         gates: layer -> γ (row, head · d_value), of the layers with a gate.
-        gradient: ∂ log p of the text / ∂ `head_output` (row, head, d_value), where effects are measured: of the full
-            run, and with evicted rows that or its mean with their own, without padding rows.
+        gradient: ∂ log p of the text / ∂ `head_output` (row, head, d_value), where effects are measured: in the
+            full run's record its own; in an evicted run's the full run's, or its mean with each row's own. No padding
+            rows.
         read: what attention read of row 0 in layers whose cache holds latents, in the last step of a pass alone; empty
             once it is stored in the prefill.
     """

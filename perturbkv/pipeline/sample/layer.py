@@ -161,11 +161,12 @@ def measure_effects(
 ) -> LayerEffects:
     """Return the isolated effects of one layer, whose kept sets are those of `groups`, none of a sparse prefill.
 
-    `gradients` are the configurations' own, per step, in the order of the run; without any all have the full run's, by
-    which the noise floor is in either case.
+    `gradients` are the configurations' own, per step, in the order of the run; empty where all have the full run's. The
+    noise floor is always by the full run's.
     """
     layer, steps, heads = sample.layer(index), sample.full.steps, sample.adapter.heads
-    weights, layer = layer.weights_per_step(steps), replace(layer, values=layer.values.to(WORK))
+    weights = layer.weights_per_step(steps)
+    layer = replace(layer, values=layer.values.to(WORK))
 
     def effects(step: int, gradient: Float[Tensor, "row head d_value"]) -> EntryEffects:
         return EntryEffects(*weights[step], layer.entry_effects(steps[step], gradient))
