@@ -215,7 +215,7 @@ class RunOptions(DataOptions):
         ),
     ] = None
     effect_gradient: Annotated[
-        str, _rare_option(_RUN, metavar="NAME", help="Gradient of effects: full run's, mean of both runs'")
+        str, _rare_option(_RUN, metavar="NAME", help="Effects' gradient: full, mean (of both runs')")
     ] = FULL
     prompts: Annotated[
         bool,
