@@ -36,7 +36,7 @@ class Measures:
         predictors: measure -> name; known before the free answer. The last is `REFERENCE`.
         circular: measure -> name; nearly the score itself.
         headline: predictor of conclusions and of curves on the screen, chosen beforehand.
-        where: what a prompt's more perturbing methods do, in words.
+        subject: the methods of the first claim, in words.
         circular_tokens: the tokens of which the circular measures nearly are the score.
         step: decode step; None: the mean over those of the text.
     """
@@ -44,7 +44,7 @@ class Measures:
     predictors: Mapping[str, str]
     circular: Mapping[str, str]
     headline: str
-    where: str
+    subject: str
     circular_tokens: str
     step: int | None
 
@@ -72,7 +72,7 @@ OWN_TEXT = Measures(
     },
     circular={"kl": "KL, nat", "drift": "last layer's drift"},
     headline="propagated",
-    where="perturb its first step more",
+    subject="the methods of a prompt that perturb its first step more",
     circular_tokens="the answer's second token",
     step=0,
 )
@@ -95,7 +95,7 @@ ACCEPTED_ANSWER = Measures(
         "text_loss": "log p lost, nat",
     },
     headline="isolated",
-    where="have the larger isolated perturbation along its accepted answer",
+    subject="the methods of a prompt that have the larger isolated perturbation along its accepted answer",
     circular_tokens="the right answer's own tokens",
     step=None,
 )

@@ -133,7 +133,7 @@ class Correlation(Result):
             samples, limits = self._total("samples"), [part.answer_tokens for part in self.parts]
             none = f"the full cache answers none of {plural(samples, 'prompt')} (score > {self.rule.right:g})"
             return unanswered_claims(
-                Claim(self._who(), "score", [], _SCORE), none, self._total("cut_off"), samples, limits
+                Claim(self.measures.subject, "score", [], _SCORE), none, self._total("cut_off"), samples, limits
             )
         return [*self._rank_claims(), *self._area_claims()]
 
@@ -145,7 +145,7 @@ class Correlation(Result):
         unranked = dict.fromkeys(filter(None, (one.no_ranks_reason() for one in self.settings)))
         scores = Case("", rho.value, f"ρ = {format_estimate(rho, ' ')}", verdict_at(rho.interval, 0))
         equal = f"{self.measures.names[headline]} is the same under all methods of a prompt"
-        claim = Claim(self._who(), "score", [scores], _SCORE, missing=" or ".join(unranked) or equal)
+        claim = Claim(self.measures.subject, "score", [scores], _SCORE, missing=" or ".join(unranked) or equal)
         if isnan(rho.value):
             return [claim]
         return [claim, _beyond_claim("ρ", beyond, format_estimate(beyond, " "), _BELOW, f"within {NOTHING:g}")]
@@ -163,10 +163,6 @@ class Correlation(Result):
             return [claim]
         margin = f"within {100 * NOTHING:g} points"
         return [claim, _beyond_claim("this share", beyond, f"{format_points(beyond)} points", _ABOVE, margin)]
-
-    def _who(self) -> str:
-        """Return the subject of the first claim."""
-        return f"the methods of a prompt that {self.measures.where}"
 
     def _total(self, name: str) -> int:
         """Return a count of prompts, the field `name` of `GradedTrace`, summed over the traces."""

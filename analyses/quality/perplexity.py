@@ -104,9 +104,9 @@ class Perplexity(Result):
 
     def title(self) -> str:
         """Return the text that was read, and how many of its tokens count."""
-        counted, whole = _range_text(self.tokens), _range_text(self.text_tokens or self.tokens)
-        of = f"{counted.partition(' token')[0]} of its " if self.text_tokens else ""
-        return f"{TEXTS[self.text]}, {of}{whole} scored"
+        whole = self.text_tokens or self.tokens
+        of = f"{_range_text(self.tokens)} of its " if self.text_tokens else ""
+        return f"{TEXTS[self.text]}, {of}{_range_text(whole)} {'token' if max(whole) == 1 else 'tokens'} scored"
 
     def lines(self) -> Sequence[Line]:
         """Return a line per configuration."""
@@ -248,6 +248,6 @@ def _cells(numbers: Iterable[tuple[float | None, OptionalInterval]]) -> tuple[Ce
 
 
 def _range_text(counts: Sequence[int]) -> str:
-    """Return the least and the largest number of tokens as text: '8 to 16 tokens', '1 token'."""
+    """Return the least and the largest count as text: '8 to 16', '1'."""
     least, most = min(counts), max(counts)
-    return plural(most, "token") if least == most else f"{least:,} to {plural(most, 'token')}"
+    return f"{most:,}" if least == most else f"{least:,} to {most:,}"

@@ -11,7 +11,7 @@ from perturbkv.analyses.heads.head_comparison import floor_name
 from perturbkv.analyses.measurements import Floats, Measurements, measured_steps, texts_that_go_on
 from perturbkv.analyses.stats.arithmetic import ratio
 from perturbkv.analyses.verdicts import distance_of
-from perturbkv.reporting.page_blocks import Scale, linear_scale, log_scale, signed_scale
+from perturbkv.reporting.page_blocks import Scale, linear_scale, log_scale
 from perturbkv.trace import Trace
 
 ANALYSIS = "report"
@@ -72,7 +72,7 @@ class Measure:
     def scale(self, values: Floats) -> Scale:
         """Return the scale of the two-byte codes of the measure's values."""
         if self.kind == EFFECT:
-            return signed_scale(values)
+            return linear_scale(values, least_step=float(np.finfo(float).tiny))
         return linear_scale(values) if self.kind == SHARE else log_scale(values)
 
     def to_dict(self, verdict_index: int | None) -> dict[str, Any]:

@@ -55,18 +55,14 @@ def log_scale(values: Floats) -> Scale:
     return Scale(LOG, low, max(_LOG_STEP, (high - low) / (_LAST - 1)))
 
 
-def linear_scale(values: Floats) -> Scale:
-    """Return the linear scale of shares. Errors are at most 0.0001 where their range is at most 12."""
+def linear_scale(values: Floats, least_step: float = _LINEAR_STEP) -> Scale:
+    """Return the linear scale of values, by default of shares, with steps of at least `least_step`.
+
+    Errors of shares are at most 0.0001 where their range is at most 12, those of others 1/131,000 of their range.
+    """
     finite = values[np.isfinite(values)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
-    return Scale(LINEAR, low, max(_LINEAR_STEP, (high - low) / _LAST))
-
-
-def signed_scale(values: Floats) -> Scale:
-    """Return the linear scale of values of any size and sign. Errors are at most 1/131,000 of their range."""
-    finite = values[np.isfinite(values)]
-    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
-    return Scale(LINEAR, low, (high - low) / _LAST or 1.0)
+    return Scale(LINEAR, low, max(least_step, (high - low) / _LAST))
 
 
 def encode(values: Floats, scale: Scale) -> Codes:

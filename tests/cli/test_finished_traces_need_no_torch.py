@@ -101,7 +101,9 @@ def ran(lines: Iterable[Iterable[object]]) -> list[tuple[int, str, str]]:
 @pytest.fixture
 def read(tmp_path: Path) -> Path:
     """A small trace with its prompts' text."""
-    return write(tmp_path / "trace.h5", *(sample_trace(f"s{seed}", optional=True, seed=seed, keys=70) for seed in (0, 1)))
+    return write(
+        tmp_path / "trace.h5", *(sample_trace(f"s{seed}", optional=True, seed=seed, keys=70) for seed in (0, 1))
+    )
 
 
 def test_the_absent_modules_are_those_of_the_rule() -> None:
