@@ -177,7 +177,7 @@ class RunConfig:
 
     @property
     def averages_gradients(self) -> bool:
-        """Whether effects are measured by the mean of both runs' gradients."""
+        """True if effects are measured by the mean of both runs' gradients."""
         return self.effect_gradient == MEAN
 
     def labels(self) -> list[str]:

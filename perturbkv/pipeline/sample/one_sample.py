@@ -156,25 +156,18 @@ def trace_sample(
     """
     inference = not run.averages_gradients  # no backward pass goes through a tensor that was made in inference mode
     with torch.inference_mode(inference), torch.no_grad():
-        return _measure_sample(adapter, prompt, run, resources, kept_masks)
-
-
-def _measure_sample(
-    adapter: Adapter, prompt: Prompt, run: ResolvedRun, resources: Resources, kept_masks: KeptMasks
-) -> SampleTrace:
-    """Return what `trace_sample` does."""
-    check_positions(run.configs, adapter.config, adapter.name)
-    planned = plan_prompt_batches(prompt, run, adapter.shape, resources)
-    sample = SampleRun.read(adapter, prompt, run, resources, planned.rows, kept_masks)
-    layers, lengths = _measure_layers(sample)
-    sample.prefill.finite.raise_if_not(prompt.sample_id)
-    decoder = _BatchDecoder(sample, layers, lengths)
-    batches = [decoder.decode_batch(indices) for indices in planned.indices]
-    arrays = _assemble_arrays(sample, batches, layers, lengths)
-    if any(batch.prefills for batch in batches):
-        arrays |= prefill_arrays(batches, arrays["held_share"], time_full_prefill(adapter, sample.context))
-    decoder.finite.raise_if_not(prompt.sample_id)
-    return SampleTrace(prompt.sample_id, pad_steps(arrays, run.steps))
+        check_positions(run.configs, adapter.config, adapter.name)
+        planned = plan_prompt_batches(prompt, run, adapter.shape, resources)
+        sample = SampleRun.read(adapter, prompt, run, resources, planned.rows, kept_masks)
+        layers, lengths = _measure_layers(sample)
+        sample.prefill.finite.raise_if_not(prompt.sample_id)
+        decoder = _BatchDecoder(sample, layers, lengths)
+        batches = [decoder.decode_batch(indices) for indices in planned.indices]
+        arrays = _assemble_arrays(sample, batches, layers, lengths)
+        if any(batch.prefills for batch in batches):
+            arrays |= prefill_arrays(batches, arrays["held_share"], time_full_prefill(adapter, sample.context))
+        decoder.finite.raise_if_not(prompt.sample_id)
+        return SampleTrace(prompt.sample_id, pad_steps(arrays, run.steps))
 
 
 def _measure_layers(sample: SampleRun) -> tuple[list[LayerResult], list[Lengths]]:
