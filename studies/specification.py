@@ -1,8 +1,9 @@
 """The paper's headline comparisons over every setting that can be had here, for docs/results/four_models.md.
 
-`python studies/specification.py measure LONGBENCH` measures a run (model × chat template × data set) after the other
-and writes its rows to docs/specification/RUN.csv; a run whose file is there is not measured again, and one that was cut
-goes on where it was. `--only WORD` takes the runs whose name holds a word. `python studies/specification.py draw` draws
+`python studies/specification.py measure LONGBENCH` measures a run (model × chat template × data set × scenario) after the
+other, over eight decode steps, and writes its rows to docs/specification/RUN.csv, of the first step and of all, and those
+by kind of token to RUN-kinds.csv; a run whose files are there is not measured again, and one that was cut goes on where
+it was. `--only WORD` takes the runs whose name holds a word. `python studies/specification.py draw` draws
 the pictures and prints in how many settings each comparison holds: of all, and of each level of them. With `--confirm`
 both are about the confirming runs, on prompts that nothing else has used; `specification_claims.py` tells what these
 say. With `--short` it measures and draws a single run of four short prompts, to see it work.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import argparse
 import csv
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -51,22 +52,41 @@ DATA: dict[str, dict[str, Any]] = {
     "ruler:niah_multikey_2": {"lengths": (1000,)},
 }
 """Data set -> options of loading it."""
-BUDGET, SEED = 128, 0
-WINDOWS, GRANULARITIES, PRESETS = (8, 32), ("query", "kv"), ("paper", "paper-v2", "released-v2")
-CONTRADICTING = {("released-v2", "query"): "product-of-means is of a group's heads, which share one kept set"}
+BUDGET, SEED, STEPS = 128, 0, 8
+SCENARIOS, WINDOWS, GRANULARITIES = ("regular", "context-only"), (8, 32), ("query", "kv")
+SIDES = ("attention", "two-stage")
+PRESETS = {
+    "paper": (*SIDES, "two-stage-uniform", "attention-unpooled"),
+    "paper-v2": SIDES,
+    "released-v2": (*SIDES, "attention-unpooled"),
+    "kvpress": SIDES,
+}
+"""Preset -> its selections. Others are another comparison's: where both stages read pooled scores, two-stage with ν = 1
+keeps what attention keeps, and un-pooling is `paper`'s where the pooling is."""
+OWN_WINDOW = {"kvpress": 64}
+"""Preset that is measured with a window of its own alone -> that window."""
+CONTRADICTING = {(preset, "query"): "product-of-means is of a group's heads, which share one kept set"
+                 for preset in ("released-v2", "kvpress")}  # fmt: skip
 """(preset, granularity) that is left out -> why."""
 UNCOUNTED = {
     ("un-pooling", "paper-v2"): "the same two selections as under the preset paper",
-    ("stages", "paper-v2"): "both stages read pooled scores and keep what attention keeps",
-    ("stages", "released-v2"): "both stages read pooled scores and keep what attention keeps",
-    ("stages beyond un-pooling", "paper-v2"): "un-pooling the other way round",
-    ("stages beyond un-pooling", "released-v2"): "un-pooling the other way round",
-}
-"""(first words of a comparison, preset) that is not counted -> why."""
-SELECTIONS = ("attention", "two-stage", "two-stage-uniform", "attention-unpooled")
+    **{(words, preset): why
+       for preset in ("paper-v2", "released-v2")
+       for words, why in {"stages": "both stages read pooled scores and keep what attention keeps",
+                          "stages beyond un-pooling": "un-pooling the other way round",
+                          "value norms": "the same number as the sum"}.items()},
+}  # fmt: skip
+"""(first words of a comparison, preset) that earlier rows have and that is not counted -> why."""
 COLOURS = {"holds": "C0", "reversed": "C1", "undecided": "0.6"}
-SETTINGS = ("model", "template", "dataset", "window", "granularity", "preset")
-COLUMNS = (*SETTINGS, "n", "shortest", "longest", "seed", "commit", "comparison", "value", "low", "high")
+SETTINGS = ("model", "template", "dataset", "scenario", "window", "granularity", "preset")
+COLUMNS = (*SETTINGS, "n", "shortest", "longest", "seed", "commit", "steps", "comparison", "value", "low", "high")
+RATIOS = ("isolated_ratio", "propagated_ratio", "rest_ratio")
+KIND_COLUMNS = (
+    *(*SETTINGS, "kind", "samples", "tokens"),
+    *(name + end for name in RATIOS for end in ("", "_low", "_high")),
+    *("differs", "makes_sign"),
+)
+"""Columns of the rows by kind of token: ratios are of two-stage over attention, `rest_ratio` is of all other tokens."""
 PANELS = {
     "propagated": ("heads by sample", "sum", "stages", "value norms", "un-pooling", "last layer, sum"),
     "isolated": ("heads by sample", "sum", "stages", "value norms", "un-pooling"),
@@ -76,18 +96,23 @@ PANELS = {
 
 @dataclass(frozen=True)
 class Run:
-    """A measuring run: a model with or without its chat template on a data set, or on its confirming prompts."""
+    """A measuring run: a model with or without its chat template on a data set, or on its confirming prompts.
+
+    Its cache is compressed with the question in it (regular) or before the question comes (context-only).
+    """
 
     model: str
     template: bool
     dataset: str
+    scenario: str = "regular"
     confirm: bool = False
 
     @property
     def name(self) -> str:
         """Name of its files."""
         words = self.model, "template" if self.template else "plain", self.dataset.replace(":", "-")
-        return "-".join((*words, "confirm") if self.confirm else words)
+        scenario = () if self.scenario == "regular" else (self.scenario,)
+        return "-".join((*words, *scenario, "confirm") if self.confirm else (*words, *scenario))
 
     @property
     def prompts(self) -> int:
@@ -98,6 +123,25 @@ class Run:
     def rows(self) -> Path:
         """The file of its rows."""
         return ROWS / f"{self.name}.csv"
+
+    @property
+    def kinds(self) -> Path:
+        """The file of its rows by kind of token."""
+        return ROWS / f"{self.name}-kinds.csv"
+
+    def configs(self) -> dict[pk.EvictionConfig, str]:
+        """Return every configuration -> its preset: every window, granularity and selection of the scenario."""
+        windows = WINDOWS if self.scenario == "regular" else WINDOWS[-1:]
+        return {
+            config: preset
+            for preset, selections in PRESETS.items()
+            for granularity in GRANULARITIES
+            if (preset, granularity) not in CONTRADICTING
+            for config in pk.grid(
+                BUDGET, preset=preset, window=OWN_WINDOW.get(preset, windows), granularity=granularity,
+                selection=selections,
+            )
+        }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -162,24 +206,12 @@ COMPARISONS = _comparisons()
 def runs(confirm: bool = False) -> list[Run]:
     """Return every run, or every confirming one."""
     return [
-        Run(model, template, dataset, confirm)
+        Run(model, template, dataset, scenario, confirm)
+        for scenario in (SCENARIOS[:1] if confirm else SCENARIOS)
         for model in SAMPLES
         for template in ((False,) if model in WITHOUT_TEMPLATE else (True, False))
         for dataset in (DATA if not confirm else ("multi_news",))
     ]
-
-
-def configs_by_preset() -> dict[str, tuple[Any, ...]]:
-    """Return the configurations of each preset: every window, granularity and selection."""
-    return {
-        preset: tuple(
-            config
-            for granularity in GRANULARITIES
-            if (preset, granularity) not in CONTRADICTING
-            for config in pk.grid(BUDGET, preset=preset, window=WINDOWS, granularity=granularity, selection=SELECTIONS)
-        )
-        for preset in PRESETS
-    }
 
 
 @lru_cache(maxsize=1)
@@ -200,8 +232,8 @@ def measure(run: Run, longbench: Path) -> pk.Trace:
     path.parent.mkdir(parents=True, exist_ok=True)
     ends = [loaded.tokenizer.decode(part) for part in (prompts[0].token_ids[:20], prompts[0].token_ids[-20:])]
     print(f"{path.stem}: {len(prompts)} prompts, {ends[0]!r} … {ends[1]!r}", flush=True)
-    configs = [config for made in configs_by_preset().values() for config in made]
-    return pk.measure(loaded, prompts, configs, settings=common.ONE_STEP, path=path)
+    settings = pk.Settings(steps=STEPS, scenario=run.scenario)
+    return pk.measure(loaded, prompts, list(run.configs()), settings=settings, path=path)
 
 
 def commit_hash() -> str:
@@ -211,25 +243,41 @@ def commit_hash() -> str:
 
 
 def rows(trace: pk.Trace, run: Run) -> Iterator[dict[str, Any]]:
-    """Yield a row per setting and comparison of a run."""
-    lengths = trace.arrays["prompt_tokens"][trace.ok]
-    same = {"model": run.model, "template": run.template, "dataset": run.dataset, "n": len(lengths), "seed": SEED,
-            "shortest": int(lengths.min()), "longest": int(lengths.max()), "commit": commit_hash()}  # fmt: skip
-    presets = {config: preset for preset, made in configs_by_preset().items() for config in made}
-    pairs: dict[tuple[str, str], tuple[Any, Any]] = {}
-    for title, comparison in COMPARISONS.items():
-        sides = comparison.baseline, comparison.treatment
-        if sides not in pairs:
-            drifts = {one.treatment: one for series in pk.last_layer(trace, *sides) for one in series}
-            pairs[sides] = list(pk.compare_heads(trace, *sides)), drifts
-        for pair in pairs[sides][0]:
-            config = pair.treatment
-            value, interval = comparison_number(title, comparison, pair, pairs[sides][1][config])
-            low, high = (float("nan"),) * 2 if interval is None else (interval.low, interval.high)
-            yield {
-                **same, "window": config.window, "granularity": config.granularity.name, "preset": presets[config],
-                "comparison": title, "value": value, "low": low, "high": high,
-            }  # fmt: skip
+    """Yield a row per setting and comparison of a run, of the first step and of all steps together."""
+    lengths, presets = trace.arrays["prompt_tokens"][trace.ok], run.configs()
+    same = {"n": len(lengths), "seed": SEED, "shortest": int(lengths.min()), "longest": int(lengths.max()),
+            "commit": commit_hash()}  # fmt: skip
+    for step, steps in ((0, 1), (None, trace.run.steps)):
+        pairs: dict[tuple[str, str], tuple[Any, Any]] = {}
+        for title, comparison in COMPARISONS.items():
+            sides = comparison.baseline, comparison.treatment
+            if sides not in pairs:
+                drifts = {one.treatment: one for series in pk.last_layer(trace, *sides, step=step) for one in series}
+                pairs[sides] = list(pk.compare_heads(trace, *sides, step=step)), drifts
+            for pair in pairs[sides][0]:
+                value, interval = comparison_number(title, comparison, pair, pairs[sides][1][pair.treatment])
+                low, high = (float("nan"),) * 2 if interval is None else (interval.low, interval.high)
+                yield {**_setting(run, pair.treatment, presets), **same, "steps": steps, "comparison": title,
+                       "value": value, "low": low, "high": high}  # fmt: skip
+
+
+def _setting(run: Run, config: pk.EvictionConfig, presets: Mapping[pk.EvictionConfig, str]) -> dict[str, Any]:
+    """Return the setting of a run's configuration."""
+    return {"model": run.model, "template": run.template, "dataset": run.dataset, "scenario": run.scenario,
+            "window": config.window, "granularity": config.granularity.name, "preset": presets[config]}  # fmt: skip
+
+
+def kind_rows(trace: pk.Trace, run: Run) -> Iterator[dict[str, Any]]:
+    """Yield a row per setting and kind of token: two-stage over attention, sums over heads at the kind's steps."""
+    presets = run.configs()
+    for kind in pk.compare_heads(trace, *SIDES).token_kinds:
+        numbers: dict[str, Any] = {}
+        for name in RATIOS:
+            interval = getattr(kind, f"{name}_interval")
+            ends = (float("nan"),) * 2 if interval is None else (interval.low, interval.high)
+            numbers |= {name: getattr(kind, name), f"{name}_low": ends[0], f"{name}_high": ends[1]}
+        yield {**_setting(run, kind.treatment, presets), "kind": kind.kind, "samples": kind.samples,
+               "tokens": kind.steps, **numbers, "differs": kind.differs, "makes_sign": kind.makes_sign}  # fmt: skip
 
 
 def comparison_number(title: str, comparison: Comparison, pair: Any, drift: Any) -> tuple[float, Any]:
@@ -395,13 +443,15 @@ def _setting_of(row: dict[str, str]) -> tuple[str, ...]:
 def study(asked: argparse.Namespace) -> None:
     """Measure the runs that are missing, or draw and tell what was measured."""
     if asked.short:
-        run, trace = measure_short(asked.output, [config for made in configs_by_preset().values() for config in made])
+        run, trace = measure_short(asked.output)
         measured = [asked.output / "rows.csv"]
         write_rows(measured[0], COLUMNS, list(rows(trace, run)))
     elif asked.work == "measure":
         for run in runs(asked.confirm):
             if not run.rows.exists() and asked.only in run.name:
-                write_rows(run.rows, COLUMNS, list(rows(measure(run, asked.longbench), run)))
+                trace = measure(run, asked.longbench)
+                write_rows(run.kinds, KIND_COLUMNS, list(kind_rows(trace, run)))
+                write_rows(run.rows, COLUMNS, list(rows(trace, run)))
         return
     else:
         measured = [run.rows for run in runs(asked.confirm)]
@@ -412,11 +462,12 @@ def study(asked: argparse.Namespace) -> None:
     common.write_tables(asked, [tally_table(found), level_table(found)])
 
 
-def measure_short(folder: Path, configs: Iterable[Any], length: int = 300) -> tuple[Run, pk.Trace]:
+def measure_short(folder: Path, length: int = 300) -> tuple[Run, pk.Trace]:
     """Return a run of four short prompts, and its trace."""
     run = Run(next(iter(SAMPLES)), False, "needle")
     prompts = pk.load_prompts(run.dataset, model(run.model), samples=4, lengths=(length,), chat_template=False)
-    return run, pk.measure(model(run.model), prompts, configs, settings=common.ONE_STEP, path=folder / "trace.h5")
+    settings = pk.Settings(steps=STEPS)
+    return run, pk.measure(model(run.model), prompts, list(run.configs()), settings=settings, path=folder / "trace.h5")
 
 
 if __name__ == "__main__":
