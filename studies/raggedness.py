@@ -17,7 +17,7 @@ from typing import Any
 
 import common
 import numpy as np
-from common import Table, perturbation_of, ratio_of_sums, variable
+from common import ONE_STEP, Table, perturbation_of, ratio_of_sums, variable
 from matplotlib.axes import Axes
 from specification import (
     COLOURS,
@@ -319,7 +319,7 @@ def study(asked: argparse.Namespace) -> None:
     """Measure the runs that are missing, or draw and tell what was measured."""
     if asked.short:
         chosen = [config for made in configs().values() for config in made.values()]
-        of_needle, trace = measure_short(asked.output, chosen, length=400)
+        of_needle, trace = measure_short(asked.output, chosen, ONE_STEP, length=400)
         measured = [asked.output / "rows.csv"]
         write_rows(measured[0], COLUMNS, list(rows(trace, Run(of_needle.model, False, of_needle.dataset))))
     elif asked.work == "measure":

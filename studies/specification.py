@@ -1,19 +1,19 @@
 """The paper's headline comparisons over every setting that can be had here, for docs/results/four_models.md.
 
-`python studies/specification.py measure LONGBENCH` measures a run (model × chat template × data set × scenario) after the
-other, over eight decode steps, and writes its rows to docs/specification/RUN.csv, of the first step and of all, and those
-by kind of token to RUN-kinds.csv; a run whose files are there is not measured again, and one that was cut goes on where
-it was. `--only WORD` takes the runs whose name holds a word. `python studies/specification.py draw` draws
-the pictures and prints in how many settings each comparison holds: of all, and of each level of them. With `--confirm`
-both are about the confirming runs, on prompts that nothing else has used; `specification_claims.py` tells what these
-say. With `--short` it measures and draws a single run of four short prompts, to see it work.
-The rules stand in docs/results/rules.md, which was written first.
+`python studies/specification.py LONGBENCH` measures a run (model × chat template × data set × scenario) after the
+other, over eight decode steps, and writes its rows to docs/specification/RUN.csv, of the first step and of all, and
+those by kind of token to RUN-kinds.csv. A run whose files are there is not measured again, and one that was cut goes on
+where it was. `--only WORD` takes the runs whose name holds a word. With `--confirm confirm2` it measures the confirming
+runs, on prompts that nothing else has used. With `--short` it measures four short prompts, to see it work.
+`specification_counts.py` counts and draws what was measured. The rules stand in docs/results/rules.md, which was
+written first.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import dataclasses
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,13 +37,22 @@ SAMPLES = {
     "qwen2.5-coder-1.5b-q4_k_m": 8,
 }
 """Model -> prompts of each of its runs."""
-CONFIRMING = {
-    "smollm2-135m-q4_1": 60,
-    "gemma-3-270m-q4_k_m": 60,
-    "qwen2.5-coder-0.5b-q4_k_m": 60,
-    "qwen2.5-coder-1.5b-q4_k_m": 16,
+CONFIRMING: dict[str, tuple[dict[str, int], dict[str, int]]] = {
+    "confirm": (
+        {
+            "smollm2-135m-q4_1": 60,
+            "gemma-3-270m-q4_k_m": 60,
+            "qwen2.5-coder-0.5b-q4_k_m": 60,
+            "qwen2.5-coder-1.5b-q4_k_m": 16,
+        },
+        {"multi_news": 0},
+    ),
+    "confirm2": (
+        {"smollm2-135m-q4_1": 40, "qwen2.5-coder-0.5b-q4_k_m": 40},
+        {"multi_news": 0, "ruler:niah_multikey_2": 41},
+    ),
 }
-"""Model -> prompts of each of its confirming runs, which are of `multi_news` alone."""
+"""Folder of LongBench's files that confirm -> prompts of each model's runs; data set -> its seed."""
 WITHOUT_TEMPLATE = ("gemma-3-270m-q4_k_m",)
 """Models that have no chat template, so that half of their runs are not there."""
 DATA: dict[str, dict[str, Any]] = {
@@ -54,6 +63,7 @@ DATA: dict[str, dict[str, Any]] = {
 """Data set -> options of loading it."""
 BUDGET, SEED, STEPS = 128, 0, 8
 SCENARIOS, WINDOWS, GRANULARITIES = ("regular", "context-only"), (8, 32), ("query", "kv")
+EIGHT_STEPS = pk.Settings(steps=STEPS)
 SIDES = ("attention", "two-stage")
 PRESETS = {
     "paper": (*SIDES, "two-stage-uniform", "attention-unpooled"),
@@ -87,37 +97,38 @@ KIND_COLUMNS = (
     *("differs", "makes_sign"),
 )
 """Columns of the rows by kind of token: ratios are of two-stage over attention, `rest_ratio` is of all other tokens."""
-PANELS = {
-    "propagated": ("heads by sample", "sum", "stages", "value norms", "un-pooling", "last layer, sum"),
-    "isolated": ("heads by sample", "sum", "stages", "value norms", "un-pooling"),
-}
-"""Kind -> the first words of the comparisons in its picture's panels."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A measuring run: a model with or without its chat template on a data set, or on its confirming prompts.
+    """A measuring run: a model with or without its chat template on a data set.
 
-    Its cache is compressed with the question in it (regular) or before the question comes (context-only).
+    Its cache is compressed with the question in it (regular) or before the question comes (context-only). Of a
+    confirming run, `confirm` is the name in `CONFIRMING`.
     """
 
     model: str
     template: bool
     dataset: str
     scenario: str = "regular"
-    confirm: bool = False
+    confirm: str = ""
 
     @property
     def name(self) -> str:
         """Name of its files."""
         words = self.model, "template" if self.template else "plain", self.dataset.replace(":", "-")
         scenario = () if self.scenario == "regular" else (self.scenario,)
-        return "-".join((*words, *scenario, "confirm") if self.confirm else (*words, *scenario))
+        return "-".join((*words, *scenario, *((self.confirm,) if self.confirm else ())))
 
     @property
     def prompts(self) -> int:
         """Number of prompts that it measures."""
-        return (CONFIRMING if self.confirm else SAMPLES)[self.model]
+        return (CONFIRMING[self.confirm][0] if self.confirm else SAMPLES)[self.model]
+
+    @property
+    def seed(self) -> int:
+        """Seed of its prompts and of everything random."""
+        return CONFIRMING[self.confirm][1][self.dataset] if self.confirm else SEED
 
     @property
     def rows(self) -> Path:
@@ -203,14 +214,15 @@ def _comparisons() -> dict[str, Comparison]:
 COMPARISONS = _comparisons()
 
 
-def runs(confirm: bool = False) -> list[Run]:
-    """Return every run, or every confirming one."""
+def runs(confirm: str = "") -> list[Run]:
+    """Return every run, or every confirming one of a name in `CONFIRMING`."""
+    models, data = CONFIRMING[confirm] if confirm else (SAMPLES, DATA)
     return [
         Run(model, template, dataset, scenario, confirm)
         for scenario in (SCENARIOS[:1] if confirm else SCENARIOS)
-        for model in SAMPLES
+        for model in models
         for template in ((False,) if model in WITHOUT_TEMPLATE else (True, False))
-        for dataset in (DATA if not confirm else ("multi_news",))
+        for dataset in data
     ]
 
 
@@ -223,16 +235,16 @@ def model(name: str) -> Any:
 def measure(run: Run, longbench: Path) -> pk.Trace:
     """Return a run's trace: measured now, or read where it is finished. Print how the first prompt begins and ends."""
     loaded = model(run.model)
-    folder = longbench / "confirm" if run.confirm else longbench
     prompts = pk.load_prompts(
-        run.dataset, loaded, samples=run.prompts, seed=SEED, chat_template=run.template, data_dir=folder,
+        run.dataset, loaded, samples=run.prompts, seed=run.seed, chat_template=run.template,
+        data_dir=longbench / run.confirm,
         **DATA[run.dataset],
     )  # fmt: skip
     path = RUNS / f"{run.name}.h5"
     path.parent.mkdir(parents=True, exist_ok=True)
     ends = [loaded.tokenizer.decode(part) for part in (prompts[0].token_ids[:20], prompts[0].token_ids[-20:])]
     print(f"{path.stem}: {len(prompts)} prompts, {ends[0]!r} … {ends[1]!r}", flush=True)
-    settings = pk.Settings(steps=STEPS, scenario=run.scenario)
+    settings = dataclasses.replace(EIGHT_STEPS, scenario=run.scenario)
     return pk.measure(loaded, prompts, list(run.configs()), settings=settings, path=path)
 
 
@@ -245,7 +257,7 @@ def commit_hash() -> str:
 def rows(trace: pk.Trace, run: Run) -> Iterator[dict[str, Any]]:
     """Yield a row per setting and comparison of a run, of the first step and of all steps together."""
     lengths, presets = trace.arrays["prompt_tokens"][trace.ok], run.configs()
-    same = {"n": len(lengths), "seed": SEED, "shortest": int(lengths.min()), "longest": int(lengths.max()),
+    same = {"n": len(lengths), "seed": run.seed, "shortest": int(lengths.min()), "longest": int(lengths.max()),
             "commit": commit_hash()}  # fmt: skip
     for step, steps in ((0, 1), (None, trace.run.steps)):
         pairs: dict[tuple[str, str], tuple[Any, Any]] = {}
@@ -255,6 +267,8 @@ def rows(trace: pk.Trace, run: Run) -> Iterator[dict[str, Any]]:
                 drifts = {one.treatment: one for series in pk.last_layer(trace, *sides, step=step) for one in series}
                 pairs[sides] = list(pk.compare_heads(trace, *sides, step=step)), drifts
             for pair in pairs[sides][0]:
+                if presets[pair.baseline] != presets[pair.treatment]:
+                    continue
                 value, interval = comparison_number(title, comparison, pair, pairs[sides][1][pair.treatment])
                 low, high = (float("nan"),) * 2 if interval is None else (interval.low, interval.high)
                 yield {**_setting(run, pair.treatment, presets), **same, "steps": steps, "comparison": title,
@@ -310,11 +324,6 @@ def even_shares(verdicts: np.ndarray) -> np.ndarray:
     return np.asarray((verdicts + 1) / 2)
 
 
-def read(confirm: bool = False) -> list[dict[str, str]]:
-    """Return the rows of every run that was measured, in the order of `runs`."""
-    return read_rows(run.rows for run in runs(confirm))
-
-
 def read_rows(paths: Iterable[Path]) -> list[dict[str, str]]:
     """Return the rows of the files that are there, in order."""
     found: list[dict[str, str]] = []
@@ -341,141 +350,39 @@ def _cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def tally_table(found: Sequence[dict[str, str]]) -> common.Table:
-    """Return the table of comparisons: settings, those on the claimed side, and the verdicts."""
-    rows = [[title, comparison.text, *map(str, count_verdicts(counted_rows(found, title), comparison))]
-            for title, comparison in COMPARISONS.items()]  # fmt: skip
-    heads = ["comparison", "number", "settings", "on the claimed side", "holds", "reversed", "undecided"]
-    return "comparisons", heads, rows
-
-
-def level_table(found: Sequence[dict[str, str]], kind: str = "propagated") -> common.Table:
-    """Return the table of the settings' levels: of each of a picture's comparisons, holds / reversed, of how many."""
-    rows = []
-    for name in SETTINGS:
-        for level in dict.fromkeys(row[name] for row in found):
-            rows.append([_level_label(name, level)])
-            for title in _titles(kind):
-                own = [row for row in counted_rows(found, title) if row[name] == level]
-                count, _, holds, against, _ = count_verdicts(own, COMPARISONS[title])
-                rows[-1].append(f"{holds} / {against} of {count}" if count else "–")
-    return f"by level, {kind}", ["settings", *_titles(kind)], rows
-
-
-def _titles(kind: str) -> list[str]:
-    """Return the titles of the comparisons in the panels of one kind's picture."""
-    return [words if words.startswith("last") else f"{words}, {kind}" for words in PANELS[kind]]
-
-
-def count_verdicts(rows: Sequence[dict[str, str]], comparison: Comparison) -> tuple[int, ...]:
-    """Return how many settings there are, lie on the claimed side, hold, are reversed and are undecided."""
-    claimed = sum(comparison.sign * (float(row["value"]) - comparison.even) > 0 for row in rows)
-    verdicts = [comparison.verdict(float(row["low"]), float(row["high"])) for row in rows]
-    return len(rows), claimed, *(verdicts.count(verdict) for verdict in ("holds", "reversed", "undecided"))
-
-
-def counted_rows(found: Sequence[dict[str, str]], title: str) -> list[dict[str, str]]:
-    """Return the rows of one comparison that the rules count."""
-    words = title.split(",")[0]
-    return [row for row in found if row["comparison"] == title and (words, row["preset"]) not in UNCOUNTED]
-
-
-def draw(found: Sequence[dict[str, str]], kind: str, path: Path) -> None:
-    """Draw every setting's numbers of one kind with their intervals, sorted by the sum, over a matrix of the settings.
-
-    Hollow points in the first panel are the shares of heads by their means, which have no interval.
-    """
-    sums = counted_rows(found, f"sum, {kind}")
-    key = {_setting_of(row): float(row["value"]) for row in sums}
-    order = {setting: place for place, setting in enumerate(sorted(key, key=key.__getitem__))}
-    levels = [(name, level) for name in SETTINGS for level in dict.fromkeys(row[name] for row in sums)]
-    titles = _titles(kind)
-    figure = common.page_figure(27 * len(titles) + 64)
-    axes = figure.subplots(len(titles) + 1, 1, sharex=True, height_ratios=[1] * len(titles) + [2.8])
-    for axis, title in zip(axes, titles, strict=False):
-        _draw_panel(axis, counted_rows(found, title), COMPARISONS[title], order)
-        comparison = COMPARISONS[title]
-        better = "above" if comparison.sign > 0 else "below"
-        words = title.removesuffix(f", {kind}")
-        axis.set_title(f"{words}: {comparison.text}; {better} {comparison.even:g} is better", loc="left")
-    for row in counted_rows(found, f"heads by means, {kind}"):
-        axes[0].plot(order[_setting_of(row)], float(row["value"]), "o", color="0.3", fillstyle="none", markersize=1.8,
-                     markeredgewidth=0.4)  # fmt: skip
-    for place, (name, level) in enumerate(levels):
-        on = [order[setting] for setting in order if setting[SETTINGS.index(name)] == level]
-        axes[-1].plot(on, [place] * len(on), "|", color="0.2", markersize=3)
-    for verdict, colour in COLOURS.items():
-        label = verdict if verdict == "undecided" else f"{verdict}, 95 %"
-        axes[0].plot([], [], ".-", color=colour, markersize=2.5, linewidth=0.6, label=label)
-    axes[0].plot([], [], "o", color="0.3", fillstyle="none", markersize=1.8, label="by means over prompts")
-    figure.legend(loc="outside upper center", ncols=4)
-    axes[-1].set_yticks(range(len(levels)), [_level_label(*one) for one in levels])
-    axes[-1].invert_yaxis()
-    axes[-1].set_xlabel(f"{len(order)} settings, {kind}, sorted by the second panel")
-    figure.savefig(path, dpi=200)
-
-
-def _level_label(name: str, level: str) -> str:
-    """Return a level's label."""
-    if name == "template":
-        return "with chat template" if level == "True" else "no chat template"
-    return level if name in ("model", "dataset") else f"{name} {level}"
-
-
-def _draw_panel(axis: Any, rows: Sequence[dict[str, str]], comparison: Comparison, order: dict[Any, int]) -> None:
-    """Draw a comparison's numbers and intervals, coloured by verdict; ratios on a logarithmic axis."""
-    for row in rows:
-        place = order[_setting_of(row)]
-        value, low, high = (float(row[name]) for name in ("value", "low", "high"))
-        colour = COLOURS[comparison.verdict(low, high)]
-        axis.plot([place, place], [low, high], color=colour, linewidth=0.6)
-        axis.plot(place, value, ".", color=colour, markersize=2.5)
-    if comparison.even == 1:
-        common.plain_log(axis, "y")
-    axis.axhline(comparison.even, color="0.3", linewidth=0.6, linestyle=":")
-
-
-def _setting_of(row: dict[str, str]) -> tuple[str, ...]:
-    """Return a row's setting."""
-    return tuple(row[name] for name in SETTINGS)
+def write_run(run: Run, trace: pk.Trace) -> None:
+    """Write a run's files of rows."""
+    write_rows(run.kinds, KIND_COLUMNS, list(kind_rows(trace, run)))
+    write_rows(run.rows, COLUMNS, list(rows(trace, run)))
 
 
 def study(asked: argparse.Namespace) -> None:
-    """Measure the runs that are missing, or draw and tell what was measured."""
+    """Measure the runs that are missing, or a short one."""
     if asked.short:
         run, trace = measure_short(asked.output)
-        measured = [asked.output / "rows.csv"]
-        write_rows(measured[0], COLUMNS, list(rows(trace, run)))
-    elif asked.work == "measure":
-        for run in runs(asked.confirm):
-            if not run.rows.exists() and asked.only in run.name:
-                trace = measure(run, asked.longbench)
-                write_rows(run.kinds, KIND_COLUMNS, list(kind_rows(trace, run)))
-                write_rows(run.rows, COLUMNS, list(rows(trace, run)))
+        asked.written.append(asked.output / "rows.csv")
+        write_rows(asked.written[-1], COLUMNS, list(rows(trace, run)))
         return
-    else:
-        measured = [run.rows for run in runs(asked.confirm)]
-    found, folder = read_rows(measured), asked.output if asked.short else FIGURES
-    for kind in PANELS:
-        asked.written.append(folder / f"{'confirmation' if asked.confirm else 'specification'}-{kind}.png")
-        draw(found, kind, asked.written[-1])
-    common.write_tables(asked, [tally_table(found), level_table(found)])
+    for run in runs(asked.confirm):
+        if not run.rows.exists() and asked.only in run.name:
+            write_run(run, measure(run, asked.longbench))
 
 
-def measure_short(folder: Path, length: int = 300) -> tuple[Run, pk.Trace]:
-    """Return a run of four short prompts, and its trace."""
+def measure_short(
+    folder: Path, configs: Iterable[pk.EvictionConfig] = (), settings: pk.Settings = EIGHT_STEPS, length: int = 300
+) -> tuple[Run, pk.Trace]:
+    """Return a run of four short prompts, and its trace: of its own configurations, or of others."""
     run = Run(next(iter(SAMPLES)), False, "needle")
     prompts = pk.load_prompts(run.dataset, model(run.model), samples=4, lengths=(length,), chat_template=False)
-    settings = pk.Settings(steps=STEPS)
-    return run, pk.measure(model(run.model), prompts, list(run.configs()), settings=settings, path=folder / "trace.h5")
+    path = folder / "trace.h5"
+    return run, pk.measure(model(run.model), prompts, list(configs or run.configs()), settings=settings, path=path)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("work", choices=("measure", "draw"), nargs="?", default="draw")
     parser.add_argument("longbench", nargs="?", type=Path)
     parser.add_argument("--only", default="", help="a word in the names of the runs to measure")
-    parser.add_argument("--confirm", action="store_true", help="the confirming runs")
+    parser.add_argument("--confirm", choices=CONFIRMING, default="", help="the confirming runs of this folder")
     parser.add_argument("--short", action="store_true", help="one run of four short prompts, to see it work")
-    parser.add_argument("--output", "-o", type=Path, help="folder of the JSON document")
+    parser.add_argument("--output", "-o", type=Path, help="folder of the short run")
     common.main(study, parser)

@@ -2,8 +2,8 @@
 
 `python studies/specification_claims.py next` tells the sums of preset paper by the token that comes next, `bounds` how
 near the bounds are to the change, `gain` what part of preset paper's gain stages and un-pooling bring on news; with
-`--confirm` they are about the confirming runs. `sentences` judges by the confirming runs what was read off the others.
-The rules stand in docs/results/rules.md, which was written first.
+`--confirm confirm` they are about the confirming runs. `sentences` judges by the confirming runs what was read off the
+others. The rules stand in docs/results/rules.md, which was written first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 from common import Table, main, to_json, write_tables
-from specification import COMPARISONS, RUNS, SEED, Run, configs_by_preset, count_verdicts, counted_rows, read_rows, runs
+from specification import COMPARISONS, CONFIRMING, RUNS, SEED, STEPS, Run, read_rows, runs
+from specification_counts import count
 from tables import percent, points
 
 import perturbkv as pk
@@ -60,12 +61,15 @@ class Sentence:
         """Return how many settings are on its side, agree, and are against it, and the verdict."""
         title = title if self.kinds else self.comparison
         rows = [
-            row for row in counted_rows(found, title) if all(row[name] in said for name, said in self.levels.items())
+            row
+            for row in found
+            if row["comparison"] == title and all(row[name] in said for name, said in self.levels.items())
         ]
-        count, claimed, holds, against, _ = count_verdicts(rows, COMPARISONS[title])
+        told = count(rows, COMPARISONS[title])
+        claimed, holds, against = told.claimed, told.holds, told.reversed
         if self.wanted == "reversed":
-            claimed, holds, against = count - claimed, against, holds
-        return verdict_text(count, claimed, holds, against)
+            claimed, holds, against = len(rows) - claimed, against, holds
+        return verdict_text(len(rows), claimed, holds, against)
 
 
 SENTENCES = (
@@ -142,9 +146,9 @@ def next_token_sums(run: Run) -> Iterator[NextToken]:
     if min(kinds.sum(), (~kinds).sum()) < LEAST:
         print(f"{run.name}: {kinds.sum()} of {len(kinds)} next tokens are specific", flush=True)
         return
-    for pair in pk.compare_heads(trace, "attention", "two-stage"):
+    for pair in pk.compare_heads(trace, "attention", "two-stage", step=0):
         config = pair.treatment
-        if config not in configs_by_preset()["paper"]:
+        if run.configs().get(config) != "paper":
             continue
         sums = [
             trace.arrays["perturbation_propagated"][:, trace.run.configs.index(one), 0].sum(axis=(1, 2), dtype=float)
@@ -156,16 +160,18 @@ def next_token_sums(run: Run) -> Iterator[NextToken]:
         yield NextToken(run, config.window, config.granularity.name, prompts, (common, own), permutation_p(logs, kinds))
 
 
-def bounds_row(run: Run) -> tuple[list[str], dict[str, list[Any]]]:
-    """Return a run's row of the table of bounds, and of each bound what it gains on 1 − S in every setting.
+def bounds_row(run: Run, step: int | None) -> tuple[list[str], dict[str, list[Any]]]:
+    """Return a run's row of the table of bounds, and of each bound what it gains on 1 − S in every setting, at a step.
 
     The row is of preset paper, window 32, a set per query head: medians of θ/L and θ̂/L over prompts and heads with
     σ > ½; and of two-stage and the same with ν = 1, in how many of the heads the lower bound has the lower L, and what
     θ and θ̂ gain on 1 − S, in points.
     """
-    found = pk.bound_tightness(pk.read_trace(RUNS / f"{run.name}.h5"))
+    found = pk.bound_tightness(pk.read_trace(RUNS / f"{run.name}.h5"), step=step)
     chosen = {
-        config for config in configs_by_preset()["paper"] if config.window == 32 and config.granularity.name == "query"
+        config
+        for config, preset in run.configs().items()
+        if (preset, config.window, config.granularity.name) == ("paper", 32, "query")
     }
     (shown,) = (one for one in found.agreements if chosen.issuperset(one.configs))
     (two_stage,) = (one for one in found.configs if one.config in chosen and one.config.selection.name == "two-stage")
@@ -223,24 +229,24 @@ def permutation_p(values: np.ndarray, kinds: np.ndarray) -> float:
     return float((1 + (np.abs(means[0] - means[1]) >= seen * (1 - 1e-9)).sum()) / (1 + PERMUTATIONS))
 
 
-def bound_tables(measured: Sequence[Run]) -> Iterator[Table]:
-    """Yield the table of bounds, and that of the settings in which they gain on 1 − S."""
+def bound_tables(measured: Sequence[Run], step: int | None) -> Iterator[Table]:
+    """Yield the table of bounds at a step, all together for None, and that of the settings where they gain on 1 − S."""
     every: dict[str, list[Any]] = {}
     rows = []
     for run in measured:
-        row, gained = bounds_row(run)
+        row, gained = bounds_row(run, step)
         rows.append(row)
         every = {name: every.get(name, []) + gained[name] for name in gained}
     yield "bounds", BOUND_HEADS, rows
     yield "gains on 1 − S", ["", "gains / decided / lost of settings"], [gains_row(*one) for one in every.items()]
 
 
-def tables(claim: str, measured: Sequence[Run]) -> Iterator[Table]:
-    """Yield the tables of a claim, from the runs that were measured."""
+def tables(claim: str, measured: Sequence[Run], steps: int) -> Iterator[Table]:
+    """Yield the tables of a claim, from the runs that were measured, of the first step or of all."""
     if claim == "bounds":
-        yield from bound_tables(measured)
+        yield from bound_tables(measured, 0 if steps == 1 else None)
         return
-    found = read_rows(run.rows for run in measured)
+    found = [row for row in read_rows(run.rows for run in measured) if int(row["steps"]) == steps]
     if claim == "gain":
         yield "parts of the gain", [*GAIN_SETTING, "sum, ×", "stages", "un-pooling"], list(gain_parts(found))
         return
@@ -254,15 +260,16 @@ def tables(claim: str, measured: Sequence[Run]) -> Iterator[Table]:
 
 def study(asked: argparse.Namespace) -> None:
     """Write what the finished runs say of a claim."""
-    confirm = asked.confirm or asked.claim == "sentences"
-    measured = [run for run in runs(confirm) if run.rows.exists() and asked.only in run.name]
-    write_tables(asked, tables(asked.claim, measured))
+    confirm = asked.confirm or ("confirm" if asked.claim == "sentences" else "")
+    every = (run for run in runs(confirm) if run.scenario == "regular" and asked.only in run.name)
+    write_tables(asked, tables(asked.claim, [run for run in every if run.rows.exists()], asked.steps))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("claim", choices=("next", "sentences", "bounds", "gain"))
     parser.add_argument("--only", default="", help="a word in the names of the runs")
-    parser.add_argument("--confirm", action="store_true", help="the confirming runs")
+    parser.add_argument("--steps", type=int, choices=(1, STEPS), default=1, help="the first token [1], or all steps")
+    parser.add_argument("--confirm", choices=CONFIRMING, default="", help="the confirming runs of this folder")
     parser.add_argument("--output", "-o", type=Path, help="folder of the JSON document")
     main(study, parser)

@@ -1,4 +1,4 @@
-"""studies/specification.py: a row for every setting, the estimators that it names, and verdicts by the rules."""
+"""studies/specification*.py: a row for every setting, the estimators that it names, and verdicts by the rules."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import perturbkv as pk
+from perturbkv.schema import TOKEN_KINDS
 from tests.support.folders import model_folder
 from tests.support.scripts import STUDIES, functions
 
@@ -23,6 +24,11 @@ def spec() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
+def counts() -> dict[str, Any]:
+    return functions("specification_counts", STUDIES)
+
+
+@pytest.fixture(scope="module")
 def claims() -> dict[str, Any]:
     return functions("specification_claims", STUDIES)
 
@@ -31,52 +37,76 @@ def claims() -> dict[str, Any]:
 def trace(tmp_path_factory: pytest.TempPathFactory, spec: dict[str, Any]) -> pk.Trace:
     model = pk.load_model(model_folder(tmp_path_factory.mktemp("models") / "tiny", positions=512), device="cpu")
     prompts = pk.load_prompts("needle", model, samples=5, lengths=(300,), chat_template=False)
-    configs = [config for made in spec["configs_by_preset"]().values() for config in made]
-    return pk.measure(model, prompts, configs, settings=pk.Settings(steps=1), progress=False)
+    configs = list(spec["Run"]("tiny", False, "needle").configs())
+    return pk.measure(model, prompts, configs, settings=pk.Settings(steps=2), progress=False)
 
 
 def test_every_run_that_can_be_had_is_asked_for(spec: dict[str, Any]) -> None:
     found = spec["runs"]()
-    assert len(found) == len(set(found)) == (2 * MODELS - 1) * DATA_SETS
-    assert len({run.name for run in found + spec["runs"](confirm=True)}) == len(found) + 2 * MODELS - 1
+    confirming = [run for name in spec["CONFIRMING"] for run in spec["runs"](name)]
+    assert len(found) == 2 * (2 * MODELS - 1) * DATA_SETS
+    assert len(confirming) == (2 * MODELS - 1) + 2 * 2 * 2
+    assert len({run.name for run in found + confirming}) == len(found) + len(confirming)
     assert not any(run.template for run in found if run.model in spec["WITHOUT_TEMPLATE"])
 
 
-def test_confirming_prompts_are_of_a_folder_of_their_own(
+def test_confirming_prompts_are_of_a_folder_and_a_seed_of_their_own(
     spec: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Path] = []
+    asked: list[tuple[Path, int]] = []
 
-    def refuse(*_: Any, data_dir: Path, **__: Any) -> None:
-        asked.append(data_dir)
+    def refuse(*_: Any, data_dir: Path, seed: int, **__: Any) -> None:
+        asked.append((data_dir, seed))
         raise LookupError
 
     monkeypatch.setattr(pk, "load_model", lambda *_, **__: None)
     monkeypatch.setattr(pk, "load_prompts", refuse)
-    for run in (spec["runs"]()[0], spec["runs"](confirm=True)[0]):
+    for run in (spec["runs"]()[0], *spec["runs"]("confirm2")[:2]):
         with pytest.raises(LookupError):
             spec["measure"](run, tmp_path)
-    assert asked == [tmp_path, tmp_path / "confirm"]
+    assert asked == [(tmp_path, 0), (tmp_path / "confirm2", 0), (tmp_path / "confirm2", 41)]
+
+
+def test_a_context_only_run_has_one_window_and_kvpress_its_own(spec: dict[str, Any]) -> None:
+    windows = {
+        scenario: {
+            (preset, config.window)
+            for config, preset in spec["Run"]("tiny", False, "needle", scenario).configs().items()
+        }
+        for scenario in spec["SCENARIOS"]
+    }
+    presets = [preset for preset in spec["PRESETS"] if preset != "kvpress"]
+    assert windows["context-only"] == {("kvpress", 64), *((preset, 32) for preset in presets)}
+    assert windows["regular"] == windows["context-only"] | {(preset, 8) for preset in presets}
 
 
 @pytest.mark.slow
 def test_every_setting_of_a_run_has_every_comparison(spec: dict[str, Any], trace: pk.Trace) -> None:
     found = list(spec["rows"](trace, spec["Run"]("tiny", False, "needle")))
     settings = {tuple(row[name] for name in spec["SETTINGS"]) for row in found}
-    assert len(settings) == 10
-    assert len(found) == 10 * len(spec["COMPARISONS"])
+    assert len(settings) == 11
     assert {(row["preset"], row["granularity"]) for row in found}.isdisjoint(spec["CONTRADICTING"])
+    for setting in settings:
+        sides = set(spec["PRESETS"][setting[-1]])
+        titles = {name for name, one in spec["COMPARISONS"].items() if {one.baseline, one.treatment} <= sides}
+        for steps in (1, 2):
+            told = [row["comparison"] for row in found if row["steps"] == steps
+                    and tuple(row[name] for name in spec["SETTINGS"]) == setting]  # fmt: skip
+            assert set(told) == titles
+            assert len(told) == len(titles)
     for row in found:
         assert row["n"] == 5
         ties_left_out = row["comparison"] == "last layer, prompts"
         assert row["low"] <= row["value"] <= row["high"] or np.isnan(row["low"]) or ties_left_out
 
 
-def test_shares_are_by_hand_and_ties_count_half(spec: dict[str, Any], trace: pk.Trace) -> None:
-    found = list(spec["rows"](trace, spec["Run"]("tiny", False, "needle")))
-    pairs = list(pk.compare_heads(trace, "attention", "two-stage"))
+@pytest.mark.parametrize("steps", [1, 2])
+def test_shares_are_by_hand_and_ties_count_half(spec: dict[str, Any], trace: pk.Trace, steps: int) -> None:
+    found = [row for row in spec["rows"](trace, spec["Run"]("tiny", False, "needle")) if row["steps"] == steps]
+    step = 0 if steps == 1 else None
+    pairs = list(pk.compare_heads(trace, "attention", "two-stage", step=step))
     for kind in ("isolated", "propagated"):
-        lost = trace.arrays[f"perturbation_{kind}"][:, :, 0].astype(float)
+        lost = trace.arrays[f"perturbation_{kind}"][:, :, :steps].astype(float).mean(axis=2)
         for estimator in ("means", "sample"):
             told = [row["value"] for row in found if row["comparison"] == f"heads by {estimator}, {kind}"]
             expected = []
@@ -88,7 +118,7 @@ def test_shares_are_by_hand_and_ties_count_half(spec: dict[str, Any], trace: pk.
                     gain, tied = gain.mean(axis=0), getattr(pair, kind).verdict == 0
                 expected.append(float(np.where(tied, 0.5, gain > 0).mean()))
             assert told == pytest.approx(expected)
-    drifts = [one for series in pk.last_layer(trace, "attention", "two-stage") for one in series]
+    drifts = [one for series in pk.last_layer(trace, "attention", "two-stage", step=step) for one in series]
     told = [row["value"] for row in found if row["comparison"] == "last layer, prompts"]
     assert sorted(told) == pytest.approx(sorted(float((one.verdict + 1).mean() / 2) for one in drifts))
 
@@ -115,39 +145,89 @@ def test_an_interval_on_one_side_of_even_decides(spec: dict[str, Any]) -> None:
     assert share.verdict(float("nan"), float("nan")) == "undecided"
 
 
+def test_a_kind_s_numbers_are_those_of_its_steps(spec: dict[str, Any], trace: pk.Trace) -> None:
+    run = spec["Run"]("tiny", False, "needle")
+    found, kinds = list(spec["kind_rows"](trace, run)), trace.arrays["token_kind"]
+    assert {row["preset"] for row in found} == set(spec["PRESETS"])
+    pairs = list(pk.compare_heads(trace, *spec["SIDES"]))
+    of_last = [row for row in found if row["kind"] == found[-1]["kind"]]
+    number = next(place for place, name in enumerate(TOKEN_KINDS) if name == found[-1]["kind"])
+    steps = (kinds == number)[:, None, :, None, None]
+    for row, pair in zip(of_last, pairs, strict=True):
+        sums = [
+            np.where(steps, trace.arrays["perturbation_propagated"].astype(float), 0)[:, trace.run.configs.index(one)]
+            .sum(axis=(2, 3)) for one in (pair.treatment, pair.baseline)
+        ]  # fmt: skip
+        of = (kinds == number).sum(axis=1)
+        mean = [(one.sum(axis=1)[of > 0] / of[of > 0]).sum() for one in sums]
+        assert row["propagated_ratio"] == pytest.approx(mean[0] / mean[1])
+        assert (row["samples"], row["tokens"]) == ((of > 0).sum(), of.sum())
+
+
 @pytest.mark.slow
 def test_rows_are_kept_counted_and_drawn(
-    spec: dict[str, Any], trace: pk.Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spec: dict[str, Any], counts: dict[str, Any], trace: pk.Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = spec["runs"].__globals__
-    monkeypatch.setitem(own, "ROWS", tmp_path / "rows")
+    for module in (spec["runs"].__globals__, counts["tables"].__globals__["runs"].__globals__):
+        monkeypatch.setitem(module, "ROWS", tmp_path / "rows")
     first = spec["runs"]()[0]
-    for run in spec["runs"]()[:2]:
-        spec["write_rows"](run.rows, spec["COLUMNS"], list(spec["rows"](trace, run)))
-    read = spec["read_rows"](run.rows for run in spec["runs"]())
-    assert len(read) == 2 * 10 * len(spec["COMPARISONS"])
-    assert read[0]["model"] == first.model
-    assert [path.suffix for path in (tmp_path / "rows").iterdir()] == [".csv"] * 2
-    counted = {"un-pooling": 12, "stages": 8, "stages beyond un-pooling": 8}
-    _, heads, lines = spec["tally_table"](read)
-    assert {len(line) for line in lines} == {len(heads)}
+    for run in (*spec["runs"]()[:2], spec["Run"](first.model, True, first.dataset, "context-only")):
+        spec["write_run"](run, trace.sel(window=[32, 64]) if run.scenario == "context-only" else trace)
+    assert sorted(path.suffix for path in (tmp_path / "rows").iterdir()) == [".csv"] * 6
+    told = {title: (heads, lines) for title, heads, lines in counts["tables"](2, "")}
+    assert list(told) == ["comparisons", "by level, propagated", "by level, isolated", "kvpress", "context-only",
+                          "first token against all steps", "kinds of tokens"]  # fmt: skip
+    heads, lines = told["comparisons"]
+    of_paper = {"un-pooling": 12, "stages": 8, "stages beyond un-pooling": 8, "value norms": 8}
     assert len(lines) == len(spec["COMPARISONS"])
-    for title, _, count, _, *verdicts in lines:
-        assert int(count) == sum(map(int, verdicts)) == counted.get(title.split(",")[0], 20)
-    levels = {level: cells for level, *cells in spec["level_table"](read)[2]}
-    assert [cell.split(" of ")[1] for cell in levels["window 8"]] == ["10", "10", "4", "10", "6", "10"]
+    for title, _, count, _, holds, against, within, left, _, _, runs in lines:
+        assert int(count) == sum(map(int, (holds, against, within, left))) == of_paper.get(title.split(",")[0], 20)
+        assert sum(map(int, runs.split(" / "))) == 2
+    assert {line[2] for line in told["kvpress"][1]} == {"2"}
+    levels = {level: cells for level, *cells in told["by level, propagated"][1]}
+    assert [cell.split(" of ")[1] for cell in levels["window 8"]] == ["10", "10", "4", "4", "6", "10"]
     assert levels["preset paper-v2"][2] == "–"
-    for kind in spec["PANELS"]:
-        spec["draw"](read, kind, tmp_path / "picture.png")
+    for kind in counts["PANELS"]:
+        rows = spec["read_rows"](run.rows for run in spec["runs"]())
+        shown = [row for row in rows if row["steps"] == "2" and counts["is_counted"](row)]
+        counts["draw"](shown, kind, tmp_path / "picture.png")
         assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
-def test_un_pooling_is_the_same_number_under_both_presets_of_the_paper(spec: dict[str, Any], trace: pk.Trace) -> None:
-    told: dict[str, list[float]] = {"paper": [], "paper-v2": []}
-    for row in spec["rows"](trace, spec["Run"]("tiny", False, "needle")):
-        if row["comparison"].startswith("un-pooling") and row["preset"] in told:
-            told[row["preset"]].append(row["value"])
-    assert told["paper"] == pytest.approx(told["paper-v2"], rel=1e-4)
+def setting(model: str, window: str, comparison: str, value: float, low: float, high: float) -> dict[str, str]:
+    """Return a row of a made-up setting."""
+    names = {"model": model, "template": "True", "dataset": "news", "scenario": "regular", "window": window,
+             "granularity": "kv", "preset": "paper"}  # fmt: skip
+    return {**names, "comparison": comparison, "value": str(value), "low": str(low), "high": str(high)}
+
+
+def test_settings_and_runs_are_counted_by_the_rules(spec: dict[str, Any], counts: dict[str, Any]) -> None:
+    title = "sum, propagated"
+    rows = [
+        setting("a", "8", title, 0.8, 0.7, 0.9),  # a: two of three hold, none is reversed
+        setting("a", "32", title, 0.9, 0.8, 0.99),
+        setting("a", "64", title, 0.99, 0.96, 1.02),  # within 5 %
+        setting("b", "8", title, 0.8, 0.7, 0.9),  # b: one holds, one is reversed
+        setting("b", "32", title, 1.2, 1.1, 1.3),
+        setting("c", "8", title, 1.2, 1.1, 1.3),
+        setting("c", "32", title, 1.2, 0.9, 1.5),  # c: a half is not most
+    ]
+    told = counts["count"](rows, spec["COMPARISONS"][title])
+    assert (told.settings, told.claimed, told.holds, told.reversed, told.within, told.undecided) == (7, 4, 3, 2, 1, 2)
+    assert told.runs == (1, 0, 2)
+    assert (told.median, told.half_width) == (pytest.approx(0.99), pytest.approx(0.1))
+    shares = [setting("a", "8", "heads by sample, isolated", 0.5, 0.46, 0.54)]
+    assert counts["count"](shares, spec["COMPARISONS"]["heads by sample, isolated"]).within == 1
+
+
+def test_verdicts_that_turn_are_counted(counts: dict[str, Any]) -> None:
+    title, holds, against, open_ = "sum, propagated", (0.8, 0.7, 0.9), (1.2, 1.1, 1.3), (1, 0.9, 1.1)
+    cases = [(holds, holds), (holds, against), (against, holds), (open_, holds), (holds, open_), (open_, open_)]
+    first, every = (
+        [setting("a", str(place), title, *pair[side]) for place, pair in enumerate(cases)] for side in (0, 1)
+    )
+    lines = {line[0]: line[1:] for line in counts["turned_table"](first, every)[2]}
+    assert lines[title] == ["6", "1", "2", "1", "1"]
 
 
 def test_a_specific_token_stands_in_its_own_prompt_and_in_few_others(claims: dict[str, Any]) -> None:
@@ -186,8 +266,8 @@ def test_sums_by_the_next_token_are_by_hand(
     lines = [one.row() for one in found]
     assert len(lines) == 4
     lost = trace.arrays["perturbation_propagated"][:, :, 0].astype(float)
-    of_paper = spec["configs_by_preset"]()["paper"]
-    pairs = [one for one in pk.compare_heads(trace, "attention", "two-stage") if one.treatment in of_paper]
+    pairs = [one for one in pk.compare_heads(trace, "attention", "two-stage", step=0)
+             if run.configs()[one.treatment] == "paper"]  # fmt: skip
     for (_, _, window, granularity, common, specific, low, high, _), pair in zip(lines, pairs, strict=True):
         assert (window, granularity) == (str(pair.treatment.window), pair.treatment.granularity.name)
         assert (common, specific) == ("3", "2")
@@ -212,7 +292,12 @@ def test_confirming_runs_judge_by_the_rules_shares(claims: dict[str, Any]) -> No
 
 
 def test_a_sentence_that_wants_the_opposite_counts_turned_settings(claims: dict[str, Any]) -> None:
-    row = {"model": claims["SMALL"], "preset": "paper", "comparison": "value norms, propagated"}
+    row = {
+        "model": claims["SMALL"],
+        "dataset": "multi_news",
+        "preset": "paper",
+        "comparison": "value norms, propagated",
+    }
     found = [
         row | {"value": "1.1", "low": "1.05", "high": "1.2"},
         row | {"value": "1.2", "low": "0.9", "high": "1.5"},
@@ -245,20 +330,20 @@ def test_the_table_of_bounds_is_by_hand(
     monkeypatch.setitem(claims["bounds_row"].__globals__, "RUNS", tmp_path)
     trace.save(tmp_path / f"{run.name}.h5")
     monkeypatch.setitem(spec["SAMPLES"], "tiny", 5)
-    cells, every = claims["bounds_row"](run)
+    cells, every = claims["bounds_row"](run, 0)
     assert len(cells) == len(claims["BOUND_HEADS"])
-    assert [len(found) for found in every.values()] == [10, 10]
+    assert [len(found) for found in every.values()] == [4, 4]
     sides = [
         next(
             index
             for index, config in enumerate(trace.run.configs)
-            if config in spec["configs_by_preset"]()["paper"]
+            if run.configs()[config] == "paper"
             and (config.window, config.granularity.name, config.selection.name) == (32, "query", name)
         )
         for name in ("two-stage", "two-stage-uniform")
     ]
     lost, theta, theta_hat, sigma, kept = (
-        trace.arrays[name][:, sides].astype(float).reshape(5, 2, -1)
+        trace.arrays[name][:, sides].take(0, axis=2).astype(float).reshape(5, 2, -1)
         for name in ("perturbation_isolated", "theta", "theta_hat", "sigma_stage1", "retained_mass")
     )
     evidence = sigma[:, 0] > 0.5
