@@ -65,12 +65,12 @@ def _kind_row(one: TokenKind) -> dict[str, Any]:
 
 
 def _perplexity_row(one: CachePerplexity) -> dict[str, Any]:
-    """Return the JSON object of a configuration's perplexity, alone, over the full cache's and the first method's."""
-    first = None if one.over_baseline is None else _with_kind(one.over_baseline, one.over_baseline_interval)
+    """Return the JSON object of a configuration's perplexity, alone, over the full cache's and the baseline's."""
+    over = None if one.over_baseline is None else _with_kind(one.over_baseline, one.over_baseline_interval)
     return {
         "perplexity": _with_kind(one.perplexity, one.perplexity_interval),
         "ratio": _with_kind(one.ratio, one.ratio_interval),
-        "over_first": first,
+        "over_baseline": over,
     }
 
 

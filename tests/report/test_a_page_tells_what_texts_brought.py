@@ -156,8 +156,8 @@ def test_perplexity_is_that_of_the_analysis() -> None:
         assert row["perplexity"] == [one.perplexity, *ends(one.perplexity_interval)]
         assert row["ratio"] == [one.ratio, *ends(one.ratio_interval)]
         first = None if one.over_baseline is None else [one.over_baseline, *ends(one.over_baseline_interval)]
-        assert row["over_first"] == first
-    assert [row["over_first"] is None for row in shown["configs"]] == [True, False, True, False]
+        assert row["over_baseline"] == first
+    assert [row["over_baseline"] is None for row in shown["configs"]] == [True, False, True, False]
 
 
 ADDED = ("kinds", "perplexity")

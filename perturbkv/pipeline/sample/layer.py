@@ -159,7 +159,7 @@ def measure_layer(sample: SampleRun, index: int, owner: LayerResult | None) -> L
 def measure_effects(
     sample: SampleRun, index: int, groups: Sequence[AnyGroup], gradients: Sequence[Float[Tensor, "config head d_value"]]
 ) -> LayerEffects:
-    """Return the isolated effects of one layer, whose kept sets are those of `groups`, none of a sparse prefill.
+    """Return the isolated effects of one layer, whose kept sets are those of `groups`; a sparse prefill has none (refused).
 
     `gradients` are the configurations' own, per step, in the order of the run; empty where all have the full run's. The
     noise floor is always by the full run's.
@@ -172,7 +172,8 @@ def measure_effects(
         return EntryEffects(*weights[step], layer.entry_effects(steps[step], gradient))
 
     by_full = [effects(step, record.gradient[index]) for step, record in enumerate(steps)]
-    working = working_bytes(layer.keys.device, sample.resources.chunk_bytes) // (2 if gradients else 1)
+    working = working_bytes(layer.keys.device, sample.resources.chunk_bytes)
+    working //= 2 if gradients else 1  # gradients of its own are as large as a configuration's effects
     at_steps, quantities = [group for group in groups if not isinstance(group, SparsePrefillGroup)], []
     for group, rows in _split_groups(at_steps, heads * layer.keys.shape[1], working):
         masks = [_repeat_per_query_head(sets, heads).kept for sets in group.kept_sets_per_step(rows)]

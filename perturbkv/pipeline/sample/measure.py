@@ -324,14 +324,14 @@ class OwnOutputs(NamedTuple):
     Attributes:
         perturbations: `CHANGED_VARIABLES` but for the effect.
         moved: per step the difference of Σ A V from the full cache's, times γ where the layer has a gate; empty where
-            steps have no gradient.
+            effects are not measured.
     """
 
     perturbations: Float[Tensor, "step name head"]
     moved: list[Float[Tensor, "head d_value"]]
 
     def with_effect(self, gradients: Sequence[Float[Tensor, "head d_value"]]) -> Float[Tensor, "step name head"]:
-        """Return the perturbations and, where steps have `gradients`, the effect after them."""
+        """Return the perturbations and, where effects are measured, that by the steps' `gradients` after them."""
         if not self.moved:
             return self.perturbations
         effect = [(moved * own).sum(dim=-1) for moved, own in zip(self.moved, gradients, strict=True)]

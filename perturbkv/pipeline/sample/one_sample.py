@@ -242,9 +242,9 @@ class _BatchDecoder:
             evicted_layers = [self._evict(layer, makers) for layer in self.adapter.holders]
             compact = [layer.cache for layer in evicted_layers]
             cache = CompactCache(join_layers(self.adapter, compact, sample.prefill.states))
-            forked = cache.fork() if self.run.averages_gradients else None
-            if forked is not None:
-                forked.keep_rows(range(1 + len(indices)))  # no padding rows
+            undecoded = cache.fork() if self.run.averages_gradients else None
+            if undecoded is not None:
+                undecoded.keep_rows(range(1 + len(indices)))  # no padding rows
         with phase("decode"):
             question_logits, records = decode_evicted(
                 self.adapter, cache, sample.question, sample.full.tokens, self.rows, self.finite
@@ -252,9 +252,9 @@ class _BatchDecoder:
         for full, evicted in zip(sample.full.steps, records, strict=True):
             measure.check_everything_kept(self.finite, self.adapter, full.logits[0], evicted.logits[0])
             evicted.gradient = [layer.expand(1 + len(indices), -1, -1) for layer in full.gradient]
-        if forked is not None:
+        if undecoded is not None:
             with phase("effect"):
-                average_gradients(self.adapter, forked, sample.question, records, sample.full.text, self.finite)
+                average_gradients(self.adapter, undecoded, sample.question, records, sample.full.text, self.finite)
         with phase("measure"):
             each = zip(sample.full.steps, records, sample.full.next_tokens.unbind(), strict=True)
             steps = [self._measure(*step, len(indices)) for step in each]
@@ -288,7 +288,7 @@ class _BatchDecoder:
             },
             prefills={index: maker.prefill for index, maker in makers.items() if maker.prefill is not None},
             first_logp=first_logp,
-            gradients=[[layer[1:] for layer in step.gradient] for step in records] if forked is not None else [],
+            gradients=[[layer[1:] for layer in step.gradient] for step in records] if undecoded is not None else [],
         )
 
     def _own_isolated(

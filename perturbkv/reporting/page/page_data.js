@@ -16,7 +16,7 @@
  *   full_mean: Mean | null}} Answers
  */
 /** @typedef {{kind: string, samples: number, steps: number, isolated: Mean, propagated: Mean, rest: Mean}} KindRow */
-/** @typedef {{perplexity: Mean, ratio: Mean, over_first: Mean | null}} PerplexityRow */
+/** @typedef {{perplexity: Mean, ratio: Mean, over_baseline: Mean | null}} PerplexityRow */
 /** @typedef {{title: string, conclusion: string, notes: string[], full: Mean, configs: PerplexityRow[]}} Perplexity */
 /**
  * @typedef {{text: string | null, share: string | null, attention: string | null, heads: string | null, held: number[],

@@ -15,11 +15,11 @@ export const perplexity = {
    */
   draw(pane, view) {
     const found = view.data.perplexity;
-    if (!found) return fill(pane, lacking("This trace does not hold log p of a text."));
+    if (!found) return fill(pane, lacking("This trace holds log p of no token that a cache can change: of texts of two tokens and more."));
     const { configs, sides, budgets } = view.data;
     const rows = found.configs.map((row, index) => {
       const { side, budget, held } = configs[index];
-      return [`${sides[side]} · ${budgets[budget]}`, number(held), ...[row.perplexity, row.ratio, row.over_first].map(shown)];
+      return [`${sides[side]} · ${budgets[budget]}`, number(held), ...[row.perplexity, row.ratio, row.over_baseline].map(shown)];
     });
     fill(pane, make("p", { class: "said" }, found.conclusion),
       make("div", { class: "scrolls" }, table(found.title, ["", "#cache share", "#perplexity", "#over full cache’s", "#over first method’s"],
