@@ -1,9 +1,10 @@
-"""Does the mean of both runs' gradients tell lost answers better than the full run's alone? For docs/results/answers.md.
+"""Does the mean of both runs' gradients tell lost answers better than the full run's? For docs/results/answers.md.
 
 `python studies/effect_gradient.py measure` measures effects by the mean gradient on the first prompts of the answers'
-study, whose traces it reads (`answers.py measure` leaves them), and writes docs/answers/effect-gradient.csv: per prompt,
-budget and form of the effect, in which share of the pairs of a lost and a kept answer the lost one has the larger.
-`python studies/effect_gradient.py` prints the table. The rules stand in docs/results/rules.md, which was written first.
+study, whose traces it reads (`answers.py measure` leaves them), and writes docs/answers/effect-gradient.csv: per
+prompt, budget and form of the effect, in which share of the pairs of a lost and a kept answer the lost one has the
+larger. `python studies/effect_gradient.py` prints the table. The rules stand in docs/results/rules.md, which was
+written first.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from answers import BUDGETS, QWEN, ROWS, RUNS, SMOLLM2, STEPS, Run, runs
-from common import Table, interval_text, main, write_tables
+from common import Table, main, to_json, write_tables
 from specification import model, write_rows
+from tables import percent, points
 
 import perturbkv as pk
 
@@ -60,20 +62,19 @@ def rows(run: Run, full: pk.Trace, mean: pk.Trace) -> Iterator[dict[str, Any]]:
         told = [[effects(trace, one, sample) for one in own] for trace in (full, mean)]
         for form in FORMS:
             sides = [np.array([one[form] for one in by_gradient]) for by_gradient in told]
-            shares = [(np.sign(side[~found][:, None] - side[found]) / 2 + 0.5).mean() for side in sides]
+            shares = [float((np.sign(side[~found][:, None] - side[found]) / 2 + 0.5).mean()) for side in sides]
             yield {"model": run.model, "budget": budget, "form": form, "sample": sample,
-                   "pairs": int((~found).sum() * found.sum()), **dict(zip(GRADIENTS, map(float, shares), strict=True))}  # fmt: skip
+                   "pairs": int((~found).sum() * found.sum()), **dict(zip(GRADIENTS, shares, strict=True))}  # fmt: skip
 
 
 def table(found: pd.DataFrame) -> Table:
     """Return the table: shares by either gradient, and their paired difference over prompts, in points."""
     lines = []
     for (name, budget, form), own in found.groupby(["model", "budget", "form"], sort=False):
-        shares = [own[gradient].to_numpy() * 100 for gradient in GRADIENTS]
-        difference = shares[1] - shares[0]
-        interval = pk.stats.intervals.of_mean(difference)
-        lines.append([name, f"{budget:g}", form, str(len(own)), *(f"{share.mean():.0f} %" for share in shares),
-                      interval_text(float(difference.mean()), interval, digits=1)])  # fmt: skip
+        full, mean = (own[gradient].to_numpy() for gradient in GRADIENTS)
+        interval = to_json(pk.stats.intervals.of_mean(mean - full, pk.stats.intervals.DIFFERENCE))
+        lines.append([name, f"{budget:g}", form, str(len(own)), percent(full.mean()), percent(mean.mean()),
+                      points((mean - full).mean(), interval)])  # fmt: skip
     heads = ["model", "b / n", "effect", "deciding prompts", "full run's", "mean of both", "mean − full, points"]
     return "lost answers with the larger effect, by gradient", heads, lines
 
