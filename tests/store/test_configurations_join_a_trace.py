@@ -103,6 +103,17 @@ def test_only_what_hinders_is_told(at_once: Path) -> None:
         opened(at_once, more, samples=4, seed=1)
 
 
+@pytest.mark.parametrize(("digests", "refused"), [("aa", False), ("ab", True), (None, True)])
+def test_a_file_of_prompts_may_have_moved_but_not_changed(tmp_path: Path, digests: str | None, refused: bool) -> None:
+    first, second = ({"file_sha256": one} for one in digests) if digests else ({}, {})
+    path = fill(opened(tmp_path / "t.h5", OLD, samples=2, dataset="there/rows.jsonl", dataset_options=first))
+    if refused:
+        with pytest.raises(TraceError, match="differs in dataset"):
+            opened(path, OLD, dataset="here/rows.jsonl", dataset_options=second)
+    else:
+        assert opened(path, OLD, dataset="here/rows.jsonl", dataset_options=second).missing().keys() == {"s2"}
+
+
 def test_a_policy_that_needs_head_scores_may_join_those_that_do_not(tmp_path: Path) -> None:
     path = fill(opened(tmp_path / "t.h5", OLD))
     headkv = EvictionConfig(budget=Budget(64), policy="headkv")

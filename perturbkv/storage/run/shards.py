@@ -38,7 +38,9 @@ def check_extends(run: RunConfig, old: RunConfig, path: Path) -> None:
 
 def differing_fields(run: RunConfig, old: RunConfig) -> list[str]:
     """Return the names of the fields that prevent extending `old` to `run`; empty if `old` is a part of `run`."""
+    digests = [one.dataset_options.get("file_sha256") for one in (run, old)]
     may_grow = {
+        "dataset": digests[0] is not None and digests[0] == digests[1],  # the same file, elsewhere
         "samples": old.samples <= run.samples,
         "configs": set(old.configs) <= set(run.configs),
         "head_scores": not old.head_scores,  # empty where no configuration needs them
