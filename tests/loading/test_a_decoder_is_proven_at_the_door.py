@@ -72,15 +72,16 @@ class Changed(LlamaAttention):
 
     def forward(
         self, hidden_states: Tensor, position_embeddings: Any = None, attention_mask: Any = None,
-        past_key_values: Any = None, **kwargs: Any,
+        past_key_values: Any = None, cache: Any = None, **kwargs: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
+        cache = cache if past_key_values is None else past_key_values  # named so by the newest transformers
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         query, key, value = (
             part(hidden_states).view(shape).transpose(1, 2) for part in (self.q_proj, self.k_proj, self.v_proj)
         )
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         given = self.before(query, key, value, attention_mask)
         output = self.attend(*given, dropout=0.0, scaling=self.scaling)
         output = self.after(output, hidden_states)
@@ -489,8 +490,10 @@ class Sharing(Changed):
         self.given[self.layer_idx] = key, value
         return query, key, value, mask
 
-    def forward(self, hidden_states: Tensor, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
-        own = None if self.layer_idx in self.owners else past_key_values
+    def forward(
+        self, hidden_states: Tensor, *args: Any, past_key_values: Any = None, cache: Any = None, **kwargs: Any
+    ) -> Any:
+        own = None if self.layer_idx in self.owners else cache if past_key_values is None else past_key_values
         return super().forward(hidden_states, *args, past_key_values=own, **kwargs)
 
 
@@ -721,10 +724,12 @@ def test_what_looks_like_attention_beside_a_state_is_refused_where_it_fills_the_
     model = hybrid_model("lfm2")
     attention = model.model.layers[1].self_attn
 
-    def silent(hidden_states: Tensor, past_key_values: Any = None, **kwargs: Any) -> tuple[Tensor, None]:
-        if past_key_values is not None:
+    def silent(
+        hidden_states: Tensor, past_key_values: Any = None, cache: Any = None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        if (filled := cache if past_key_values is None else past_key_values) is not None:
             entries = attention.k_proj(hidden_states).unflatten(-1, (2, 8)).transpose(1, 2)
-            past_key_values.update(entries, entries, 1)
+            filled.update(entries, entries, 1)
         return attention.out_proj(torch.zeros_like(hidden_states)), None
 
     attention.forward = silent
