@@ -349,7 +349,7 @@ models: install
 # Every study on four short prompts, to see it work; `python studies/NAME.py` measures as the results' pages say. Those of
 # finished runs read what commands leave here; the paper's and the second model's have LongBench's prompts alone.
 SHORT   = runs/studies/short
-OF_RUNS = effect_gradient judge model_sanity needle readings second_model specification_claims specification_counts tables
+OF_RUNS = answers_tables effect_gradient judge model_sanity needle readings second_model specification_claims specification_counts tables
 FEW     = --dataset needle --length 300 --samples 4 --budget 64
 studies: install
 	for study in $(filter-out common paper% $(OF_RUNS),$(basename $(notdir $(wildcard studies/*.py)))); do \
@@ -362,6 +362,7 @@ studies: install
 	$(BIN) needle --lengths 300 --depths 0.2,0.8 --samples 4 --budget 64 --output $(SHORT)/retrieval --overwrite
 	$(PY) studies/needle.py $(SHORT)/retrieval -o $(SHORT)/needle
 	$(PY) studies/model_sanity.py -o $(SHORT)/model_sanity
+	$(PY) studies/answers_tables.py -o $(SHORT)/answers_tables
 	$(PY) studies/effect_gradient.py -o $(SHORT)/effect_gradient
 	$(PY) studies/specification_claims.py gain -o $(SHORT)/specification_claims
 	$(PY) studies/specification_counts.py --steps 1 -o $(SHORT)/specification_counts

@@ -11,12 +11,12 @@ import argparse
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import common
 import numpy as np
-import pandas as pd
 from specification import (
     COLOURS,
     COMPARISONS,
@@ -36,6 +36,8 @@ PANELS = {
     "isolated": ("heads by sample", "sum", "stages", "value norms", "un-pooling"),
 }
 """Kind -> the first words of the comparisons in its picture's panels."""
+FIRST = "paper"
+"""Preset of the paper's first version, whose second stage reads scores that are not smoothed."""
 WITHIN, MOST = 0.05, 0.5
 """An undecided setting is within so much of even; a run holds where more than this share of its settings does."""
 _DECIDED = {"holds", "reversed"}
@@ -49,7 +51,8 @@ class Counts:
     Attributes:
         claimed: how many lie on the claimed side.
         holds, reversed: how many are decided.
-        within: undecided ones whose whole interval lies within 5 % of even.
+        small: decided ones whose whole interval lies within 5 % of even.
+        within: undecided ones of which that is true.
         median: value over settings.
         half_width: median over settings, of the intervals.
         runs: how many runs, each of a model and a data set, hold, are reversed and are mixed.
@@ -59,6 +62,7 @@ class Counts:
     claimed: int
     holds: int
     reversed: int
+    small: int
     within: int
     median: float
     half_width: float
@@ -71,13 +75,16 @@ class Counts:
 
     def cells(self) -> list[str]:
         """Return the cells of its row."""
-        numbers = self.settings, self.claimed, self.holds, self.reversed, self.within, self.undecided - self.within
-        sizes = f"{self.median:.2f}", "–" if np.isnan(self.half_width) else f"± {self.half_width:.2f}"
+        if np.isnan(self.half_width):  # no interval, so no verdict
+            return [str(self.settings), str(self.claimed), *"–" * 5, f"{self.median:.2f}", "–", "–"]
+        numbers = self.settings, self.claimed, self.holds, self.reversed, self.small, self.within
+        sizes = str(self.undecided - self.within), f"{self.median:.2f}", f"± {self.half_width:.2f}"
         return [*map(str, numbers), *sizes, " / ".join(map(str, self.runs))]
 
 
 COUNT_HEADS = (
-    *("settings", "on the claimed side", "hold", "reversed", "within 5 %", "open", "median", "interval"),
+    *("settings", "claimed side", "hold", "reversed", "of these within 5 %", "undecided within 5 %", "open"),
+    *("median", "interval"),
     "runs: hold / reversed / mixed",
 )
 
@@ -97,6 +104,7 @@ def count(rows: Rows, comparison: Comparison) -> Counts:
         claimed=int((comparison.sign * (values - comparison.even) > 0).sum()),
         holds=verdicts.count("holds"),
         reversed=verdicts.count("reversed"),
+        small=sum(bool(one) and verdict != "undecided" for one, verdict in zip(near, verdicts, strict=True)),
         within=sum(bool(one) and verdict == "undecided" for one, verdict in zip(near, verdicts, strict=True)),
         median=float(np.median(values)),
         half_width=float("nan") if np.isnan(half).all() else float(np.nanmedian(half)),
@@ -122,7 +130,8 @@ def tally_table(name: str, found: Rows) -> common.Table:
     """Return the table of comparisons: settings, those on the claimed side, the verdicts and sizes."""
     shown = {title: own for title in COMPARISONS if (own := counted_rows(found, title))}
     rows = [[title, COMPARISONS[title].text, *count(own, COMPARISONS[title]).cells()] for title, own in shown.items()]
-    return name, ["comparison", "number", *COUNT_HEADS], rows
+    prompts = " and ".join(dict.fromkeys(row["n"] for row in found))
+    return f"{name}, n = {prompts}", ["comparison", "number", *COUNT_HEADS], rows
 
 
 def level_table(found: Rows, kind: str = "propagated") -> common.Table:
@@ -139,23 +148,25 @@ def level_table(found: Rows, kind: str = "propagated") -> common.Table:
 
 
 def turned_table(first: Rows, every: Rows) -> common.Table:
-    """Return the table of verdicts at the first token against those over all steps of the same settings."""
+    """Return the table of verdicts at the first token against those over all steps of the same settings, by preset."""
     rows = []
-    for title, comparison in COMPARISONS.items():
-        if title.startswith("heads by means"):  # without verdicts
-            continue
+    for (title, comparison), preset in product(COMPARISONS.items(), dict.fromkeys(row["preset"] for row in every)):
         one, other = (
-            {_setting_of(row): comparison.verdict(*_ends(row)) for row in counted_rows(found, title)}
+            {_setting_of(row): comparison.verdict(*_ends(row)) for row in counted_rows(found, title)
+             if row["preset"] == preset}
             for found in (first, every)
-        )
-        pairs = [{one[setting], other[setting]} for setting in one.keys() & other]
+        )  # fmt: skip
+        if title.startswith("heads by means") or not other:  # without verdicts; not counted
+            continue
+        both = one.keys() & other
+        pairs = [{one[setting], other[setting]} for setting in both]
         alike, turned = (sum(pair in wanted for pair in pairs) for wanted in (({"holds"}, {"reversed"}), (_DECIDED,)))
         gained, lost = (
-            sum(before[setting] == "undecided" != after[setting] for setting in one.keys() & other)
+            sum(before[setting] == "undecided" != after[setting] for setting in both)
             for before, after in ((one, other), (other, one))
         )
-        rows.append([title, *map(str, (len(pairs), alike, turned, gained, lost))])
-    heads = ["comparison", "settings", "decided alike", "turned", "gained", "lost"]
+        rows.append([title, preset, *map(str, (len(pairs), alike, turned, gained, lost))])
+    heads = ["comparison", "preset", "settings", "decided alike", "turned", "gained", "lost"]
     return "first token against all steps", heads, rows
 
 
@@ -164,17 +175,28 @@ def _ends(row: dict[str, str]) -> tuple[float, float]:
     return float(row["low"]), float(row["high"])
 
 
-def kinds_table(found: Rows) -> common.Table:
-    """Return the table of kinds of tokens by data set and preset: where each makes the propagated sum's sign."""
-    numbers = ["tokens", "propagated_ratio", "rest_ratio"]
-    signs = ["makes_sign", "differs"]
-    every = pd.DataFrame(found).astype(dict.fromkeys(numbers, float))
+def kinds_table(found: Rows, kinds: Rows) -> common.Table:
+    """Return the table of kinds of tokens by data set: where each makes the decided sign of the propagated sum.
+
+    It does where the sign without it is another, or none. `found` are the rows of comparisons over all steps.
+    """
+    comparison = COMPARISONS["sum, propagated"]
+    whole = {_setting_of(row): comparison.verdict(*_ends(row)) for row in counted_rows(found, "sum, propagated")}
     rows = []
-    for names, own in every.groupby(["dataset", "preset", "kind"], sort=False):
-        tokens, ratio, rest = own[numbers].median()
+    for dataset, kind in dict.fromkeys((row["dataset"], row["kind"]) for row in kinds):
+        own = [row for row in kinds if (row["dataset"], row["kind"]) == (dataset, kind)]
+        signs = Counter(
+            (whole[_setting_of(row)], comparison.verdict(float(row["rest_ratio_low"]), float(row["rest_ratio_high"])))
+            for row in own
+        )
+        decided = sum(count for (one, _), count in signs.items() if one in _DECIDED)
+        made = [sum(signs[one, other] for one in _DECIDED if one != other) for other in ("undecided", *_DECIDED)]
+        tokens, ratio, rest = (np.nanmedian([float(row[name]) for row in own] or [np.nan])
+                               for name in ("tokens", "propagated_ratio", "rest_ratio"))  # fmt: skip
         sizes = f"{tokens:.0f}", f"{ratio:.2f}", "–" if np.isnan(rest) else f"{rest:.2f}"
-        rows.append([*names, str(len(own)), *sizes, *(own[signs] == "True").sum().astype(str)])
-    heads = ["data set", "preset", "kind", "settings", "tokens", "×, at it", "×, without it", "makes sign", "differs"]
+        rows.append([dataset, kind, str(len(own)), *sizes, str(decided), str(made[0]), str(sum(made[1:]))])
+    heads = ["data set", "kind", "settings", "tokens", "×, at it", "×, without it", "decided", "without it none",
+             "without it the opposite"]  # fmt: skip
     return "kinds of tokens", heads, rows
 
 
@@ -254,7 +276,9 @@ def tables(steps: int, confirm: str) -> Iterable[common.Table]:
     every = read_rows(run.rows for run in measured)
     found = [row for row in every if int(row["steps"]) == steps]
     own = [row for row in found if is_counted(row)]
-    yield tally_table("comparisons", own)
+    later = [row for row in own if row["preset"] != FIRST]
+    yield tally_table(f"comparisons, preset {FIRST}", [row for row in own if row["preset"] == FIRST])
+    yield tally_table("comparisons, later presets", later)
     for kind in PANELS:
         yield level_table(own, kind)
     beside = {"kvpress": [row for row in found if row["preset"] in OWN_WINDOW and row["scenario"] == "regular"],
@@ -265,7 +289,7 @@ def tables(steps: int, confirm: str) -> Iterable[common.Table]:
     if steps > 1:
         settings = {_setting_of(row) for row in own}
         yield turned_table([row for row in every if int(row["steps"]) == 1 and _setting_of(row) in settings], own)
-        yield kinds_table([row for row in read_rows(run.kinds for run in measured) if is_counted(row)])
+        yield kinds_table(own, [row for row in read_rows(run.kinds for run in measured) if is_counted(row)])
 
 
 def study(asked: argparse.Namespace) -> None:

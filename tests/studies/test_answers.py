@@ -1,10 +1,11 @@
-"""studies/answers.py: which caches are measured, pairs by hand, and verdicts by the rules."""
+"""studies/answers*.py: which caches are measured, pairs by hand, and verdicts by the rules."""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,6 +22,11 @@ RULES = (DOCS / "results" / "rules.md").read_text()
 @pytest.fixture(scope="module")
 def answers() -> dict[str, Any]:
     return functions("answers", STUDIES)
+
+
+@pytest.fixture(scope="module")
+def tables() -> dict[str, Any]:
+    return functions("answers_tables", STUDIES)
 
 
 def cells(found: dict[tuple[str, float, int], list[int]], full: list[int], digits: int = 7) -> list[dict[str, str]]:
@@ -69,47 +75,47 @@ def test_numbers_have_their_digits_and_are_each_prompt_s_own(answers: dict[str, 
         assert len(set(drawn)) > 45
 
 
-def test_pairs_are_of_prompts_that_the_full_cache_answers(answers: dict[str, Any]) -> None:
+def test_pairs_are_of_prompts_that_the_full_cache_answers(tables: dict[str, Any]) -> None:
     full = [1] * 10 + [0] * 5
     snapkv = [1, 1, 0, 0, 0, 0, 0, 0, 0, 0] + [0] * 5
     later = [0, 1, 1, 1, 1, 1, 1, 1, 1, 1] + [1] * 5
     made = cells({("SnapKV", 0.2, 7): snapkv, ("AdaKV", 0.2, 7): later, ("random", 0.2, 7): snapkv}, full)
-    (run,) = answers["outcomes"](made)
+    (run,) = tables["outcomes"](made)
     assert (run.prompts, run.answered) == (15, 10)
-    pairs = {pair.second[0]: pair for pair in answers["method_pairs"]([run])}
+    pairs = {pair.second[0]: pair for pair in tables["method_pairs"]([run])}
     assert (pairs["AdaKV"].more, pairs["AdaKV"].fewer) == (8, 1)
     assert pairs["AdaKV"].p == pytest.approx(2 * (1 + 9) / 2**9)  # binomial, 9 prompts, at most 1
     assert pairs["random"].p == 1
     assert not any(pair.decided for pair in pairs.values())  # the smaller of two has to be at most 0.025
 
 
-def test_too_few_answers_decide_nothing(answers: dict[str, Any]) -> None:
+def test_too_few_answers_decide_nothing(tables: dict[str, Any]) -> None:
     nine, none = [1] * 9, [0] * 9
-    (run,) = answers["outcomes"](cells({("SnapKV", 0.2, 7): none, ("AdaKV", 0.2, 7): nine}, nine))
-    (pair,) = answers["method_pairs"]([run])
+    (run,) = tables["outcomes"](cells({("SnapKV", 0.2, 7): none, ("AdaKV", 0.2, 7): nine}, nine))
+    (pair,) = tables["method_pairs"]([run])
     assert pair.p < 0.01 and not pair.decided
     ten = [1] * 10
-    (run,) = answers["outcomes"](cells({("SnapKV", 0.2, 7): [0] * 10, ("AdaKV", 0.2, 7): ten}, ten))
-    assert answers["method_pairs"]([run])[0].decided
+    (run,) = tables["outcomes"](cells({("SnapKV", 0.2, 7): [0] * 10, ("AdaKV", 0.2, 7): ten}, ten))
+    assert tables["method_pairs"]([run])[0].decided
 
 
-def test_ratios_are_over_snapkv_s_of_the_budget(answers: dict[str, Any]) -> None:
+def test_ratios_are_over_snapkv_s_of_the_budget(tables: dict[str, Any]) -> None:
     made = cells({("SnapKV", 0.2, 7): [1, 1], ("AdaKV", 0.2, 7): [0, 1]}, [1, 1])
     for row in made[2:]:
         row["moved"] = "6"
-    (run,) = answers["outcomes"](made)
-    assert answers["moved_ratio"](run, ("AdaKV", 0.2, 7), 1)[0] == pytest.approx(12 / 3)
-    assert answers["moved_ratio"](run, ("AdaKV", 0.2, 7), 0)[0] == 1
+    (run,) = tables["outcomes"](made)
+    assert tables["moved_ratio"](run, ("AdaKV", 0.2, 7), 1)[0] == pytest.approx(12 / 3)
+    assert tables["moved_ratio"](run, ("AdaKV", 0.2, 7), 0)[0] == 1
 
 
-def test_a_budget_at_an_end_is_named(answers: dict[str, Any]) -> None:
+def test_a_budget_at_an_end_is_named(tables: dict[str, Any]) -> None:
     low, high = [0] * 40, [1] * 40
-    (run,) = answers["outcomes"](
+    (run,) = tables["outcomes"](
         cells({("SnapKV", 0.1, 7): low, ("random", 0.1, 7): low, ("SnapKV", 0.4, 7): high}, high)
     )
-    assert answers["at_end"](run, 0.1) and answers["at_end"](run, 0.4)
-    (run,) = answers["outcomes"](cells({("SnapKV", 0.1, 7): low, ("random", 0.1, 7): [1] * 3 + low[3:]}, high))
-    assert not answers["at_end"](run, 0.1)
+    assert tables["at_end"](run, 0.1) and tables["at_end"](run, 0.4)
+    (run,) = tables["outcomes"](cells({("SnapKV", 0.1, 7): low, ("random", 0.1, 7): [1] * 3 + low[3:]}, high))
+    assert not tables["at_end"](run, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -123,13 +129,60 @@ def test_a_budget_at_an_end_is_named(answers: dict[str, Any]) -> None:
         (row((np.nan, np.nan), (np.nan, np.nan)), "undecided"),
     ],
 )
-def test_a_measure_s_verdict_follows_the_rules(answers: dict[str, Any], found: dict[str, str], told: str) -> None:
-    assert answers["verdict_of"](found) == told
-    assert answers["verdict_of"]({**found, "measure": "kl"}) == "–"
+def test_a_measure_s_verdict_follows_the_rules(tables: dict[str, Any], found: dict[str, str], told: str) -> None:
+    assert tables["verdict_of"](found) == told
+    assert tables["verdict_of"]({**found, "measure": "kl"}) == "–"
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "told"),
+    [
+        (["foretells"] * 3 + ["undecided"], "supported"),
+        (["foretells"] * 3 + ["reversed"], "undecided"),
+        (["foretells"] * 2 + ["undecided"], "undecided"),
+        (["no more than names"] * 2 + ["undecided"], "contradicted"),
+        (["no more than names", "reversed"], "undecided"),
+        (["reversed"] * 2, "contradicted"),
+        ([], "undecided"),
+    ],
+)
+def test_a_measure_s_verdict_over_settings_follows_the_rules(
+    tables: dict[str, Any], verdicts: list[str], told: str
+) -> None:
+    assert tables["overall"](verdicts) == told
+
+
+def test_a_difference_is_general_in_two_models_and_the_opposite_in_none(tables: dict[str, Any]) -> None:
+    one, same, other = (SimpleNamespace(run=SimpleNamespace(model=name)) for name in ("a", "a", "b"))
+    assert tables["in_general"]([one, other], []) == "more in general"
+    assert tables["in_general"]([], [one, other]) == "fewer in general"
+    assert tables["in_general"]([one, same], []) == "not general"
+    assert tables["in_general"]([one, other], [same]) == "not general"
+
+
+def test_a_kernel_s_verdict_asks_both_lengths(tables: dict[str, Any]) -> None:
+    def pair(digits: int, narrow: int, wide: int, more: int, fewer: int, decided: bool) -> Any:
+        run = SimpleNamespace(digits=digits)
+        return SimpleNamespace(run=run, first=("SnapKV", 0.2, narrow), second=("SnapKV", 0.2, wide), more=more,
+                               fewer=fewer, decided=decided)  # fmt: skip
+
+    short, long = pair(7, 1, 7, 9, 0, True), pair(15, 7, 21, 9, 0, True)
+    unasked = pair(3, 1, 7, 0, 9, True)
+    assert tables["kernel_verdict"]([short, long, unasked]) == "holds"
+    assert tables["kernel_verdict"]([short, pair(15, 7, 21, 3, 0, False)]) == "undecided"
+    assert tables["kernel_verdict"]([short]) == "undecided"
+    assert tables["kernel_verdict"]([short, pair(15, 7, 21, 0, 9, True)]) == "contradicted"
+
+
+def test_caches_that_answer_other_prompts_are_no_pairs(tables: dict[str, Any]) -> None:
+    made = cells({("SnapKV", 0.2, 7): [1, 0], ("AdaKV", 0.2, 7): [0, 1]}, [1, 1])
+    made[-1]["sample"] = "another"
+    with pytest.raises(pk.PerturbkvError, match="answer other prompts"):
+        tables["outcomes"](made)
 
 
 @pytest.mark.slow
-def test_rows_are_what_the_trace_holds(answers: dict[str, Any], tmp_path: Path) -> None:
+def test_rows_are_what_the_trace_holds(answers: dict[str, Any], tables: dict[str, Any], tmp_path: Path) -> None:
     """A tiny model, whose answers are drawn: a row per prompt and cache, and a number per budget and measure."""
     run = answers["Run"](str(model_folder(tmp_path / "tiny", positions=2048)), 7, 12)
     with mock.patch.dict(answers["write_prompts"].__globals__, LENGTH=1500):  # of bytes
@@ -154,10 +207,13 @@ def test_rows_are_what_the_trace_holds(answers: dict[str, Any], tmp_path: Path) 
     assert all(0 <= row["area"] <= 1 for row in told if row["measure"] != "theta_hat")  # no head has σ > ½
     answers["write_rows"](tmp_path / "f.csv", answers["FORETELLING"], told)
     answers["write_rows"](tmp_path / "c.csv", answers["CELLS"], rows)
-    titles = [title for title, _, _ in answers["tables"](
-        answers["read_rows"]([tmp_path / "c.csv"]), answers["read_rows"]([tmp_path / "f.csv"])
-    )]  # fmt: skip
-    assert len(titles) == 2 + 3 + 2
+    read = (tables["read_rows"]([tmp_path / name]) for name in ("c.csv", "f.csv"))
+    found = tables["outcomes"](next(read))
+    titles = [title for title, _, _ in tables["tables"](found, next(read))]
+    assert len(titles) == len(set(titles)) == 2 + 1 + 3 + 1 + 3
+    for draw_one in (tables["draw_found"], tables["draw_moved"]):
+        draw_one(found).savefig(tmp_path / "picture.png")
+        assert (tmp_path / "picture.png").stat().st_size > 10_000
     base = next(row for row in rows if (row["method"], row["budget"], row["kernel"]) == ("SnapKV", 0.4, 7))
     means = np.nanmean(trace.arrays["perturbation_isolated"][0].astype(float), axis=1)
     own = trace.config_index(run.configs()["SnapKV", 0.4, 7].label())

@@ -175,15 +175,21 @@ def test_rows_are_kept_counted_and_drawn(
         spec["write_run"](run, trace.sel(window=[32, 64]) if run.scenario == "context-only" else trace)
     assert sorted(path.suffix for path in (tmp_path / "rows").iterdir()) == [".csv"] * 6
     told = {title: (heads, lines) for title, heads, lines in counts["tables"](2, "")}
-    assert list(told) == ["comparisons", "by level, propagated", "by level, isolated", "kvpress", "context-only",
-                          "first token against all steps", "kinds of tokens"]  # fmt: skip
-    heads, lines = told["comparisons"]
-    of_paper = {"un-pooling": 12, "stages": 8, "stages beyond un-pooling": 8, "value norms": 8}
-    assert len(lines) == len(spec["COMPARISONS"])
-    for title, _, count, _, holds, against, within, left, _, _, runs in lines:
-        assert int(count) == sum(map(int, (holds, against, within, left))) == of_paper.get(title.split(",")[0], 20)
-        assert sum(map(int, runs.split(" / "))) == 2
-    assert {line[2] for line in told["kvpress"][1]} == {"2"}
+    assert list(told) == [
+        "comparisons, preset paper, n = 5", "comparisons, later presets, n = 5", "by level, propagated",
+        "by level, isolated", "kvpress, n = 5", "context-only, n = 5", "first token against all steps",
+        "kinds of tokens",
+    ]  # fmt: skip
+    for name, settings in (("preset paper", 8), ("later presets", 12)):
+        heads, lines = told[f"comparisons, {name}, n = 5"]
+        for title, _, count, _, holds, against, _, within, left, _, _, runs in lines:
+            if title.startswith("heads by means"):
+                assert (count, holds, runs) == (str(settings), "–", "–")
+                continue
+            of = 4 if (title.split(",")[0], settings) == ("un-pooling", 12) else settings
+            assert int(count) == sum(map(int, (holds, against, within, left))) == of
+            assert sum(map(int, runs.split(" / "))) == 2
+    assert {line[2] for line in told["kvpress, n = 5"][1]} == {"2"}
     levels = {level: cells for level, *cells in told["by level, propagated"][1]}
     assert [cell.split(" of ")[1] for cell in levels["window 8"]] == ["10", "10", "4", "4", "6", "10"]
     assert levels["preset paper-v2"][2] == "–"
@@ -215,7 +221,9 @@ def test_settings_and_runs_are_counted_by_the_rules(spec: dict[str, Any], counts
     told = counts["count"](rows, spec["COMPARISONS"][title])
     assert (told.settings, told.claimed, told.holds, told.reversed, told.within, told.undecided) == (7, 4, 3, 2, 1, 2)
     assert told.runs == (1, 0, 2)
-    assert (told.median, told.half_width) == (pytest.approx(0.99), pytest.approx(0.1))
+    assert (told.median, told.half_width, told.small) == (pytest.approx(0.99), pytest.approx(0.1), 0)
+    small = counts["count"]([setting("a", "8", title, 0.97, 0.96, 0.98)], spec["COMPARISONS"][title])
+    assert (small.holds, small.small, small.within) == (1, 1, 0)
     shares = [setting("a", "8", "heads by sample, isolated", 0.5, 0.46, 0.54)]
     assert counts["count"](shares, spec["COMPARISONS"]["heads by sample, isolated"]).within == 1
 
@@ -227,7 +235,20 @@ def test_verdicts_that_turn_are_counted(counts: dict[str, Any]) -> None:
         [setting("a", str(place), title, *pair[side]) for place, pair in enumerate(cases)] for side in (0, 1)
     )
     lines = {line[0]: line[1:] for line in counts["turned_table"](first, every)[2]}
-    assert lines[title] == ["6", "1", "2", "1", "1"]
+    assert lines == {title: ["paper", "6", "1", "2", "1", "1"]}
+
+
+def test_a_kind_makes_a_decided_sign_where_the_rest_has_another_or_none(counts: dict[str, Any]) -> None:
+    title = "sum, propagated"
+    ends = {"holds": (0.8, 0.9), "reversed": (1.1, 1.2), "undecided": (0.9, 1.1)}
+    cases = [("holds", "holds"), ("holds", "undecided"), ("holds", "reversed"), ("undecided", "holds")]
+    whole = [setting("a", str(place), title, 1, *ends[one]) for place, (one, _) in enumerate(cases)]
+    kinds = [
+        {**row, "kind": "word", "tokens": "9", "propagated_ratio": "1", "rest_ratio": "1",
+         "rest_ratio_low": str(ends[rest][0]), "rest_ratio_high": str(ends[rest][1])}
+        for row, (_, rest) in zip(whole, cases, strict=True)
+    ]  # fmt: skip
+    assert counts["kinds_table"](whole, kinds)[2] == [["news", "word", "4", "9", "1.00", "1.00", "3", "1", "1"]]
 
 
 def test_a_specific_token_stands_in_its_own_prompt_and_in_few_others(claims: dict[str, Any]) -> None:
