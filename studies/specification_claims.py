@@ -2,8 +2,8 @@
 
 `python studies/specification_claims.py next` tells the sums of preset paper by the token that comes next, `bounds` how
 near the bounds are to the change, `gain` what part of preset paper's gain stages and un-pooling bring on news; with
-`--confirm confirm` they are about the confirming runs. `sentences` judges by the confirming runs what was read off the
-others. The rules stand in docs/results/rules.md, which was written first.
+`--confirm confirm` they are about the confirming runs. `sentences --confirm FOLDER` judges by the confirming runs what
+was read off the others: `confirm` of the first token, `confirm2` of eight steps. The rules stand in docs/results/rules.md, which was written first.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ ELSEWHERE, LEAST, PERMUTATIONS = 0.25, 3, 10_000
 """A specific token stands in at most this share of other prompts; fewest prompts of a kind; draws of a permutation."""
 SMALL, QWEN = "smollm2-135m-q4_1", ("qwen2.5-coder-0.5b-q4_k_m", "qwen2.5-coder-1.5b-q4_k_m")
 POOLED = ("paper-v2", "released-v2")
+FIRST_TOKEN = "confirm"
+"""The confirming runs of the first token alone."""
+NEWS, RULER = "multi_news", "ruler:niah_multikey_2"
 GAIN_SETTING = ("model", "template", "window", "granularity")
 NEXT_HEADS = ["model", "template", "window", "granularity", "common tokens: n", "specific: n", "common: ×",
               "specific: ×", "p"]  # fmt: skip
@@ -72,7 +75,7 @@ class Sentence:
         return verdict_text(len(rows), claimed, holds, against)
 
 
-SENTENCES = (
+SENTENCES = {"confirm": (
     Sentence("1: `paper`, most heads change less", "heads by sample", BOTH, "holds", {"preset": ("paper",)}),
     Sentence("2: `paper`, the stages alone lower the sum", "stages", BOTH, "holds", {"preset": ("paper",)}),
     Sentence("3: pooled stages, SmolLM2: most heads lose", "heads by sample", BOTH, "reversed",
@@ -81,7 +84,21 @@ SENTENCES = (
     Sentence("5: `paper`, value norms raise SmolLM2's sum", "value norms", ("propagated",), "reversed",
              {"model": (SMALL,), "preset": ("paper",)}),
     Sentence("6: the last layer's drift is lower", "last layer, sum", (), "holds", {}),
-)  # fmt: skip
+), "confirm2": (
+    Sentence("1: `paper`, most heads change less", "heads by sample", ("isolated",), "holds", {"preset": ("paper",)}),
+    Sentence("2: `paper`, RULER: the sum is larger", "sum", ("propagated",), "reversed",
+             {"preset": ("paper",), "dataset": (RULER,)}),
+    Sentence("3: `paper`, RULER: most heads lose", "heads by sample", ("propagated",), "reversed",
+             {"preset": ("paper",), "dataset": (RULER,)}),
+    Sentence("4: `paper`, news: the sum is lower", "sum", ("propagated",), "holds",
+             {"preset": ("paper",), "dataset": (NEWS,)}),
+    Sentence("5: `paper`, value norms lower Qwen's sum", "value norms", ("propagated",), "holds",
+             {"model": QWEN, "preset": ("paper",)}),
+    Sentence("6: later presets, the sum is lower", "sum", ("propagated",), "holds", {"preset": POOLED}),
+    Sentence("7: later presets, the last layer drifts less", "last layer, sum", (), "holds", {"preset": POOLED}),
+    Sentence("8: later presets, most heads lose", "heads by sample", ("isolated",), "reversed", {"preset": POOLED}),
+)}  # fmt: skip
+"""Confirming runs -> the sentences of docs/results/rules.md that they judge."""
 
 
 def verdict_text(count: int, claimed: int, holds: int, against: int) -> str:
@@ -212,7 +229,7 @@ def gain_parts(found: Sequence[dict[str, str]]) -> Iterator[list[str]]:
 
 
 def seventh_row(found: Sequence[NextToken]) -> list[str]:
-    """Return the row of the seventh sentence of docs/results/rules.md, that the gain is lost at specific tokens."""
+    """Return the row of the seventh sentence on first tokens in docs/results/rules.md, that the gain is lost at specific tokens."""
     larger = [one.ratios[1] > one.ratios[0] for one in found]
     decided = [one.p < FEW for one in found]
     holds, against = (sum(clear and side == wanted for clear, side in zip(decided, larger, strict=True))
@@ -250,19 +267,24 @@ def tables(claim: str, measured: Sequence[Run], steps: int) -> Iterator[Table]:
     if claim == "gain":
         yield "parts of the gain", [*GAIN_SETTING, "sum, ×", "stages", "un-pooling"], list(gain_parts(found))
         return
-    tokens = [one for run in measured for one in next_token_sums(run)]
     if claim == "next":
+        tokens = (one for run in measured for one in next_token_sums(run))
         yield "by the next token", NEXT_HEADS, [one.row() for one in tokens]
-    else:
-        judged = [*(sentence.judged(found) for sentence in SENTENCES), seventh_row(tokens)]
+        return
+    for confirm in dict.fromkeys(run.confirm for run in measured):
+        judged = [sentence.judged(found) for sentence in SENTENCES[confirm]]
+        if confirm == FIRST_TOKEN:
+            judged.append(seventh_row([one for run in measured for one in next_token_sums(run)]))
         yield "sentences", ["sentence", "isolated", "propagated"], judged
 
 
 def study(asked: argparse.Namespace) -> None:
     """Write what the finished runs say of a claim."""
-    confirm = asked.confirm or ("confirm" if asked.claim == "sentences" else "")
-    every = (run for run in runs(confirm) if run.scenario == "regular" and asked.only in run.name)
-    write_tables(asked, tables(asked.claim, [run for run in every if run.rows.exists()], asked.steps))
+    if asked.claim == "sentences" and not asked.confirm:
+        raise pk.PerturbkvError(f"expected --confirm with sentences, one of {', '.join(CONFIRMING)}")
+    every = (run for run in runs(asked.confirm) if run.scenario == "regular" and asked.only in run.name)
+    steps = STEPS if asked.claim == "sentences" and asked.confirm != FIRST_TOKEN else asked.steps
+    write_tables(asked, tables(asked.claim, [run for run in every if run.rows.exists()], steps))
 
 
 if __name__ == "__main__":

@@ -326,9 +326,9 @@ def test_a_sentence_that_wants_the_opposite_counts_turned_settings(claims: dict[
         row | {"value": "0.5", "low": "0.4", "high": "0.6", "preset": "paper-v2"},
         row | {"value": "0.5", "low": "0.4", "high": "0.6", "model": "another"},
     ]
-    (fifth,) = (one for one in claims["SENTENCES"] if one.text.startswith("5"))
+    (fifth,) = (one for one in claims["SENTENCES"]["confirm"] if one.text.startswith("5"))
     assert fifth.judged(found)[1:] == ["", "2 / 1 / 1 of 3: refuted"]
-    (fourth,) = (one for one in claims["SENTENCES"] if one.text.startswith("4"))
+    (fourth,) = (one for one in claims["SENTENCES"]["confirm"] if one.text.startswith("4"))
     of_qwen = [one | {"model": claims["QWEN"][0], "comparison": f"value norms, {kind}"}
                for one in found[:3] for kind in claims["BOTH"]]  # fmt: skip
     assert fourth.judged(of_qwen)[1:] == ["1 / 1 / 1 of 3: refuted"] * 2
