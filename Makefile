@@ -362,10 +362,10 @@ studies: install
 	$(BIN) needle --lengths 300 --depths 0.2,0.8 --samples 4 --budget 64 --output $(SHORT)/retrieval --overwrite
 	$(PY) studies/needle.py $(SHORT)/retrieval -o $(SHORT)/needle
 	$(PY) studies/model_sanity.py -o $(SHORT)/model_sanity
-	$(PY) studies/answers_tables.py -o $(SHORT)/answers_tables
+	$(PY) studies/answers_tables.py --figures $(SHORT) -o $(SHORT)/answers_tables
 	$(PY) studies/effect_gradient.py -o $(SHORT)/effect_gradient
 	$(PY) studies/specification_claims.py gain -o $(SHORT)/specification_claims
-	$(PY) studies/specification_counts.py --steps 1 -o $(SHORT)/specification_counts
+	$(PY) studies/specification_counts.py --figures $(SHORT) -o $(SHORT)/specification_counts
 
 bench: install
 	$(PY) -m benchmarks --output docs/bench/cpu.json --overwrite

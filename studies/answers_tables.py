@@ -37,6 +37,7 @@ from specification import FIGURES, read_rows
 
 import perturbkv as pk
 
+NAMES = {QWEN: "Qwen2.5-Coder 0.5B", SMOLLM2: "SmolLM2 135M", LARGER: "Qwen2.5-Coder 1.5B"}
 HEADS = {QWEN: 336, SMOLLM2: 270, LARGER: 336}
 # θ̂'s first stages differ between methods; the others nearly are the score
 NO_VERDICT = ("theta_hat", "propagated", "effect_propagated", "kl", "drift", "text_loss")
@@ -329,7 +330,7 @@ def draw_found(found: Sequence[Outcomes]) -> Figure:
         shares = [100 * float(one.mean()) for one in hits]
         ends = [common.in_percent(pk.stats.intervals.of_share(one)) for one in hits]
         rows = np.arange(len(METHODS)) + 0.26 * (place - (len(found) - 1) / 2)
-        label = f"{run.model.partition('-q4')[0]}, {100 * budget:.0f} % of the cache kept, {run.answered} numbers"
+        label = f"{NAMES.get(run.model, run.model)}, {100 * budget:.0f} % of the cache kept, {run.answered} numbers"
         axis.errorbar(shares, rows, xerr=common.error_bars(shares, ends), fmt="o", markersize=4, elinewidth=0.8,
                       color=colour, label=label)  # fmt: skip
         heads = [100 * float(run.moved[method, budget, 7][:, 2].mean()) for method in METHODS]
@@ -381,8 +382,8 @@ def _draw_panel(axis: Axes, run: Outcomes, budget: float) -> None:
     axis.text(1, 0.02, f"random: {far} →", transform=axis.transAxes, ha="right", fontsize="x-small")
     axis.axvline(1, color="0.3", linewidth=0.6, linestyle=":")
     axis.set(ylim=(-22, 116), yticks=range(0, 101, 20))
-    axis.set_title(f"{run.model.partition('-q4')[0]}, {100 * budget:.0f} %, n = {run.answered}")
-    axis.margins(x=0.15)
+    axis.set_title(f"{NAMES.get(run.model, run.model)}, {100 * budget:.0f} %")
+    axis.margins(x=0.4)
 
 
 def study(asked: argparse.Namespace) -> None:
@@ -391,12 +392,13 @@ def study(asked: argparse.Namespace) -> None:
     found = outcomes(cells)
     compared = [run for run in found if run.digits == 7]
     for name, draw in (("found", draw_found), ("moved", draw_moved)):
-        asked.written.append((asked.output or FIGURES) / f"answers-{name}.png")
+        asked.written.append(asked.figures / f"answers-{name}.png")
         draw(compared).savefig(asked.written[-1], dpi=200)
     common.write_tables(asked, tables(found, foretold))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", "-o", type=Path, help="folder of the JSON document and the picture")
+    parser.add_argument("--figures", type=Path, default=FIGURES, help="folder of the pictures")
+    parser.add_argument("--output", "-o", type=Path, help="folder of the JSON document")
     common.main(study, parser)

@@ -3,7 +3,8 @@
 `python studies/specification_claims.py next` tells the sums of preset paper by the token that comes next, `bounds` how
 near the bounds are to the change, `gain` what part of preset paper's gain stages and un-pooling bring on news; with
 `--confirm confirm` they are about the confirming runs. `sentences --confirm FOLDER` judges by the confirming runs what
-was read off the others: `confirm` of the first token, `confirm2` of eight steps. The rules stand in docs/results/rules.md, which was written first.
+was read off the others: `confirm` of the first token, `confirm2` of eight steps. The rules stand in
+docs/results/rules.md, which was written first.
 """
 
 from __future__ import annotations
@@ -229,7 +230,7 @@ def gain_parts(found: Sequence[dict[str, str]]) -> Iterator[list[str]]:
 
 
 def seventh_row(found: Sequence[NextToken]) -> list[str]:
-    """Return the row of the seventh sentence on first tokens in docs/results/rules.md, that the gain is lost at specific tokens."""
+    """Return the row of the seventh sentence on first tokens, that the gain is lost at specific ones."""
     larger = [one.ratios[1] > one.ratios[0] for one in found]
     decided = [one.p < FEW for one in found]
     holds, against = (sum(clear and side == wanted for clear, side in zip(decided, larger, strict=True))

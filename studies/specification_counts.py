@@ -138,7 +138,7 @@ def level_table(found: Rows, kind: str = "propagated") -> common.Table:
     """Return the table of the settings' levels: of each of a picture's comparisons, hold / reversed, of how many."""
     rows = []
     for name in SETTINGS:
-        for level in dict.fromkeys(row[name] for row in found):
+        for level in _levels(found, name):
             rows.append([_level_label(name, level)])
             for title in _titles(kind):
                 own = [row for row in counted_rows(found, title) if row[name] == level]
@@ -213,7 +213,7 @@ def draw(found: Sequence[dict[str, str]], kind: str, path: Path) -> None:
     sums = counted_rows(found, f"sum, {kind}")
     key = {_setting_of(row): float(row["value"]) for row in sums}
     order = {setting: place for place, setting in enumerate(sorted(key, key=key.__getitem__))}
-    levels = [(name, level) for name in SETTINGS for level in dict.fromkeys(row[name] for row in sums)]
+    levels = [(name, level) for name in SETTINGS for level in _levels(sums, name)]
     titles = _titles(kind)
     figure = common.page_figure(27 * len(titles) + 64)
     axes = figure.subplots(len(titles) + 1, 1, sharex=True, height_ratios=[1] * len(titles) + [2.8])
@@ -238,6 +238,12 @@ def draw(found: Sequence[dict[str, str]], kind: str, path: Path) -> None:
     axes[-1].invert_yaxis()
     axes[-1].set_xlabel(f"{len(order)} settings, {kind}, sorted by the second panel")
     figure.savefig(path, dpi=200)
+
+
+def _levels(rows: Rows, name: str) -> list[str]:
+    """Return the levels of a part of the settings; none where all settings share it."""
+    found = list(dict.fromkeys(row[name] for row in rows))
+    return found if len(found) > 1 else []
 
 
 def _level_label(name: str, level: str) -> str:
@@ -298,7 +304,7 @@ def study(asked: argparse.Namespace) -> None:
     rows = [row for row in read_rows(run.rows for run in runs(asked.confirm)) if int(row["steps"]) == asked.steps]
     name = "-".join((asked.confirm or "specification", *(("first",) if asked.steps == 1 else ())))
     for kind in PANELS:
-        asked.written.append((asked.output or FIGURES) / f"{name}-{kind}.png")
+        asked.written.append(asked.figures / f"{name}-{kind}.png")
         draw([row for row in rows if is_counted(row)], kind, asked.written[-1])
     common.write_tables(asked, made)
 
@@ -307,5 +313,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, choices=(1, STEPS), default=STEPS, help="of the first token, or all")
     parser.add_argument("--confirm", choices=CONFIRMING, default="", help="the confirming runs of this folder")
-    parser.add_argument("--output", "-o", type=Path, help="folder of the JSON document and the pictures")
+    parser.add_argument("--figures", type=Path, default=FIGURES, help="folder of the pictures")
+    parser.add_argument("--output", "-o", type=Path, help="folder of the JSON document")
     common.main(study, parser)
