@@ -159,7 +159,7 @@ def measure_layer(sample: SampleRun, index: int, owner: LayerResult | None) -> L
 def measure_effects(
     sample: SampleRun, index: int, groups: Sequence[AnyGroup], gradients: Sequence[Float[Tensor, "config head d_value"]]
 ) -> LayerEffects:
-    """Return the isolated effects of one layer, whose kept sets are those of `groups`; a sparse prefill has none (refused).
+    """Return the isolated effects of one layer, whose kept sets are those of `groups`; a sparse prefill has none.
 
     `gradients` are the configurations' own, per step, in the order of the run; empty where all have the full run's. The
     noise floor is always by the full run's.
