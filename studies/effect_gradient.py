@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -94,5 +95,5 @@ def study(asked: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", choices=("measure", "tell"), nargs="?", default="tell")
-    parser.add_argument("--output", "-o", help="folder of the JSON document")
+    parser.add_argument("--output", "-o", type=Path, help="folder of the JSON document")
     main(study, parser)

@@ -23,6 +23,7 @@ from specification import (
     CONFIRMING,
     FIGURES,
     OWN_WINDOW,
+    SCENARIOS,
     SETTINGS,
     STEPS,
     UNCOUNTED,
@@ -276,22 +277,30 @@ def is_counted(row: dict[str, str]) -> bool:
     return row["scenario"] == "regular" and row["preset"] not in OWN_WINDOW
 
 
+def _by_preset(name: str, rows: Rows) -> Iterable[common.Table]:
+    """Yield the table of comparisons of the first version's preset, and of the later ones, where there are rows."""
+    first = [row for row in rows if row["preset"] == FIRST]
+    later = [row for row in rows if row["preset"] != FIRST]
+    for what, own in ((f"preset {FIRST}", first), ("later presets", later)):
+        if own:
+            yield tally_table(f"{name}, {what}", own)
+
+
 def tables(steps: int, confirm: str) -> Iterable[common.Table]:
     """Yield the tables of the rows over so many steps, and those that stand beside them."""
     measured = runs(confirm)
     every = read_rows(run.rows for run in measured)
     found = [row for row in every if int(row["steps"]) == steps]
     own = [row for row in found if is_counted(row)]
-    later = [row for row in own if row["preset"] != FIRST]
-    yield tally_table(f"comparisons, preset {FIRST}", [row for row in own if row["preset"] == FIRST])
-    yield tally_table("comparisons, later presets", later)
+    yield from _by_preset("comparisons", own)
     for kind in PANELS:
         yield level_table(own, kind)
-    beside = {"kvpress": [row for row in found if row["preset"] in OWN_WINDOW and row["scenario"] == "regular"],
-              "context-only": [row for row in found if row["scenario"] != "regular"]}  # fmt: skip
-    for name, rows in beside.items():
-        if rows:
-            yield tally_table(name, rows)
+    beside = [row for row in found if row["preset"] in OWN_WINDOW]
+    for scenario in SCENARIOS:
+        if rows := [row for row in beside if row["scenario"] == scenario]:
+            yield tally_table(f"kvpress, {scenario}", rows)
+    others = [row for row in found if row["scenario"] != SCENARIOS[0] and row["preset"] not in OWN_WINDOW]
+    yield from _by_preset(SCENARIOS[1], others)
     if steps > 1:
         settings = {_setting_of(row) for row in own}
         yield turned_table([row for row in every if int(row["steps"]) == 1 and _setting_of(row) in settings], own)

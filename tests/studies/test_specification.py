@@ -177,7 +177,8 @@ def test_rows_are_kept_counted_and_drawn(
     told = {title: (heads, lines) for title, heads, lines in counts["tables"](2, "")}
     assert list(told) == [
         "comparisons, preset paper, n = 5", "comparisons, later presets, n = 5", "by level, propagated",
-        "by level, isolated", "kvpress, n = 5", "context-only, n = 5", "first token against all steps",
+        "by level, isolated", "kvpress, regular, n = 5", "kvpress, context-only, n = 5",
+        "context-only, preset paper, n = 5", "context-only, later presets, n = 5", "first token against all steps",
         "kinds of tokens",
     ]  # fmt: skip
     for name, settings in (("preset paper", 8), ("later presets", 12)):
@@ -189,7 +190,7 @@ def test_rows_are_kept_counted_and_drawn(
             of = 4 if (title.split(",")[0], settings) == ("un-pooling", 12) else settings
             assert int(count) == sum(map(int, (holds, against, within, left))) == of
             assert sum(map(int, runs.split(" / "))) == 2
-    assert {line[2] for line in told["kvpress, n = 5"][1]} == {"2"}
+    assert {line[2] for line in told["kvpress, regular, n = 5"][1]} == {"2"}
     levels = {level: cells for level, *cells in told["by level, propagated"][1]}
     assert [cell.split(" of ")[1] for cell in levels["window 8"]] == ["10", "10", "4", "4", "6", "10"]
     assert levels["preset paper-v2"][2] == "–"
