@@ -311,7 +311,7 @@ BESIDE = {
     "two-stage, first": (-4, -10),
 }
 """A cache's name -> where it stands beside its point, in points; others to the right of it, below."""
-PLAIN = {BASELINE: "SnapKV", "un-pooled": "SnapKV, not smoothed", "two-stage, first": "two-stage, first version",
+PLAIN = {"un-pooled": "SnapKV, not smoothed", "two-stage, first": "two-stage, first version",
          "two-stage, later": "two-stage, later version"}  # fmt: skip
 """Method -> its name for readers without the page."""
 

@@ -1,4 +1,4 @@
-"""The paper's headline comparisons over every setting that can be had here, for docs/results/four_models.md.
+"""The paper's headline comparisons over every setting that can be had: docs/results/eight_steps.md, four_models.md.
 
 `python studies/specification.py LONGBENCH` measures a run (model × chat template × data set × scenario) after the
 other, over eight decode steps, and writes its rows to docs/specification/RUN.csv, of the first step and of all, and

@@ -1,4 +1,4 @@
-"""In how many settings each of the specification's comparisons holds, for docs/results/four_models.md.
+"""In how many settings each of the specification's comparisons holds: docs/results/eight_steps.md, four_models.md.
 
 `python studies/specification_counts.py` reads the rows that `specification.py` left, draws the pictures and prints the
 tables: of all steps, or with `--steps 1` of the first token; with `--confirm` of the confirming runs. The rules stand
@@ -71,7 +71,7 @@ class Counts:
 
     @property
     def undecided(self) -> int:
-        """Settings that are neither decided."""
+        """Settings that neither hold nor are reversed."""
         return self.settings - self.holds - self.reversed
 
     def cells(self) -> list[str]:

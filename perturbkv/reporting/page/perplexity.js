@@ -15,7 +15,7 @@ export const perplexity = {
    */
   draw(pane, view) {
     const found = view.data.perplexity;
-    if (!found) return fill(pane, lacking("This trace holds log p of no token that a cache can change: of texts of two tokens and more."));
+    if (!found) return fill(pane, lacking("This trace holds no log p that a cache changes: a text needs two tokens or more."));
     const { configs, sides, budgets } = view.data;
     const rows = found.configs.map((row, index) => {
       const { side, budget, held } = configs[index];
