@@ -59,7 +59,7 @@ class Sentence:
     def judged(self, found: Sequence[dict[str, str]]) -> list[str]:
         """Return a row with a cell for isolated and one for propagated."""
         cells = {kind: self._cell(found, f"{self.comparison}, {kind}") for kind in self.kinds or ("propagated",)}
-        return [self.text, cells.get("isolated", ""), cells["propagated"]]
+        return [self.text, cells.get("isolated", ""), cells.get("propagated", "")]
 
     def _cell(self, found: Sequence[dict[str, str]], title: str) -> str:
         """Return how many settings are on its side, agree, and are against it, and the verdict."""
