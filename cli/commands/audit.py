@@ -5,6 +5,7 @@ Of `vllm:MODEL` an engine runs requests in several situations, and its cache is 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +22,7 @@ from perturbkv.cli.data_options import DATA, DataOptions
 from perturbkv.cli.options import FigureOptions, JsonOption
 from perturbkv.cli.planned_run import WORTH_A_NOTE_S, encode_prompts, format_duration, run_folder
 from perturbkv.cli.saving import caption_files, content_test, draw_figure, figure_files, write_json
+from perturbkv.configs import plugins
 from perturbkv.configs.audit_settings import (
     ALLOWED,
     AUTO,
@@ -34,7 +36,6 @@ from perturbkv.configs.audit_settings import (
 from perturbkv.configs.choice import parse
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.plugins import check_class_file, refers_to_file
 from perturbkv.display import plural
 from perturbkv.models.aliases import DEFAULT
 from perturbkv.storage.atomic_files import write_atomically
@@ -92,6 +93,9 @@ class AuditOptions(DataOptions):
         Option("--output", "-o", metavar="PATH", help="Folder", show_default="runs/<time>-<model>-<dataset>"),
     ] = None
     overwrite: Annotated[bool, Option("--overwrite", help="Replace the results of another audit")] = False
+    show_traceback: Annotated[
+        bool, Option("--traceback", help="Print the traceback of whatever the eviction's code raises")
+    ] = False
     as_json: JsonOption = False
 
     @property
@@ -129,6 +133,9 @@ def audit(
     entry by entry. Exits with 0: exact, only lossy; 1: differs, the first difference named, or did nothing; 2:
     unreadable, or not compared.
     """
+    if run.show_traceback:
+        logging.basicConfig(format="%(message)s")
+        logging.getLogger(plugins.__name__).setLevel(logging.DEBUG)
     if eviction.startswith(_ENGINE):
         raise typer.Exit(_audit_engine(eviction.removeprefix(_ENGINE), run))
     path = Path(eviction)
@@ -152,8 +159,8 @@ def audit(
 
 def _check_file(eviction: str) -> None:
     """Raise PluginError or ConfigError where an eviction names a file that is not there."""
-    if refers_to_file(eviction):
-        check_class_file(parse(eviction).name)
+    if plugins.refers_to_file(eviction):
+        plugins.check_class_file(parse(eviction).name)
     elif Path(eviction).suffix in KEPT_SUFFIXES:
         KEPT_FILE.check(Path(eviction))
 

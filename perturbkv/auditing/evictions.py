@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 
 from perturbkv.auditing.positions_file import KeptFile, read_positions
-from perturbkv.configs.audit_settings import KEPT_SUFFIXES
+from perturbkv.configs.audit_settings import DUMP_HEADER, KEPT_SUFFIXES
 from perturbkv.configs.choice import UNNAMED, parse
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.option import KINDS
@@ -248,7 +248,7 @@ def load_eviction(source: Any, budget: Budget | None = None) -> Eviction | KeptF
     choice = parse(text)
     path, colon, name = choice.name.rpartition(":")
     if not colon or not path.endswith(".py"):
-        raise ConfigError(f"expected an eviction as {_FORMS}, got '{text}'")
+        raise ConfigError(f"expected an eviction as {_FORMS}, got '{text}'{_describe_path(Path(text))}")
     module = load_module(Path(path))
     if not hasattr(module, name):
         callables = [(own, value) for own, value in vars(module).items() if callable(value)]
@@ -259,3 +259,10 @@ def load_eviction(source: Any, budget: Budget | None = None) -> Eviction | KeptF
             f"expected every option of '{text}' by its name, as {choice.name}(option=value), got one without"
         )
     return callable_eviction(getattr(module, name), text, choice.options, getattr(module, "decode", None))
+
+
+def _describe_path(path: Path) -> str:
+    """Return what a path that is neither a file of code nor a dump is, as the end of a message."""
+    if path.is_dir():
+        return f", a folder without {DUMP_HEADER}"
+    return "" if path.exists() else ", which is no file or folder"

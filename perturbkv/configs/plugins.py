@@ -13,18 +13,20 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import logging
 import os
 import pkgutil
 import random
 import re
 import shlex
+import site
 import sys
 import sysconfig
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, distributions, entry_points, packages_distributions
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar, cast
@@ -40,6 +42,7 @@ _KIND = FileKind("a Python file", PluginError, 16 * MIB)
 _FILE = ".py:"
 _MODULE_PREFIX = "perturbkv_plugin_"
 """The beginning of the name of a module that is imported from a user's file."""
+_log = logging.getLogger(__name__)
 _Class = TypeVar("_Class")
 _LONGEST = 200
 """Longest quotation of an external error message, in characters."""
@@ -56,15 +59,39 @@ def check_class_file(name: str) -> None:
 
 
 def is_library_file(file: Path) -> bool:
-    """Return whether a file belongs to Python, to an installed package or to this one, and so not to the user."""
-    return any(file.is_relative_to(folder) for folder in _library_folders())
+    """Return whether a file belongs to Python, to an installed package or to this one, and so not to the user.
+
+    A package is installed where its metadata can be found on `sys.path`: in any site folder, in a folder that a `.pth`
+    file or PYTHONPATH names, and in a checkout that is installed editably.
+    """
+    return (
+        file.name.startswith("<frozen ")
+        or any(file.is_relative_to(folder) for folder in _python_folders())
+        or any(file.is_relative_to(place) for place in _imported_packages())
+    )
 
 
 @cache
-def _library_folders() -> tuple[Path, ...]:
-    """Return the folders of Python, of installed packages and of this one."""
+def _python_folders() -> tuple[Path, ...]:
+    """Return the folders of Python, of its site packages and of this package."""
     paths = sysconfig.get_paths()
-    return (_PACKAGE, *(Path(paths[kind]) for kind in ("stdlib", "purelib", "platlib")))
+    folders = (paths["stdlib"], paths["platstdlib"], paths["purelib"], paths["platlib"], *site.getsitepackages())
+    return (_PACKAGE, *map(Path, dict.fromkeys(folders)))
+
+
+@cache
+def _installed_names() -> frozenset[str]:
+    """Return the names of what installed packages hold; of an editable one, whose record may not tell, its own name."""
+    return frozenset(packages_distributions()).union(one.name.replace("-", "_") for one in distributions())
+
+
+def _imported_packages() -> Iterator[Path]:
+    """Yield the folders and files of the installed packages that are imported."""
+    for name in _installed_names() & sys.modules.keys():
+        module = sys.modules[name]
+        for place in getattr(module, "__path__", None) or [getattr(module, "__file__", None)]:
+            if place:
+                yield Path(place)
 
 
 def is_builtin(kind: type) -> bool:
@@ -163,6 +190,7 @@ def external_code(what: str, error: type[PerturbkvError] = PluginError) -> Itera
         except BaseException as raised:  # it may also exit, or raise an exception of its own kind
             if isinstance(raised, PerturbkvError) and _is_free_of_user_code(raised):
                 raise
+            _log.debug(what, exc_info=raised)
             raise error(f"{what} {format_error(raised)}") from raised
 
 
@@ -228,14 +256,15 @@ def _torch_settings(torch: Any) -> list[tuple[Callable[[], Any], Callable[[Any],
 
 
 def format_error(error: BaseException) -> str:
-    """Return an error of external code as a line of text."""
+    """Return an error of external code as a line of text, with the last line of the user's own that led to it."""
     text = " ".join(_error_text(error).split())
     text = f"{text[:_LONGEST]}…" if len(text) > _LONGEST else text
     message = f"{type(error).__name__}: {text}".rstrip(": ")
     if not (frames := traceback.extract_tb(error.__traceback__)):
         return message
-    file = Path(frames[-1].filename)
-    return f"{message} ({file.name}, line {frames[-1].lineno}){_import_hint(error, file.parent)}"
+    own = [frame for frame in frames if not is_library_file(Path(frame.filename))]
+    file, line = Path((own or frames)[-1].filename), (own or frames)[-1].lineno
+    return f"{message} ({file.name}, line {line}){_import_hint(error, file.parent)}"
 
 
 def _import_hint(error: BaseException, folder: Path) -> str:
