@@ -274,7 +274,7 @@ class ExternalRun:
         situation, full = self.situation, self.prompts.full[0]
         places = torch.arange(-layer[0].shape[2], 0, device=layer[0].device) + situation.positions(0)[0, 0]
         before, frequencies = situation.prompt_positions(), frequencies_of(self.adapter)
-        kept = match_at_zero(layer, full, 0, situation.padding[0], before, frequencies, places)
+        (kept,) = match_at_zero([layer], [full], 0, situation.padding[0], before, frequencies, places)
         relative = sum(float(distance.sum()) for distance in kept.key_distance)
         distances = self.tracker.convention_distances(layer)
         if _CLEAR_RATIO * relative < min(distances[ORIGINAL], distances[IN_CACHE]):

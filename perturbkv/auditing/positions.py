@@ -72,8 +72,8 @@ def convention_distances(
     for row, first in enumerate(padding):
         kept = {
             ORIGINAL: recover_positions([own], [fixed], row, first)[0],
-            IN_CACHE: match_at_zero(own, known, row, first, known_positions, frequencies),
-            UNROTATED: match_at_zero(own, known, row, first, known_positions, frequencies, zeros),
+            IN_CACHE: match_at_zero([own], [known], row, first, known_positions, frequencies)[0],
+            UNROTATED: match_at_zero([own], [known], row, first, known_positions, frequencies, zeros)[0],
         }
         for convention, layer in kept.items():
             distances[convention] += sum(float(distance.sum()) for distance in layer.key_distance)
@@ -81,27 +81,28 @@ def convention_distances(
 
 
 def match_at_zero(
-    own: tuple[Tensor, Tensor],
-    known: tuple[Tensor, Tensor],
+    own: Layers,
+    known: Layers,
     row: int,
     padding: int,
     known_positions: Int[Tensor, "row entry"],
     frequencies: Tensor,
     places: Int[Tensor, " entry"] | None = None,
-) -> RecoveredLayer:
-    """Return the known entries that a layer's cache holds in a row, found by keys that are rotated back to position 0.
+) -> list[RecoveredLayer]:
+    """Return per layer the known entries that a cache holds in a row, found by keys that are rotated back to position 0.
 
     `own` and `known` are keys and values (row, kv_head, entry, width) of the cache, which stand at `places`, by
     default at 0, 1, …, and of the plain model, at `known_positions`. Equal tokens have equal keys at position 0 in the
-    first layer, and get their positions in the prompt's order; these are counted after the row's `padding`.
+    first layer, and are those of the layers after it; positions are counted after the row's `padding`.
     """
-    places = torch.arange(own[0].shape[2], device=own[0].device) if places is None else places
-    at_zero = []
-    for (keys, values), positions in ((own, places), (known, known_positions[row])):
-        rotated = [_rotate(head, positions, torch.zeros_like(positions), frequencies) for head in keys[row]]
-        at_zero.append((torch.stack(rotated).unsqueeze(0), values[row].unsqueeze(0)))
-    (kept,) = recover_positions(at_zero[:1], at_zero[1:], padding=padding)
-    return kept
+    at_zero: list[list[tuple[Tensor, Tensor]]] = []
+    for layers, positions in ((own, places), (known, known_positions[row])):
+        at_zero.append([])
+        for keys, values in layers:
+            places = torch.arange(keys.shape[2], device=keys.device) if positions is None else positions
+            rotated = [_rotate(head, places, torch.zeros_like(places), frequencies) for head in keys[row]]
+            at_zero[-1].append((torch.stack(rotated).unsqueeze(0), values[row].unsqueeze(0)))
+    return recover_positions(*at_zero, padding=padding)
 
 
 def match_all_at_zero(
@@ -114,8 +115,7 @@ def match_all_at_zero(
     return [
         [
             replace(kept, positions=tuple(found.where(found == NOWHERE, found + first) for found in kept.positions))
-            for own, known in zip(cache, full, strict=True)
-            for kept in [match_at_zero(own, known, row, first, known_positions, frequencies)]
+            for kept in match_at_zero(cache, full, row, first, known_positions, frequencies)
         ]
         for row, first in enumerate(padding)
     ]

@@ -141,6 +141,8 @@ _LARGER_DISTANCE_WEIGHT = 0.01
 """Weight of the larger of the distances of key and value in the search for the nearest entry."""
 _TIE_TOLERANCE = 1e-3
 """Difference of distances below which two entries are equally near."""
+_FARTHEST = 1e30
+"""Distance of entries that are not finite."""
 _CHUNK_BYTES = 64 * 2**20
 """Working memory of the search for the nearest entries."""
 
@@ -208,13 +210,27 @@ def recover_positions(
     Raises UnreadableCacheError for a cache without keys, layers whose lengths contradict the cache's own report, more
     entries than the prompt has, and shapes other than the full cache's.
     """
-    layers = []
-    for external_layer, full_layer in pair_layers(external, full, row, numbers):
+    layers: list[RecoveredLayer] = []
+    hints: list[Tensor] = []
+    for external_layer, full_layer in reversed(pair_layers(external, full, row, numbers)):
         rolled = [entries.roll(-padding, dims=1) for entries in full_layer] if padding else full_layer
-        own_and_full = zip(*external_layer, rolled[0], rolled[1], strict=True)
-        heads = [_match_head(*head, padding=padding, count_padding=count_padding) for head in own_and_full]
-        layers.append(RecoveredLayer(*zip(*heads, strict=True)))
-    return layers
+        entries, heads = external_layer[0].shape[1], len(external_layer[0])
+        if [len(hint) for hint in hints] != [entries] * heads:
+            hints = [torch.full((entries,), NOWHERE, device=external_layer[0].device)] * heads
+        hints, *distances = zip(*(_match_head(*head) for head in zip(*external_layer, *rolled, hints, strict=True)))
+        positions = (_positions(index, full_layer[0].shape[1], padding, count_padding) for index in hints)
+        layers.append(RecoveredLayer(tuple(positions), *distances))
+    return layers[::-1]
+
+
+def _positions(index: Int[Tensor, " entry"], entries: int, padding: int, count_padding: bool) -> Int[Tensor, " entry"]:
+    """Return the positions of indices into a full cache of so many entries, whose `padding` comes last.
+
+    An entry of padding is `NOWHERE`; with `count_padding` padding has positions too, before the prompt's.
+    """
+    if count_padding:
+        return torch.where(index >= 0, (index + padding) % entries, NOWHERE)
+    return torch.where(index < entries - padding, index, NOWHERE)
 
 
 def _match_head(
@@ -222,38 +238,35 @@ def _match_head(
     value: Float[Tensor, "entry d_value"],
     full_key: Float[Tensor, "full_entry d_key"],
     full_value: Float[Tensor, "full_entry d_value"],
-    padding: int,
-    count_padding: bool,
+    hints: Int[Tensor, " entry"],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (entry,) the matching position of each entry of a head, and its key and value distances from the match.
+    """Return (entry,) the index of the full-cache entry of each entry of a head, and its key and value distances.
 
-    The full entries are the prompt's, then the `padding` ones. An entry that resembles none, and one of padding, is
-    `NOWHERE`; with `count_padding` padding has positions too, before the prompt's.
+    An entry that resembles none is `NOWHERE`. Of full-cache entries that are equally near, the one of `hints` is
+    taken, which the layer after it has at the same place, else the first.
     """
-    indices = _equal_indices(key, value, full_key, full_value)
+    indices = _equal_indices(key, value, full_key, full_value, hints)
     distances = [torch.zeros(len(key), device=key.device) for _ in range(2)]
     unmatched = (indices == NOWHERE).nonzero().squeeze(-1)
     if len(unmatched):
         scaled, full_scaled = _scale(key[unmatched], value[unmatched], full_key, full_value)
         free = torch.ones(len(full_key), dtype=torch.bool, device=key.device)
         free[indices[indices != NOWHERE]] = False
-        nearest = _nearest_indices(scaled, full_scaled, free)
+        nearest = _Nearest(scaled, full_scaled, free, hints[unmatched]).indices()
         for distance, vectors, full_vectors in zip(distances, scaled, full_scaled, strict=True):
             distance[unmatched] = torch.linalg.vector_norm(vectors - full_vectors[nearest], dim=-1)
         strange = torch.fmin(distances[0][unmatched], distances[1][unmatched]) > STRANGE_DISTANCE
         indices[unmatched] = nearest.masked_fill(strange, NOWHERE)
-    prompt = len(full_key) - padding
-    if count_padding:
-        positions = torch.where(indices >= 0, (indices + padding) % len(full_key), NOWHERE)
-    else:
-        positions = torch.where(indices < prompt, indices, NOWHERE)
-    return positions, distances[0], distances[1]
+    return indices, distances[0], distances[1]
 
 
-def _equal_indices(key: Tensor, value: Tensor, full_key: Tensor, full_value: Tensor) -> Int[Tensor, " entry"]:
+def _equal_indices(
+    key: Tensor, value: Tensor, full_key: Tensor, full_value: Tensor, hints: Int[Tensor, " entry"]
+) -> Int[Tensor, " entry"]:
     """Return, per entry, the index of the bitwise equal entry in the full cache, else `NOWHERE`.
 
-    Entries that are equal to each other get different indices as far as the full cache has as many.
+    Entries that are equal to each other get different indices as far as the full cache has as many, those of `hints`
+    where these are equal too.
     """
     nowhere = torch.full((len(key),), NOWHERE, device=key.device)
     if key.dtype != full_key.dtype or value.dtype != full_value.dtype or not len(key):
@@ -263,8 +276,13 @@ def _equal_indices(key: Tensor, value: Tensor, full_key: Tensor, full_value: Ten
     ordered, order = _hash(full_entries).sort(stable=True)
     begin, end = torch.searchsorted(ordered, hashes), torch.searchsorted(ordered, hashes, right=True)
     index = order[torch.minimum(begin + _cumulative_count(hashes), end - 1).clamp(min=0)]
-    same = (bit_patterns(entries) == bit_patterns(full_entries[index])).all(dim=-1)  # equal hashes are no proof
-    return torch.where(same & (end > begin), index, nowhere)
+    bits, full_bits = bit_patterns(entries), bit_patterns(full_entries)
+    equal = (end > begin) & (bits == full_bits[index]).all(dim=-1)  # equal hashes are no proof
+    hinted = equal & (hints != NOWHERE) & (bits == full_bits[hints]).all(dim=-1)
+    preferred = torch.where(hinted, hints, index)
+    if len(preferred[equal].unique()) == len(index[equal].unique()):
+        index = preferred
+    return torch.where(equal, index, nowhere)
 
 
 def _hash(entries: Float[Tensor, "entry component"]) -> Int[Tensor, " entry"]:
@@ -292,31 +310,74 @@ def _scale(key: Tensor, value: Tensor, full_key: Tensor, full_value: Tensor) -> 
     return scaled, full_scaled
 
 
-def _nearest_indices(
-    scaled: Sequence[Tensor], full_scaled: Sequence[Tensor], free: Bool[Tensor, " full_entry"]
-) -> Int[Tensor, " entry"]:
-    """Return, per entry, the index of the nearest full-cache entry; ties go to the first `free` one.
+class _Nearest:
+    """The nearest full-cache entry of each entry of a head; none is taken twice, but by entries that are one.
 
-    Both sequences are [keys, values], scaled. Indices that are returned are removed from `free`.
+    Args:
+        scaled, full_scaled: [keys, values] of the entries, and of the full cache, scaled.
+        free: (full_entry,) True for the full cache's entries that may be taken.
+        hints: (entry,) the full-cache entry to prefer where several are equally near; `NOWHERE` for none.
     """
-    size = max(1, _CHUNK_BYTES // (16 * len(free)))  # four float32 matrices: two distances, their cost, a temporary
-    nearest = []
-    for keys, values in zip(*(torch.split(kind, size) for kind in scaled), strict=True):
-        distances = torch.cdist(keys, full_scaled[0]), torch.cdist(values, full_scaled[1])
-        cost = torch.fmin(*distances) + _LARGER_DISTANCE_WEIGHT * torch.fmax(*distances)  # leave out NaN
-        best, index = cost.min(dim=-1)
-        ties = cost <= (best + _TIE_TOLERANCE).unsqueeze(-1)
-        nearest.append(_resolve_ties(index, ties, free))
-    return torch.cat(nearest)
 
+    def __init__(self, scaled: Sequence[Tensor], full_scaled: Sequence[Tensor], free: Tensor, hints: Tensor) -> None:
+        self.scaled = scaled
+        self.full_scaled = full_scaled
+        self.free = free.clone()
+        self.hints = hints
+        self.taken = [kind.clone() for kind in full_scaled]
+        """[keys, values] of the entries that took each of the full cache's."""
 
-def _resolve_ties(index: Tensor, ties: Bool[Tensor, "entry full_entry"], free: Bool[Tensor, " full_entry"]) -> Tensor:
-    """Return the indices after replacing those that are not `free` by the first free index that ties with it, if any.
+    def indices(self) -> Int[Tensor, " entry"]:
+        """Return, per entry, the index of its full-cache entry.
 
-    `index` is changed in place, and the returned indices are removed from `free`.
-    """
-    for entry, wanted in enumerate(index.tolist()):
-        if not free[wanted] and len(candidates := (ties[entry] & free).nonzero()):
-            index[entry] = candidates[0, 0]  # the first one's only coordinate
-        free[index[entry]] = False
-    return index
+        Where several want the same one, the nearest gets it, and the others the next nearest that is free; but one with
+        the winner's key or value, and to which no free one is as near, is that entry once more.
+        """
+        waiting = torch.arange(len(self.scaled[0]), device=self.free.device)
+        cost, index = self._search(waiting, torch.ones_like(self.free))
+        while True:
+            ranked = waiting[cost[waiting].argsort(stable=True)]
+            wins = (_cumulative_count(index[ranked]) == 0) & self.free[index[ranked]]
+            for kind, own in zip(self.taken, self.scaled, strict=True):
+                kind[index[ranked[wins]]] = own[ranked[wins]]
+            self.free[index[ranked[wins]]] = False
+            waiting = ranked[~wins].sort().values
+            if not len(waiting) or not bool(self.free.any()):
+                return index
+            next_cost, next_index = self._search(waiting, self.free)
+            again = self._equals_taken(waiting, index[waiting]) & (next_cost > cost[waiting] + _TIE_TOLERANCE)
+            waiting = waiting[~again]
+            cost[waiting], index[waiting] = next_cost[~again], next_index[~again]
+
+    def _search(self, entries: Int[Tensor, " chosen"], among: Bool[Tensor, " full_entry"]) -> tuple[Tensor, Tensor]:
+        """Return the costs and the indices of the nearest full-cache entries of some entries.
+
+        Of those that are equally near the hinted one is chosen, else a free one, in the prompt's order.
+        """
+        size = max(1, _CHUNK_BYTES // (16 * len(among)))  # four float32 matrices: two distances, cost, a temporary
+        costs, indices, free = [], [], self.free.clone()
+        for chosen in torch.split(entries, size):
+            distances = [
+                torch.cdist(own[chosen], full) for own, full in zip(self.scaled, self.full_scaled, strict=True)
+            ]
+            cost = torch.fmin(*distances) + _LARGER_DISTANCE_WEIGHT * torch.fmax(*distances)  # leave out NaN
+            cost = cost.nan_to_num(nan=_FARTHEST, posinf=_FARTHEST).masked_fill(~among, torch.inf)
+            best = cost.amin(dim=-1, keepdim=True)
+            ties, hints = cost <= best + _TIE_TOLERANCE, self.hints[chosen]
+            index = ties.to(torch.uint8).argmax(dim=-1)
+            place = _cumulative_count(index)
+            later = (place + 1 > free[index].long()).nonzero().squeeze(-1)  # the first tie is another one's
+            reached = (ties[later] & free).cumsum(dim=-1, dtype=torch.int32) == place[later].unsqueeze(-1) + 1
+            index[later] = torch.where(reached.any(dim=-1), reached.to(torch.uint8).argmax(dim=-1), index[later])
+            hinted = (hints != NOWHERE) & ties.gather(1, hints.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+            costs.append(best.squeeze(-1))
+            indices.append(torch.where(hinted, hints, index))
+            free[indices[-1]] = False
+        return torch.cat(costs), torch.cat(indices)
+
+    def _equals_taken(self, entries: Int[Tensor, " chosen"], index: Int[Tensor, " chosen"]) -> Bool[Tensor, " chosen"]:
+        """Return which entries have the key or the value of the one that took a full-cache entry."""
+        keys, values = (
+            (own[entries] == kind[index]).all(dim=-1) for own, kind in zip(self.scaled, self.taken, strict=True)
+        )
+        return keys | values
