@@ -12,22 +12,27 @@ import numpy as np
 
 from perturbkv.analyses import text
 from perturbkv.analyses.audit.audited_runs import AuditedRun, Fault, floors_text, worst_floors
-from perturbkv.analyses.audit.cache_entries import FLOORS
+from perturbkv.analyses.audit.cache_entries import FLOORS, ROUNDING
 from perturbkv.analyses.columns import Line, Record, column, derived, record, table
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.measurements import Floats
 from perturbkv.analyses.result import Result
-from perturbkv.configs.audit_settings import IN_CACHE, SITUATIONS
+from perturbkv.configs.audit_settings import IDLE, IN_CACHE, LOSSY, SITUATIONS, UNKNOWN
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Part, plural
 from perturbkv.escaping import escape_line
 from perturbkv.schema import MEASURED_LAYERS
 
-EXACT, DIFFERS, UNREADABLE, IDLE, UNCOMPARED = "exact", "differs", "unreadable", "did nothing", "not compared"
-"""Verdicts of an audit."""
-EXIT_CODES = {EXACT: 0, DIFFERS: 1, IDLE: 1, UNREADABLE: 2, UNCOMPARED: 2}
+EXACT, DIFFERS, DID_NOTHING = "exact", "differs", "did nothing"
+UNREADABLE, UNCOMPARED = "unreadable", "not compared"
+"""Verdicts of an audit, beside `LOSSY` and `UNKNOWN`."""
+EXIT_CODES = {EXACT: 0, LOSSY: 1, UNKNOWN: 1, DIFFERS: 1, DID_NOTHING: 1, UNREADABLE: 2, UNCOMPARED: 2}
+_ALLOWS = {LOSSY: LOSSY, UNKNOWN: UNKNOWN, IDLE: DID_NOTHING}
+"""What a user allows -> the verdict that then makes no exit code 1."""
 _KEPT = ("tokens", "cache_share", "per_set", "leading_entries", "trailing_entries", "oddities")
 _STEPS = ("step", "tokens", "worst_head", "worst_hidden", "logits", "same_token")
+_MOST_WORDS = 2
+"""Most ways of rounding that a verdict names; where heads differ, none was found of all."""
 _LOSSES = ("cache_share", "isolated", "propagated", "drift", "kl")
 
 
@@ -151,26 +156,45 @@ class Audit(Result):
 
     @derived()
     def verdict(self) -> str:
-        """`exact` (only lossy), `differs`, `did nothing`, `unreadable` or `not compared`."""
+        """`exact` (loses what its kept sets imply), `lossy` (is rounded, too), `unknown` (holds what matches nothing),
+        `differs`, `did nothing`, `unreadable` or `not compared`.
+        """
         if self.obstacle:
             return UNREADABLE
-        if self.faults:
+        if any(run.fault and not run.is_unknown for run in self.runs):
             return DIFFERS
-        if not any(run.entries.evicted for run in self.runs if run.entries):
-            return IDLE
+        if any(run.is_unknown for run in self.runs):
+            return UNKNOWN
+        if self.idle_prompts:
+            return DID_NOTHING
+        if any(run.is_rounded for run in self.runs):
+            return LOSSY
         return EXACT if self.compared_runs else UNCOMPARED
 
     @derived()
     def exit_code(self) -> int:
-        """Exit code of the process: 0 exact; 1 differs, did nothing; 2 unreadable, not compared."""
-        return EXIT_CODES[self.verdict]
+        """Exit code of the process: 0 exact, or allowed; 1 lossy, unknown, differs, did nothing; 2 unreadable, not
+        compared.
+        """
+        allowed = {_ALLOWS[name] for run in self.runs for name in run.allowed}
+        return 0 if self.verdict in allowed else EXIT_CODES[self.verdict]
+
+    @derived()
+    def idle_prompts(self) -> list[str]:
+        """Prompts of which nothing was evicted or changed, in any situation."""
+        changed = {run.sample: False for run in self.runs if run.entries}
+        for run in self.runs:
+            if run.entries is not None:
+                changed[run.sample] |= bool(run.entries.evicted or run.is_rounded or run.fault or run.is_unknown)
+        return [sample for sample, any_change in changed.items() if not any_change]
 
     @derived(key="conclusion")
     def summary(self) -> str:
         """The verdict in one line."""
         clauses = {
             UNREADABLE: lambda: self.obstacle, DIFFERS: self._differs_clause, EXACT: self._exact_clause,
-            IDLE: self._idle_clause, UNCOMPARED: self._uncompared_clause,
+            LOSSY: self._lossy_clause, UNKNOWN: self._unknown_clause,
+            DID_NOTHING: self._idle_clause, UNCOMPARED: self._uncompared_clause,
         }  # fmt: skip
         return f"{self.verdict}: {clauses[self.verdict]()}"
 
@@ -256,10 +280,13 @@ class Audit(Result):
                 failure.text = _fault_clause(run.fault)
             elif run.refused:
                 ElementTree.SubElement(case, "skipped", message=escape_line(run.refused))
-        if self.verdict not in (EXACT, DIFFERS) or self.unreadable:
+            elif run.sample in self.idle_prompts:
+                ElementTree.SubElement(case, "skipped", message="nothing was evicted")
+        any_failed = any(run.fault for run in self.runs)
+        if (self.exit_code and not any_failed) or self.unreadable:
             case = ElementTree.SubElement(suite, "testcase", classname=escape_line(self.eviction), name="verdict")
             kind = UNREADABLE if self.unreadable else self.verdict
-            tag = "failure" if kind == IDLE else "error"
+            tag = "failure" if EXIT_CODES[kind] == 1 else "error"
             ElementTree.SubElement(case, tag, type=kind, message=escape_line(self.summary))
         return junit_xml(suite, "failure", "error", "skipped")
 
@@ -300,41 +327,66 @@ class Audit(Result):
         return f"{_fault_clause(first)}{also}{then}"
 
     def _exact_clause(self) -> str:
-        """Return a clause that the eviction is exact, with its largest distance from the reference, and what it evicts.
+        """Return a clause that only evicted entries are lost, with the largest distance from the reference."""
+        return f"it loses what its kept sets imply: {self._decoding_clause('the masked reference')}"
 
-        Where changes to entries are allowed, the distance is that from the plain model on the changed entries.
-        """
-        decoded = [run.own_steps or run.steps for run in self.runs if run.steps]
+    def _lossy_clause(self) -> str:
+        """Return a clause on how far entries are rounded, and that they are decoded rightly."""
+        return f"{self._rounding_clause()}; {self._decoding_clause('the plain model with the same entries')}"
+
+    def _unknown_clause(self) -> str:
+        """Return a clause on the first entries that match none, and that decoding from them is right."""
+        unknown = next(run for run in self.runs if run.is_unknown)
+        first = unknown.first_unmatched
+        where = f"{first.location()}: {first.what} ({escape_line(first.sample)}, {first.situation})"
+        return f"{where}; {self._decoding_clause('the plain model with the same entries')}"
+
+    def _decoding_clause(self, reference: str) -> str:
+        """Return a clause on how near decoding is to its reference, with where keys stand and what is evicted."""
+        decoded = [run.compared_steps for run in self.runs if run.steps]
         most = floors_text(max(map(worst_floors, decoded)))
         in_cache = any(run.positions == IN_CACHE for run in self.runs)
         moved = "; keys stand at their places in the cache, new tokens after them" if in_cache else ""
-        unevicted = [run.name for run in self.runs if run.entries and not run.entries.evicted]
+        unevicted = [run.name for run in self.runs if run.entries and not run.entries.evicted and not run.is_rounded]
         idle = f"; nothing was evicted in {', '.join(unevicted)}" if unevicted else ""
         return (
-            f"only lossy, as its kept sets imply: at most {most} noise floors from the masked reference in "
-            f"{plural(len(decoded), 'run')}{moved}{self._allowed_clause()}{self._evicted_ends_clauses()}{idle}"
+            f"at most {most} noise floors from {reference} in {plural(len(decoded), 'run')}{moved}"
+            f"{self._evicted_ends_clauses()}{self._generated_clause()}{idle}"
         )
 
+    def _rounding_clause(self) -> str:
+        """Return a clause on what was rounded, by how it was where that is known, and by how much."""
+        rounded = [run for run in self.runs if run.is_rounded and run.entries]
+        changes = [change for run in rounded if run.entries for change in run.entries.altered]
+        words = dict.fromkeys(change.what for change in changes if change.kind in ROUNDING)
+        known = len(words) <= _MOST_WORDS and all(change.kind == "quantised" for change in changes)
+        held = [np.stack([run.entries.key_distance, run.entries.value_distance]) for run in rounded if run.entries]
+        errors = {"the prompt": held, "new tokens": [step.new_error for run in rounded for step in run.own_steps]}
+        off = []
+        for what, of_kinds in errors.items():
+            keys, values = (max((float(each[kind].max()) for each in of_kinds), default=0.0) for kind in range(2))
+            if keys or values:
+                off.append(f"of {what} by at most {text.percent(keys)} and {text.percent(values)}")
+        return f"{' and '.join(words) if known and words else 'keys and values rounded'}, {', '.join(off)}"
+
+    def _generated_clause(self) -> str:
+        """Return a clause on the entries of generated tokens that went; empty for none."""
+        gone = max((run.entries.evicted_new for run in self.runs if run.entries), default=0)
+        return f"; of generated tokens {plural(gone, 'entry', 'entries')} went" if gone else ""
+
     def _idle_clause(self) -> str:
-        """Return a clause that nothing was evicted."""
+        """Return a clause that nothing was evicted, in some prompts or in all."""
         runs = [run for run in self.runs if run.entries]
+        idle = self.idle_prompts
+        if len(idle) < len({run.sample for run in runs}):
+            elsewhere = self._decoding_clause("the masked reference")
+            return f"nothing was evicted of {escape_line(', '.join(idle))}; elsewhere {elsewhere}"
         tokens = max(run.tokens for run in runs)
         return f"no entry was evicted in any head or step of {plural(len(runs), 'run')}, of at most {tokens:,} tokens"
 
     def _uncompared_clause(self) -> str:
         """Return a clause that nothing was decoded."""
         return f"nothing was decoded, so only its kept sets are looked at{self._evicted_ends_clauses()}"
-
-    def _allowed_clause(self) -> str:
-        """Return a clause on allowed changes and the distance from the reference that they cause; empty for none."""
-        altered = [run for run in self.runs if run.entries and run.entries.altered]
-        words = " and ".join(
-            dict.fromkeys(change.what for run in altered if run.entries for change in run.entries.altered)
-        )
-        if not words:
-            return ""
-        most = max(worst_floors(run.steps) for run in altered if run.steps)
-        return f"; {words}, as allowed, which moves it by at most {floors_text(most)}"
 
     def _evicted_ends_clauses(self) -> str:
         """Return clauses with the number of kept sets that lack the first or the most recent entry; empty for none.

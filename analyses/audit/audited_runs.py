@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import field, replace
 from math import isnan, nan
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.analyses.audit.cache_entries import CHANGES, FLOORS, UNMEASURED, Alteration, CacheEntries
+from perturbkv.analyses.audit.cache_entries import CHANGES, FLOORS, ROUNDING, UNMEASURED, Alteration, CacheEntries
 from perturbkv.analyses.columns import Record, column, derived, record
 from perturbkv.analyses.measurements import Floats
-from perturbkv.configs.audit_settings import ORIGINAL, SITUATIONS
+from perturbkv.configs.audit_settings import ORIGINAL, SITUATIONS, UNKNOWN
 from perturbkv.escaping import escape_line
 
 _LARGE = 1e4
 """Noise floors from which on their number is written as a power of ten."""
 KINDS: Mapping[str, str] = {
     "model": "the eviction changed the model, so that nothing can be compared any more",
+    "reading": "the prompt is read otherwise than by the plain model: through its own eviction",
     "uneven": "a layer was not evicted, and the others were",
     "empty": "a layer keeps no entry of the prompt",
     "row": CHANGES["row"],
@@ -37,6 +38,10 @@ KINDS: Mapping[str, str] = {
     "decoding": "decoding differs, for no reason that was looked for",
 }
 """Kind of a fault -> its meaning, the most telling first."""
+UNMATCHED = ("foreign", "changed")
+"""Kinds of differences that say only that entries are not known."""
+NEAR = 0.5
+"""Relative error of a new token's key or value below which it is the token's own, rounded."""
 
 
 def floors_text(floors: float, _: Any = None) -> str:
@@ -95,6 +100,8 @@ class DecodingStep(Record):
     Attributes:
         head_floors: (layer, head) distance of the head's output before the output projection, over the larger of its
             own norm and the layer's root mean square norm; NaN where only logits are known.
+        new_error: (kind, layer) largest distance of a new token's key and value, over the reference's norm; empty where
+            they are not known.
     """
 
     step: int = column("forward pass after the eviction, from 0", heading="#step", json=False)
@@ -110,6 +117,7 @@ class DecodingStep(Record):
         text=lambda same: "same" if same else "another",
     )
     behind: float = column("positions that the new tokens stand too early; null where their keys are rotated otherwise")
+    new_error: Floats = field(default_factory=lambda: np.zeros((2, 0)))
 
     @derived(dims=("layer",))
     def heads(self) -> Floats:
@@ -142,13 +150,14 @@ class AuditedRun(Record):
     """The audit of one prompt in one situation: its entries, decoding steps and first difference.
 
     Attributes:
-        own_steps: distances of decoding from the plain model with the cache's own entries; empty where those are the
-            full cache's, or no change is allowed.
-        allowed: kinds of changed entries that are no fault.
+        own_steps: distances of decoding from the plain model whose attention gets the cache's own entries; empty where
+            it cannot.
+        allowed: keys of `ALLOWED`.
         failed_layer: the layer that explains the error, as it was not evicted; −1 without one.
         damage: what the eviction changed in the model, in words; empty where it is as before.
         sees_later: whether a token of a block attends to later tokens.
         hides: whether a token of a block misses an entry that the last token attends to.
+        misread: how the prompt was read as no plain model reads it; None where it was not.
         unmeasured: changes to windows and states of layers that are not measured, by their numbers in the model.
         numbers: the measured layers' numbers in the model; empty where these are all.
     """
@@ -169,13 +178,14 @@ class AuditedRun(Record):
     damage: str = ""
     sees_later: bool = False
     hides: bool = False
+    misread: Alteration | None = None
     unmeasured: tuple[Alteration, ...] = ()
     numbers: tuple[int, ...] = ()
 
     @derived(heading="#floors", json=False, text=floors_text)
     def worst(self) -> float | None:
-        """Distance from the masked reference in noise floors, the worst of heads, layers and steps."""
-        return worst_floors(self.steps) if self.steps else None
+        """Distance from the reference in noise floors, the worst of heads, layers and steps."""
+        return worst_floors(self.compared_steps) if self.steps else None
 
     @derived(heading="#cache\nshare", json=False)
     def cache_share(self) -> float | None:
@@ -188,7 +198,9 @@ class AuditedRun(Record):
         if self.entries is None:
             return None
         altered = {(change.layer, change.head) for change in self.entries.altered}
-        return f"{len(altered)} of {self.entries.set_count} sets altered" if altered else "intact"
+        if altered:
+            return f"{len(altered)} of {self.entries.set_count} sets altered"
+        return "new tokens' rounded" if self._rounds_new_tokens else "intact"
 
     @derived(heading="first difference", json=False)
     def difference(self) -> str:
@@ -205,9 +217,9 @@ class AuditedRun(Record):
 
     @derived(json=False)
     def fault(self) -> Fault | None:
-        """The first difference from the reference.
+        """The first difference from the reference that is no rounding.
 
-        Changes of the kinds `allowed` are none; decoding is then compared with the plain model on the changed entries.
+        Where entries differ, decoding is compared with the plain model on the same entries.
         """
         if self.damage:
             return self._fault("model", f"{self.damage}, and {self.failed}" if self.failed else self.damage)
@@ -216,7 +228,7 @@ class AuditedRun(Record):
             first = self._fault("uneven" if self.failed_layer >= 0 else "raised", self.failed, self.failed_layer)
         if first is None or not self.steps or first.step >= len(self.steps) or first.kind == UNMEASURED:
             return first
-        step = self.steps[first.step]
+        step = self.compared_steps[first.step]
         layer = self.numbers.index(first.layer) if first.layer in self.numbers else first.layer
         return replace(first, floors=float(step.logits if layer < 0 else step.layer_floors[layer]))
 
@@ -225,13 +237,63 @@ class AuditedRun(Record):
         return self.numbers[layer] if self.numbers and layer >= 0 else layer
 
     def _first_difference(self) -> Fault | None:
-        """Return the first difference of entries, but for allowed changes, or of decoding; None without any."""
-        changes = [] if self.entries is None else [*self._entry_differences(self.entries)]
-        disallowed = [fault for fault in changes if fault.kind not in self.allowed]
-        any_allowed = len(disallowed) < len(changes)
-        steps = self.own_steps if any_allowed and self.own_steps else self.steps
+        """Return the first difference of entries or decoding that is a fault; None without any.
+
+        Rounding is none, and where entries match none nothing else must differ for `unknown` to be allowed.
+        """
+        wrong = self._wrong_differences()
+        unmatched = [] if not wrong and UNKNOWN in self.allowed else self._unmatched
+        return min([*wrong, *unmatched], key=Fault.sort_key_in_run, default=None)
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether entries match none of the prompt's, and nothing else differs."""
+        return bool(self._unmatched) and not self.damage and not self.failed and not self._wrong_differences()
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether entries of the prompt or of new tokens are rounded, whatever else differs."""
+        altered = self.entries is not None and any(change.kind in ROUNDING for change in self.entries.altered)
+        return altered or self._rounds_new_tokens
+
+    @property
+    def compared_steps(self) -> tuple[DecodingStep, ...]:
+        """Decoding against the masked reference, or against the plain model with the same entries if these differ."""
+        own = self.own_steps and (self.is_rounded or self._unmatched)
+        return self.own_steps if own else self.steps
+
+    @property
+    def _rounds_new_tokens(self) -> bool:
+        """Whether entries of new tokens are off by more than noise, at the right positions, near their originals."""
+        if self.entries is None or not self.own_steps:
+            return False
+        floors = np.stack([self.entries.key_floor, self.entries.value_floor])
+        errors = [step.new_error for step in self.own_steps]
+        right = all(step.behind == 0 for step in self.own_steps) and bool((np.array(errors) < NEAR).all())
+        return right and any(bool((error > FLOORS * floors).any()) for error in errors)
+
+    @property
+    def _unmatched(self) -> list[Fault]:
+        """The differences of entries that match none of the prompt's."""
+        return [fault for fault in self._all_entry_differences if fault.kind in UNMATCHED]
+
+    @property
+    def first_unmatched(self) -> Fault:
+        """The first of the entries that match none of the prompt's, of which there is one."""
+        return min(self._unmatched, key=Fault.sort_key_in_run)
+
+    @property
+    def _all_entry_differences(self) -> list[Fault]:
+        """All differences between the cache's entries and the full cache's."""
+        return [] if self.entries is None else [*self._entry_differences(self.entries)]
+
+    def _wrong_differences(self) -> list[Fault]:
+        """Return the differences that neither rounding nor unmatched entries explain."""
+        wrong = [fault for fault in self._all_entry_differences if fault.kind not in (*ROUNDING, *UNMATCHED)]
         rest = [replace(self._fault(one.kind, one.what, step=0), layer=one.layer) for one in self.unmeasured]
-        return min([*disallowed, *rest, *self._decoding_difference(steps)], key=Fault.sort_key_in_run, default=None)
+        if self.misread:
+            wrong.append(self._fault(self.misread.kind, self.misread.what, self.misread.layer))
+        return [*wrong, *rest, *self._decoding_difference(self.compared_steps)]
 
     def _fault(self, kind: str, what: str, layer: int = -1, head: int = -1, step: int = -1, entry: int = -1) -> Fault:
         """Return a fault of this run, without its distance."""

@@ -20,11 +20,13 @@ CHANGES: Mapping[str, str] = {
     "mismatch": "values of other entries than their keys",
     "rotation": "keys rotated to other positions, or with another base",
     "scale": "keys or values times a constant",
-    "rounded": "keys or values that went through a coarser floating-point type",
     "quantised": "keys or values that went through 8, 4 or 2 bits",
+    "rounded": "keys or values that are nearer to their own originals than to any other",
     "changed": "keys or values that differ otherwise",
 }
 """Kind of a change -> its meaning; the first is looked for first."""
+ROUNDING = ("rounded", "quantised")
+"""Kinds of changes that leave every entry nearer to its own original than to any other."""
 UNMEASURED = "unmeasured"
 """Kind of a change to what no eviction touches: a window or recurrent state."""
 _SETS = ("layer", "kept set")
@@ -55,7 +57,9 @@ class CacheEntries(Record):
         first_duplicate, first_hidden: (layer, kept_head) first position of `duplicates` and of `hidden`; −1 for none.
         key_distance, value_distance: (layer, kept_head) largest distance.
         key_floor, value_floor: (layer,) its noise floor.
-        evicted: entries of the prompt that are not attended to, summed over kept sets, the most of all forward passes.
+        evicted: entries, of the prompt or of tokens decoded since, that are not attended to, summed over kept sets, the
+            most of all forward passes.
+        evicted_new: those of tokens decoded since.
     """
 
     kept_sets: tuple[tuple[Integers, ...], ...]
@@ -76,6 +80,7 @@ class CacheEntries(Record):
     repeated: tuple[int, ...] = column("layers that hold every entry once per query head", default=())
     changed: tuple[int, ...] = column("forward passes at which entries of the prompt went or changed", default=())
     evicted: int = 0
+    evicted_new: int = 0
 
     @derived(key="held_share", heading="#cache\nshare")
     def cache_share(self) -> float:

@@ -6,25 +6,33 @@ Each test compares entries with the full cache's and returns words, empty where 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from perturbkv.analyses.audit.cache_entries import FLOORS
-from perturbkv.cache.external_cache import recover_positions
+from perturbkv.cache.external_cache import STRANGE_DISTANCE, recover_positions
 
 _MOST_TESTED = 32
 """Most entries of a head that are tested for a rotation."""
 NEAR = 0.02
 """Largest remaining distance, over the length of an entry, at which a rotation explains it."""
+_MOST_KEYS = 0.7
+"""Least share of the tested keys that a rotation under rounding explains."""
 _BITS = (8, 4, 2)
 _COARSER = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 _BASES = tuple(10 ** (exponent / 100) for exponent in range(200, 801))
 """Rotary bases that are tried, a fortieth apart."""
 _SAME_BASE = 0.002
 """Largest relative difference of two bases that are one."""
+_OUTLYING = 8
+"""Ratio of an entry's error to the median one above which it is another change than rounding."""
+_EQUAL = 1e-3
+"""Relative difference of distances below which they are equal, as those from equal entries are."""
+_ROTATED_NEARER = 0.6
+"""Largest ratio of the distance that a rotation leaves a rounded key to the one without it, that explains the key."""
 _MUCH_NEARER = 0.2
 """Largest ratio of the distance that a change leaves to the one without it, at which the change explains entries."""
 
@@ -34,12 +42,14 @@ def excess_rotations(
     full: Float[Tensor, "entry d_key"],
     frequencies: Float[Tensor, " frequency"],
     most: int,
+    *,
+    rounded: bool = False,
 ) -> Int[Tensor, " entry"] | None:
     """Return the number of positions by which each key is rotated too far, between −most and most.
 
     `full` are the full cache's keys of the same tokens. None where such rotations do not explain every key, where one
-    is NaN, and without frequencies. Component i pairs with i + len(frequencies), as in
-    `perturbkv.cache.entries.rotate_keys`.
+    is NaN, and without frequencies; with `rounded` they explain a key that they bring much nearer. Component i pairs
+    with i + len(frequencies), as in `perturbkv.cache.entries.rotate_keys`.
     """
     half = len(frequencies)
     if not half:
@@ -51,10 +61,11 @@ def excess_rotations(
     matched = angles.cos() @ cross.real.T + angles.sin() @ cross.imag.T  # (shift, entry): product with the rotated key
     best = matched.argmax(dim=0)
     rotated = full_pairs * torch.polar(torch.ones_like(angles[best]), angles[best])
-    length = torch.linalg.vector_norm(full.double(), dim=-1)
     unrotated = torch.linalg.vector_norm(keys[:, 2 * half :].double() - full[:, 2 * half :].double(), dim=-1)
     distance = torch.hypot(torch.linalg.vector_norm(pairs - rotated, dim=-1), unrotated)
-    return shifts[best] if bool((distance <= NEAR * length).all()) else None
+    before = torch.hypot(torch.linalg.vector_norm(pairs - full_pairs, dim=-1), unrotated)
+    limit = before * _ROTATED_NEARER if rounded else NEAR * torch.linalg.vector_norm(full.double(), dim=-1)
+    return shifts[best] if bool((distance <= limit)[shifts[best] != 0 if rounded else slice(None)].all()) else None
 
 
 def _complex_pairs(keys: Float[Tensor, "entry d_key"], half: int) -> Tensor:
@@ -87,7 +98,29 @@ def describe_rotation(
         return "rotated with neighbouring components as pairs" if shifts is not None and bool(shifts.any()) else ""
     if not bool(shifts.any()):
         return ""
-    before = positions[chosen]
+    return _rotation_words(shifts, positions[chosen], chosen)
+
+
+def describe_rounded_rotation(
+    keys: Float[Tensor, "entry d_key"],
+    full: Float[Tensor, "entry d_key"],
+    positions: Int[Tensor, " entry"],
+    frequencies: Float[Tensor, " frequency"],
+    most: int,
+) -> str:
+    """Return a description as `describe_rotation` does, of keys that are rounded, too; empty if none explains them."""
+    chosen = torch.linspace(0, len(keys) - 1, min(len(keys), _MOST_TESTED), device=keys.device).round().long()
+    shifts = excess_rotations(keys[chosen], full[chosen], frequencies, most, rounded=True)
+    if shifts is None or float((shifts != 0).float().mean()) < _MOST_KEYS:
+        return ""
+    common = shifts.mode().values
+    if float((shifts == common).float().mean()) >= _MOST_KEYS:
+        shifts = common.expand_as(shifts)
+    return f"{_rotation_words(shifts, positions[chosen], chosen)}, and rounded"
+
+
+def _rotation_words(shifts: Tensor, before: Tensor, chosen: Tensor) -> str:
+    """Return in words by how much keys at the positions `before` and at the places `chosen` are rotated too far."""
     if bool((shifts == before).all()):
         return "rotated again, each by its own position"
     if bool((shifts == shifts[0]).all()):
@@ -178,6 +211,43 @@ def describe_quantisation(
             if _explains(quantised, entries, full):
                 return f"quantised to {bits} bits {scale}"
     return ""
+
+
+def are_rounded(
+    entries: Sequence[Tensor],
+    head: Sequence[Tensor],
+    positions: Int[Tensor, " entry"],
+    kind: int,
+    floor: float,
+) -> bool:
+    """Return whether the keys (`kind` 0) or values (1) of entries are what rounding alone leaves, whichever it is.
+
+    An entry, key and value together, is nearer to its own original than to any other; its key or value is nearer to the
+    original's than half of its norm; and of those that differ by more than the noise `floor` none stands out, as a
+    single change is no rounding.
+
+    Args:
+        entries: keys and values (entry, width).
+        head: keys and values (position, width) of the full cache.
+        positions: (entry,) of the originals in the full cache.
+        kind: what is asked about.
+        floor: noise floor of that kind, over the root mean square norm of the head's.
+    """
+    distances = [
+        torch.cdist(own.float(), known.float()) / _root_mean_square(known)
+        for own, known in zip(entries, head, strict=True)
+    ]
+    together = torch.hypot(*distances)
+    nearest = together.gather(1, positions.unsqueeze(-1)) <= together.amin(dim=-1, keepdim=True) * (1 + _EQUAL)
+    errors = distances[kind].gather(1, positions.unsqueeze(-1)).squeeze(-1)
+    changed = errors[errors > FLOORS * floor]
+    alike = len(changed) > 1 and float(changed.amax()) <= min(STRANGE_DISTANCE, _OUTLYING * float(changed.median()))
+    return alike and bool(nearest.all())
+
+
+def _root_mean_square(vectors: Float[Tensor, "position width"]) -> Tensor:
+    """Return the root mean square norm of vectors, above 0."""
+    return vectors.float().square().sum(dim=-1).mean().sqrt().clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def _explains(candidate: Tensor, entries: Tensor, full: Tensor) -> bool:

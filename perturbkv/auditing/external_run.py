@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache
 
 from perturbkv.analyses.audit.audited_runs import AuditedRun, DecodingStep
 from perturbkv.analyses.audit.cache_entries import FLOORS, Alteration
 from perturbkv.auditing.changes import excess_rotations
 from perturbkv.auditing.evictions import Eviction, FailedError, RefusedError, eviction_code
-from perturbkv.auditing.forward_passes import ForwardPass, Situation, attends_to_later, hides_entries, record_pass
+from perturbkv.auditing.forward_passes import (
+    ForwardPass,
+    Situation,
+    attends_to_later,
+    hides_entries,
+    record_pass,
+    record_reading,
+)
 from perturbkv.auditing.kept_entries import EntryComparison, EntryTracker, first_of_groups, repeat_heads
 from perturbkv.auditing.model_state import ModelState, describe_damage
 from perturbkv.auditing.positions import (
@@ -32,10 +40,12 @@ from perturbkv.auditing.reference import (
     PromptEntries,
     decode,
     decode_chunk,
+    entry_distances,
     masked_attention,
     noise_floors,
     pass_distances,
     prompt_entries,
+    read_given,
     read_prompts,
 )
 from perturbkv.auditing.unmeasured import (
@@ -46,12 +56,13 @@ from perturbkv.auditing.unmeasured import (
     read_contents,
     window_distances,
 )
-from perturbkv.cache.external_cache import Layers, layer_tensors, pair_layers, recover_positions
+from perturbkv.cache.external_cache import STRANGE_DISTANCE, Layers, layer_tensors, pair_layers, recover_positions
 from perturbkv.configs.audit_settings import IN_CACHE, ORIGINAL, AuditSettings
 from perturbkv.configs.plugins import external_code
 from perturbkv.errors import UnreadableCacheError
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.forward import run_with_cache
+from perturbkv.models.interface import AttentionFunction
 
 _MOST_SHIFT = 4096
 """Largest number of positions that keys of new tokens are tested to lag behind."""
@@ -100,11 +111,13 @@ class ExternalRun:
         prompts: the entries of the plain model.
         tracker: the kept entries of the cache.
         passes: the completed forward passes.
-        own_passes: the same by the plain model from the cache's own entries; empty unless changes are allowed.
+        own_passes: the same by the plain model, whose attention gets the cache's entries; without entries where the
+            cache holds other numbers of heads.
         original: `prompts` at the prompt's own positions, where keys of `prompts` are moved to places in the cache.
         failed, failed_layer, refused, damage: as in `AuditedRun`; a damaged model has no reference.
         unmeasured: per row, what the eviction changed in layers that are not measured.
         own_rest: windows and states from which the next of `own_passes` decodes.
+        misread: how the prompts were read as no plain model reads them; None where they were not.
     """
 
     adapter: Adapter
@@ -122,6 +135,7 @@ class ExternalRun:
     damage: str = ""
     unmeasured: list[tuple[Alteration, ...]] = field(default_factory=list)
     own_rest: UnmeasuredLayers | None = None
+    misread: Alteration | None = None
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -133,10 +147,12 @@ class ExternalRun:
 
         Raises RefusedError or FailedError for what the eviction raises.
         """
-        cache = self.eviction.read(self.adapter.model, self.situation.ids, self.situation.attention_mask)
+        with record_reading(self.adapter) as calls:
+            cache = self.eviction.read(self.adapter.model, self.situation.ids, self.situation.attention_mask)
         with external_code("looking at its cache raises", FailedError):  # its methods are not ours
             layers = self._attended_layers(cache)
             self._count_padding_as_the_eviction(cache, layers)
+            self._read_as_the_eviction(calls)
             self._expect_keys_in_cache(layers)
             self._check_layers(cache)
             least = torch.finfo(self.adapter.dtype).eps
@@ -173,10 +189,10 @@ class ExternalRun:
                 tokens=self.situation.entries - padding, failed=self.failed, refused=self.refused,
                 entries=EntryComparison(self.tracker, row, self.prompts.floors).entries() if noise else None,
                 steps=self._compare_steps(row, reference, noise) if noise else (),
-                own_steps=self._compare_steps(row, self.own_passes, noise) if noise and self.own_passes else (),
+                own_steps=self._compare_steps(row, self.own_passes, noise, rounds=True) if noise else (),
                 allowed=self.settings.allow, failed_layer=self.failed_layer, damage=self.damage,
                 sees_later=any(map(attends_to_later, self.passes)), hides=any(map(hides_entries, self.passes)),
-                unmeasured=self.unmeasured[row] if self.unmeasured else (), numbers=self.numbers,
+                misread=self.misread, unmeasured=self.unmeasured[row] if self.unmeasured else (), numbers=self.numbers,
             )
             for row, padding in enumerate(self.situation.padding)
         ]  # fmt: skip
@@ -198,10 +214,15 @@ class ExternalRun:
         passes = list(decode(self.adapter, fill_cache(self.adapter, self.prompts.readings[0]), situation, masks))
         return passes, noise_floors(self.adapter, passes, self.prompts, situation, masks)
 
-    def _compare_steps(self, row: int, reference: Sequence[ForwardPass], noise: Distances) -> tuple[DecodingStep, ...]:
-        """Return the distances between a row's forward passes and those of a reference, in units of `noise`."""
+    def _compare_steps(
+        self, row: int, reference: Sequence[ForwardPass], noise: Distances, *, rounds: bool = False
+    ) -> tuple[DecodingStep, ...]:
+        """Return the distances between a row's forward passes and those of a reference, in units of `noise`.
+
+        `rounds`: whether the entries of new tokens may be rounded. Empty for an empty reference.
+        """
         steps, layers = [], len(self.prompts.full)
-        for step, (record, expected) in enumerate(zip(self.passes, reference, strict=True)):
+        for step, (record, expected) in enumerate(zip(self.passes, reference, strict=bool(reference))):
             distances = pass_distances(record, expected, row, layers)
             head, hidden, logits = (_to_numpy(getattr(distances, name)) for name in ("head", "hidden", "logits"))
             steps.append(
@@ -210,12 +231,13 @@ class ExternalRun:
                     head_floors=head / _to_numpy(noise.head), hidden=hidden / _to_numpy(noise.hidden),
                     logits=float(logits / _to_numpy(noise.logits)),
                     same_token=bool(record.logits[row, -1].argmax() == expected.logits[row, -1].argmax()),
-                    behind=self._position_lag(record, expected, row),
+                    behind=self._position_lag(record, expected, row, rounds=rounds),
+                    new_error=_new_entry_errors(record, expected, row),
                 )
             )  # fmt: skip
         return tuple(steps)
 
-    def _position_lag(self, record: ForwardPass, reference: ForwardPass, row: int) -> float:
+    def _position_lag(self, record: ForwardPass, reference: ForwardPass, row: int, *, rounds: bool = False) -> float:
         """Return the number of positions by which a row's new keys lag behind the reference's in the first layer.
 
         It is 0 where the keys are the reference's up to rounding, and NaN where no single number of positions explains
@@ -235,10 +257,15 @@ class ExternalRun:
         distance = torch.linalg.vector_norm(keys.float() - expected.float(), dim=-1) / length
         if float(distance.amax()) <= FLOORS * float(self.prompts.floors[_KEYS, 0]):
             return 0.0
-        most = min(2 * self.situation.entries, _MOST_SHIFT)
-        shifts = excess_rotations(keys.flatten(0, 1), expected.flatten(0, 1), frequencies_of(self.adapter), most)
-        if shifts is not None and bool((shifts == shifts[0]).all()):
-            return -float(shifts[0])
+        most, frequencies = min(2 * self.situation.entries, _MOST_SHIFT), frequencies_of(self.adapter)
+        for by_rounding in (False, True)[: 1 + rounds]:
+            shifts = excess_rotations(
+                keys.flatten(0, 1), expected.flatten(0, 1), frequencies, most, rounded=by_rounding
+            )
+            if shifts is not None and bool((shifts == shifts[0]).all()):
+                return -float(shifts[0])
+        if rounds and float(distance.amax()) <= STRANGE_DISTANCE:
+            return 0.0
         before = self.adapter.facts.layers[: self.adapter.layer_indices[0]]
         return 0.0 if any(layer.state for layer in before) else float("nan")
 
@@ -302,6 +329,42 @@ class ExternalRun:
             self.situation, self.prompts = counted, prompt_entries(self.adapter, counted, read)
             self.tracker = replace(self.tracker, situation=counted, full=self.prompts.full)
 
+    def _read_as_the_eviction(self, calls: list[ForwardPass]) -> None:
+        """Expect the entries that the plain model makes of what was stored, where the prompts were not read plainly.
+
+        So it is where entries were rounded as they were written, or went between two parts of a prompt. What no plain
+        model does is recorded. Nothing is known where the calls did not read each token once, in order.
+        """
+        full, tokens = self.prompts.full, self.situation.entries
+        new = [call.query[0].shape[2] for call in calls if set(call.key) == set(range(len(full)))]
+        shapes = {keys.shape[:2] for call in calls for keys in call.key.values()}
+        if len(new) < len(calls) or sum(new) != tokens or shapes != {full[0][0].shape[:2]}:
+            return
+        first, plain = 0, True
+        for call, count in zip(calls, new, strict=True):
+            for layer, known in enumerate(full):
+                if call.entries[layer] < count:
+                    what = (
+                        f"the prompt is read through its own eviction: {call.entries[layer]} of {first + count} entries"
+                    )
+                    self.misread = Alteration(layer, -1, "reading", what, -1)
+                    return
+                errors = [
+                    entry_distances(own[row, :, padding:], kind[row, :, first + padding : first + count], kind[row])
+                    for own, kind in zip(call.new_entries(layer), known, strict=True)
+                    for row, padding in enumerate(self.situation.padding if not first else [0] * len(known[0]))
+                ]
+                limits = (FLOORS * self.prompts.floors[:, layer]).repeat_interleave(len(known[0])).tolist()
+                plain &= all(float(error.amax()) <= limit for error, limit in zip(errors, limits, strict=True))
+                plain &= call.entries[layer] == first + count
+            first += count
+        if plain or (len(calls) > 1 and any(self.situation.padding)):
+            return
+        readings = [read_given(self.adapter, self.situation, calls, kernel) for kernel in (None, "eager")]
+        (full, rest), (other, other_rest) = readings
+        self.prompts = replace(self.prompts, full=full, others=(other,) * 2, rests=(rest, *(other_rest,) * 2))
+        self.tracker = replace(self.tracker, full=full)
+
     def _expect_keys_in_cache(self, layers: Layers) -> None:
         """Expect keys at 0, 1, … and new tokens after them where the user says so, or the first layer shows it."""
         full, situation = self.prompts.full, self.situation
@@ -364,8 +427,8 @@ class ExternalRun:
     def _add_pass(self, record: ForwardPass, cache: Cache) -> None:
         """Add a forward pass; its entries, as large as the cache, are matched at once and then freed.
 
-        Where changes are allowed, the plain model decodes from the same entries. Raises UnreadableCacheError where the
-        pass was not made by the model's attention, or not of all new tokens at once.
+        The plain model decodes with the same entries. Raises UnreadableCacheError where the pass was not made by the
+        model's attention, or not of all new tokens at once.
         """
         full, chunk = self.prompts.full, len(self.passes)
         if not record.is_complete(len(full)):
@@ -382,17 +445,27 @@ class ExternalRun:
         if self.tracker.keys_move:
             self._expect_new_tokens_after(record.entries[0] - record.query[0].shape[2])
         entries = [record.previous_entries(layer) for layer in range(len(full))]
-        if self.settings.allow and entries[0][0].shape[1] == full[0][0].shape[1]:
-            plain = self._decode_own_entries(entries, chunk, attended)
+        if entries[0][0].shape[1] == full[0][0].shape[1]:
+            plain = self._decode_own_entries(record, chunk, attended)
             plain.forget_entries()
             self.own_passes.append(plain)
         record.forget_entries()
         self.passes.append(record)
 
-    def _decode_own_entries(self, entries: Layers, chunk: int, attended: Sequence[Tensor]) -> ForwardPass:
-        """Return the plain model's pass from the cache's entries, and from windows and states of its own passes."""
+    def _decode_own_entries(self, record: ForwardPass, chunk: int, attended: Sequence[Tensor]) -> ForwardPass:
+        """Return the plain model's pass whose attention gets the keys and values of a recorded one.
+
+        Those of the new tokens, too, which may be rounded when they are written; windows and states are of the plain
+        model's own passes.
+        """
+        entries = [record.previous_entries(layer) for layer in range(len(self.prompts.full))]
         own_cache = fill_cache(self.adapter, (entries, self.own_rest or self.prompts.rests[0]))
-        attend = masked_attention(self.adapter, attended)
+        masked = masked_attention(self.adapter, attended)
+
+        def attend(layer: int, stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
+            query, _, _, *others = args
+            return masked(layer, stock, module, (query, record.key[layer], record.value[layer], *others), kwargs)
+
         plain = decode_chunk(self.adapter, own_cache, self.situation, chunk, attend)
         _, self.own_rest = read_contents(self.adapter, own_cache)
         return plain
@@ -416,6 +489,20 @@ class ExternalRun:
         with eviction_code(f"{what} raises"):  # the cache is not ours
             output = run_with_cache(self.adapter.model, ids, cache, position_ids=self.situation.positions(chunk))
         return output.logits  # type: ignore[no-any-return]
+
+
+def _new_entry_errors(record: ForwardPass, reference: ForwardPass, row: int) -> np.ndarray:
+    """Return how far the entries of a row's new tokens are from a reference's, over their norms: (kind, layer)."""
+    errors = np.zeros((2, len(reference.query)))
+    for layer in range(errors.shape[1]):
+        expected = reference.new_entries(layer)
+        for kind, (own, known) in enumerate(
+            zip(first_of_groups(record.new_entries(layer), expected[0].shape[1]), expected, strict=True)
+        ):
+            distance = torch.linalg.vector_norm(own[row].double() - known[row].double(), dim=-1)
+            length = torch.linalg.vector_norm(known[row].double(), dim=-1).clamp(min=torch.finfo(torch.float64).tiny)
+            errors[kind, layer] = float((distance / length).nan_to_num(nan=torch.inf).amax())
+    return errors
 
 
 def _fit_full_cache(layers: Layers, full: Layers) -> bool:

@@ -204,6 +204,25 @@ def record_pass(adapter: Adapter, record: ForwardPass, attend: Attend | None = N
         yield
 
 
+@contextmanager
+def record_reading(adapter: Adapter) -> Iterator[list[ForwardPass]]:
+    """Record what the attention gets in every forward pass inside the block, without queries and outputs."""
+    measured, calls = set(map(id, adapter.attentions)), list[ForwardPass]()
+
+    def watch(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if id(module) in measured:
+            layer = adapter.layer_of(module)
+            if not calls or layer in calls[-1].key:
+                calls.append(ForwardPass())
+            calls[-1].query[layer] = args[0].new_empty(*args[0].shape[:3], 0)
+            calls[-1].key[layer], calls[-1].value[layer], calls[-1].mask[layer] = args[1:4]
+            calls[-1].entries[layer] = args[1].shape[2]
+        return stock(module, *args, **kwargs)
+
+    with intercept_attention(adapter, watch):
+        yield calls
+
+
 def _differs_by_row(mask: Tensor | None) -> bool:
     """Return whether a mask hides from a row of the batch what the first row sees."""
     if mask is None or len(mask) == 1:

@@ -20,9 +20,11 @@ from perturbkv.analyses.measurements import Floats
 from perturbkv.auditing.changes import (
     NEAR,
     are_among,
+    are_rounded,
     describe_head,
     describe_quantisation,
     describe_rotation,
+    describe_rounded_rotation,
     describe_rounding,
     describe_scale,
 )
@@ -203,10 +205,9 @@ class EntryTracker:
             layers.append(repeat_heads((joined[0], joined[1]), cached[layer][0].shape[1]))
         return layers
 
-    def evicted_count(self, row: int) -> int:
-        """Return the number of the prompt's entries that a row lacks, summed over kept sets, the most of all passes."""
-        tokens, padding = self.situation.entries, self.situation.padding[row]
-        return max(sum(int((~mask[row, :, padding:tokens]).sum()) for mask in masks) for masks in self.masks)
+    def evicted_count(self, row: int, first: int) -> int:
+        """Return the number of entries from `first` on that a row lacks, of all kept sets, the most of all passes."""
+        return max(sum(int((~mask[row, :, first:]).sum()) for mask in masks) for masks in self.masks)
 
     def _record_changes(self, masks: Sequence[Tensor]) -> None:
         """Record the rows in which entries disappeared or reappeared, given the masks per layer of the present pass."""
@@ -306,7 +307,8 @@ class EntryComparison:
             key_distance=distance[0], value_distance=distance[1],
             key_floor=self.floors[0].double().numpy(), value_floor=self.floors[1].double().numpy(),
             altered=tuple(altered), repeated=tuple(layer for layer in layers if self._is_repeated(layer)),
-            changed=tuple(self.tracker.changed[self.row]), evicted=self.tracker.evicted_count(self.row),
+            changed=tuple(self.tracker.changed[self.row]), evicted=self.tracker.evicted_count(self.row, self.padding),
+            evicted_new=self.tracker.evicted_count(self.row, self.tracker.situation.entries),
         )  # fmt: skip
 
     def _are_padding(self, layer: int, head: int) -> Bool[Tensor, " entry"]:
@@ -411,3 +413,11 @@ class EntryComparison:
         yield "scale", describe_scale(entries, own, floor)
         yield "rounded", describe_rounding(entries, own)
         yield "quantised", describe_quantisation(entries, own, head_entries)
+        if kind == _KEYS:
+            yield (
+                "rotation",
+                describe_rounded_rotation(entries, own, places, frequencies, 2 * tracker.situation.entries),
+            )
+        both = [cached[self.row, head][matched] for cached in tracker.first_entries[layer]]
+        known = [self._full_entries(of_kind, layer, head) for of_kind in tracker.full[layer]]
+        yield "rounded", "rounded" if are_rounded(both, known, positions, kind, floor) else ""

@@ -89,7 +89,7 @@ def match_at_zero(
     frequencies: Tensor,
     places: Int[Tensor, " entry"] | None = None,
 ) -> list[RecoveredLayer]:
-    """Return per layer the known entries that a cache holds in a row, found by keys that are rotated back to position 0.
+    """Return per layer the known entries that a cache holds in a row, found by keys rotated back to position 0.
 
     `own` and `known` are keys and values (row, kv_head, entry, width) of the cache, which stand at `places`, by
     default at 0, 1, …, and of the plain model, at `known_positions`. Equal tokens have equal keys at position 0 in the
@@ -102,7 +102,7 @@ def match_at_zero(
             places = torch.arange(keys.shape[2], device=keys.device) if positions is None else positions
             rotated = [_rotate(head, places, torch.zeros_like(places), frequencies) for head in keys[row]]
             at_zero[-1].append((torch.stack(rotated).unsqueeze(0), values[row].unsqueeze(0)))
-    return recover_positions(*at_zero, padding=padding)
+    return recover_positions(at_zero[0], at_zero[1], padding=padding)
 
 
 def match_all_at_zero(

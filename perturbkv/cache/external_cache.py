@@ -139,6 +139,8 @@ STRANGE_DISTANCE = 0.5
 """Relative distance of both key and value from the nearest entry's above which an entry has no position."""
 _LARGER_DISTANCE_WEIGHT = 0.01
 """Weight of the larger of the distances of key and value in the search for the nearest entry."""
+_BY_VALUE = 0.02
+"""What an entry is farther by whose value is nearer than its key: with another's value it is its key's."""
 _TIE_TOLERANCE = 1e-3
 """Difference of distances below which two entries are equally near."""
 _FARTHEST = 1e30
@@ -217,9 +219,10 @@ def recover_positions(
         entries, heads = external_layer[0].shape[1], len(external_layer[0])
         if [len(hint) for hint in hints] != [entries] * heads:
             hints = [torch.full((entries,), NOWHERE, device=external_layer[0].device)] * heads
-        hints, *distances = zip(*(_match_head(*head) for head in zip(*external_layer, *rolled, hints, strict=True)))
-        positions = (_positions(index, full_layer[0].shape[1], padding, count_padding) for index in hints)
-        layers.append(RecoveredLayer(tuple(positions), *distances))
+        matched = [_match_head(*head) for head in zip(*external_layer, *rolled, hints, strict=True)]
+        hints = [index for index, _, _ in matched]
+        positions = tuple(_positions(index, full_layer[0].shape[1], padding, count_padding) for index in hints)
+        layers.append(RecoveredLayer(positions, *(tuple(head[kind] for head in matched) for kind in (1, 2))))
     return layers[::-1]
 
 
@@ -280,7 +283,7 @@ def _equal_indices(
     equal = (end > begin) & (bits == full_bits[index]).all(dim=-1)  # equal hashes are no proof
     hinted = equal & (hints != NOWHERE) & (bits == full_bits[hints]).all(dim=-1)
     preferred = torch.where(hinted, hints, index)
-    if len(preferred[equal].unique()) == len(index[equal].unique()):
+    if len(set(preferred[equal].tolist())) == len(set(index[equal].tolist())):
         index = preferred
     return torch.where(equal, index, nowhere)
 
@@ -361,6 +364,7 @@ class _Nearest:
                 torch.cdist(own[chosen], full) for own, full in zip(self.scaled, self.full_scaled, strict=True)
             ]
             cost = torch.fmin(*distances) + _LARGER_DISTANCE_WEIGHT * torch.fmax(*distances)  # leave out NaN
+            cost += _BY_VALUE * (distances[0] > distances[1])
             cost = cost.nan_to_num(nan=_FARTHEST, posinf=_FARTHEST).masked_fill(~among, torch.inf)
             best = cost.amin(dim=-1, keepdim=True)
             ties, hints = cost <= best + _TIE_TOLERANCE, self.hints[chosen]

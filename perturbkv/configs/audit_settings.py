@@ -31,8 +31,13 @@ POSITIONS: Mapping[str, str] = {
     IN_CACHE: "keys rotated to 0, 1, …, new tokens after them",
 }
 """Convention of positions -> its meaning."""
-ALLOWED = ("rounded", "quantised")
-"""Kinds of changed entries that a user may allow, as they save memory on purpose."""
+LOSSY, UNKNOWN, IDLE = "lossy", "unknown", "idle"
+ALLOWED: Mapping[str, str] = {
+    LOSSY: "entries that are rounded",
+    UNKNOWN: "entries that match none, and are decoded rightly",
+    IDLE: "prompts of which nothing is evicted",
+}
+"""What a user may allow -> its meaning."""
 KEPT_SUFFIXES = (".npz", ".json")
 KEPT_FILE = FileKind("a file of kept positions", ConfigError, 1024 * MIB, "choose another path")
 """What another program kept, as a file with one of these suffixes."""
@@ -50,7 +55,7 @@ class AuditSettings:
         steps: number of forward passes after the eviction.
         situations: keys of `SITUATIONS`.
         losses: whether the loss is measured, and that of controls.
-        allow: kinds of changed entries, of `ALLOWED`, that are no fault.
+        allow: keys of `ALLOWED`, which then make no exit code 1.
         positions: a key of `POSITIONS`.
         plain_use: whether plain calls of the model with the cache are tried.
 
@@ -76,7 +81,7 @@ class AuditSettings:
             raise UnknownNameError(self.positions, "convention of positions", POSITIONS)
         for name in self.allow:
             if name not in ALLOWED:
-                raise UnknownNameError(name, "kind of change that can be allowed", ALLOWED)
+                raise UnknownNameError(name, "thing that can be allowed", ALLOWED)
 
 
 def is_dump(path: Path) -> bool:

@@ -541,3 +541,73 @@ def shifted(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
     first, second = layer.keys.chunk(2, dim=-1)
     layer.keys = layer.keys * cosine.unsqueeze(1) + torch.cat([-second, first], dim=-1) * sine.unsqueeze(1)
     return cache
+
+
+class _EvictsWhenWritten(DynamicLayer):
+    """Hands the evicted entries to the attention of the tokens that are being read, too."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *more: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(key_states, value_states, *more, **named)
+        if keys.shape[2] > KEPT:
+            order = torch.cat([torch.arange(SINKS), torch.arange(keys.shape[2] - KEPT + SINKS, keys.shape[2])])
+            self.keys, self.values = keys[:, :, order], values[:, :, order]
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return min(self.get_seq_length() + query_length, KEPT), 0
+
+
+class EvictsInsidePrefill(Cache):
+    def __init__(self) -> None:
+        super().__init__(layer_class_to_replicate=_EvictsWhenWritten)
+
+
+def reads_in_parts(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    """Sinks and recent entries stay after every part of the prompt: right, though later parts never see the rest."""
+    cache, part = DynamicCache(), 24
+    for first in range(0, input_ids.shape[1], part):
+        ids = input_ids[:, first : first + part]
+        places = torch.arange(first, first + ids.shape[1]).expand(len(ids), -1)
+        model(input_ids=ids, position_ids=places, past_key_values=cache)
+        for layer in cache.layers:
+            held = layer.keys.shape[2]
+            order = torch.cat([torch.arange(SINKS), torch.arange(held - RECENT, held)])
+            layer.keys, layer.values = layer.keys[:, :, order], layer.values[:, :, order]
+    return cache
+
+
+class _RoundsWhenWritten(DynamicLayer):
+    """Four bits per entry for all that is written, which the prompt's own attention reads, too."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *more: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        rounded = []
+        for written in (key_states, value_states):
+            scale = written.abs().amax(dim=-1, keepdim=True) / 7
+            rounded.append((written / scale).round() * scale)
+        return super().update(*rounded, *more, **named)
+
+
+class RoundsWhenWritten(Cache):
+    def __init__(self) -> None:
+        super().__init__(layer_class_to_replicate=_RoundsWhenWritten)
+
+
+def forgets_what_it_wrote(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    """The whole prompt stays; of the tokens decoded since only the last one does."""
+    return full(model, input_ids, attention_mask)
+
+
+def decode_with_the_last_alone(model: Any, cache: Any, token: Tensor, step: int) -> Tensor:
+    held, new = cache.layers[0].keys.shape[2], token.shape[1]
+    cache.seen = getattr(cache, "seen", held)
+    places = (cache.seen + torch.arange(new)).expand(len(token), -1)
+    cache.seen += new
+    logits = model(input_ids=token, position_ids=places, past_key_values=cache).logits
+    for layer in cache.layers if step else ():
+        layer.keys, layer.values = (
+            torch.cat([kind[:, :, : -1 - new], kind[:, :, -1:]], dim=2) for kind in (layer.keys, layer.values)
+        )
+    return logits
+
+
+forgets_what_it_wrote.decode = decode_with_the_last_alone  # type: ignore[attr-defined]

@@ -136,8 +136,8 @@ def test_what_is_rounded_is_told_and_decodes_rightly_where_it_may(family: str) -
     found = audited(family, Evictions(family).rounded)
     first = found.faults[0]
     assert (first.kind, first.layer, first.what) == ("rounded", 1, "keys rounded to bfloat16")
-    allowed = audited(family, Evictions(family).rounded, allow=["rounded"])
-    assert allowed.verdict == "exact", allowed.conclusion()
+    allowed = audited(family, Evictions(family).rounded, allow=["lossy"])
+    assert (allowed.verdict, allowed.exit_code) == ("lossy", 0), allowed.conclusion()
 
 
 @pytest.mark.parametrize("family", [*WINDOWS, *STATES])
