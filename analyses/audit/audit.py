@@ -347,6 +347,12 @@ class Audit(Result):
         most = floors_text(max(map(worst_floors, decoded)))
         in_cache = any(run.positions == IN_CACHE for run in self.runs)
         moved = "; keys stand at their places in the cache, new tokens after them" if in_cache else ""
+        most_parts = max((run.parts for run in self.runs), default=1)
+        moved += (
+            f"; the prompt is read in {most_parts} parts, with what is left of the earlier ones"
+            if most_parts > 1
+            else ""
+        )
         unevicted = [run.name for run in self.runs if run.entries and not run.entries.evicted and not run.is_rounded]
         idle = f"; nothing was evicted in {', '.join(unevicted)}" if unevicted else ""
         return (

@@ -158,6 +158,7 @@ class AuditedRun(Record):
         sees_later: whether a token of a block attends to later tokens.
         hides: whether a token of a block misses an entry that the last token attends to.
         misread: how the prompt was read as no plain model reads it; None where it was not.
+        parts: number of parts in which the prompt was read, later ones through what was left of earlier ones; else 1.
         unmeasured: changes to windows and states of layers that are not measured, by their numbers in the model.
         numbers: the measured layers' numbers in the model; empty where these are all.
     """
@@ -179,6 +180,7 @@ class AuditedRun(Record):
     sees_later: bool = False
     hides: bool = False
     misread: Alteration | None = None
+    parts: int = 1
     unmeasured: tuple[Alteration, ...] = ()
     numbers: tuple[int, ...] = ()
 
@@ -293,7 +295,23 @@ class AuditedRun(Record):
         rest = [replace(self._fault(one.kind, one.what, step=0), layer=one.layer) for one in self.unmeasured]
         if self.misread:
             wrong.append(self._fault(self.misread.kind, self.misread.what, self.misread.layer))
-        return [*wrong, *rest, *self._decoding_difference(self.compared_steps)]
+        compared = self.compared_steps
+        if compared is self.own_steps:
+            wrong += self._strange_new_tokens()
+        return [*wrong, *rest, *self._decoding_difference(compared)]
+
+    def _strange_new_tokens(self) -> Iterator[Fault]:
+        """Yield the first step whose new tokens' entries are not the tokens' own, where their rounding is none."""
+        for step in self.own_steps:
+            if step.behind:
+                kind, what = self._cause(step.behind)
+                yield self._fault(kind, what, 0, step=step.step)
+                return
+            if len(strange := np.argwhere(~(step.new_error < NEAR))):
+                of, layer = map(int, strange[strange[:, 1].argmin()])
+                what = f"{('keys', 'values')[of]} of new tokens are not the tokens' own"
+                yield self._fault("decoding", what, layer, step=step.step)
+                return
 
     def _fault(self, kind: str, what: str, layer: int = -1, head: int = -1, step: int = -1, entry: int = -1) -> Fault:
         """Return a fault of this run, without its distance."""

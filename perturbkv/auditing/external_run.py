@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,11 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from perturbkv.analyses.audit.audited_runs import AuditedRun, DecodingStep
-from perturbkv.analyses.audit.cache_entries import FLOORS, Alteration
+from perturbkv.analyses.audit.cache_entries import FLOORS, Alteration, CacheEntries
 from perturbkv.auditing.changes import excess_rotations
 from perturbkv.auditing.evictions import Eviction, FailedError, RefusedError, eviction_code
 from perturbkv.auditing.forward_passes import (
+    Attend,
     ForwardPass,
     Situation,
     attends_to_later,
@@ -87,7 +89,7 @@ def run_eviction(
     Raises UnreadableCacheError where the cache does not show its entries.
     """
     tracker = EntryTracker(adapter, situation, prompts.full, masks_itself=eviction.masks)
-    external = ExternalRun(adapter, eviction, settings, situation, prompts, tracker)
+    external = ExternalRun(adapter, eviction, settings, situation, prompts, tracker, before)
     try:
         external.read_and_decode()
     except RefusedError as error:
@@ -110,14 +112,15 @@ class ExternalRun:
         situation: the situation, with positions counted as the eviction counts them.
         prompts: the entries of the plain model.
         tracker: the kept entries of the cache.
+        before: the model before any eviction ran.
         passes: the completed forward passes.
-        own_passes: the same by the plain model, whose attention gets the cache's entries; without entries where the
-            cache holds other numbers of heads.
+        given: what the attention of each pass got: per layer keys and values, on the CPU, and which of the entries
+            before the new ones are attended to; empty where the cache holds other numbers of heads than the model.
         original: `prompts` at the prompt's own positions, where keys of `prompts` are moved to places in the cache.
         failed, failed_layer, refused, damage: as in `AuditedRun`; a damaged model has no reference.
         unmeasured: per row, what the eviction changed in layers that are not measured.
-        own_rest: windows and states from which the next of `own_passes` decodes.
         misread: how the prompts were read as no plain model reads them; None where they were not.
+        parts: numbers of parts in which they were read, later ones through what was left of earlier ones; else 1.
     """
 
     adapter: Adapter
@@ -126,16 +129,17 @@ class ExternalRun:
     situation: Situation
     prompts: PromptEntries
     tracker: EntryTracker
+    before: ModelState
     passes: list[ForwardPass] = field(default_factory=list)
-    own_passes: list[ForwardPass] = field(default_factory=list)
+    given: list[tuple[Layers, list[Tensor]]] = field(default_factory=list)
     original: PromptEntries | None = None
     failed: str = ""
     failed_layer: int = -1
     refused: str = ""
     damage: str = ""
     unmeasured: list[tuple[Alteration, ...]] = field(default_factory=list)
-    own_rest: UnmeasuredLayers | None = None
     misread: Alteration | None = None
+    parts: int = 1
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -182,17 +186,21 @@ class ExternalRun:
         masks = [] if self.damage else self.tracker.masks
         completed = replace(self.situation, chunks=self.situation.chunks[: len(self.passes)])
         reference, noise = self._reference(completed, masks) if masks else ([], None)
+        own = self._decode_given() if noise else []
+        compared = [EntryComparison(self.tracker, row, self.prompts.floors).entries() if noise else None
+                    for row in range(self.situation.rows)]  # fmt: skip
         return [
             AuditedRun(
                 sample=sample, situation=self.situation.name, row=row, padding=padding,
                 positions=ORIGINAL if self.situation.cached is None else IN_CACHE,
                 tokens=self.situation.entries - padding, failed=self.failed, refused=self.refused,
-                entries=EntryComparison(self.tracker, row, self.prompts.floors).entries() if noise else None,
+                entries=compared[row],
                 steps=self._compare_steps(row, reference, noise) if noise else (),
-                own_steps=self._compare_steps(row, self.own_passes, noise, rounds=True) if noise else (),
+                own_steps=self._compare_steps(row, own, noise, rounds=_may_round(compared[row])) if noise else (),
                 allowed=self.settings.allow, failed_layer=self.failed_layer, damage=self.damage,
                 sees_later=any(map(attends_to_later, self.passes)), hides=any(map(hides_entries, self.passes)),
-                misread=self.misread, unmeasured=self.unmeasured[row] if self.unmeasured else (), numbers=self.numbers,
+                misread=self.misread, parts=self.parts,
+                unmeasured=self.unmeasured[row] if self.unmeasured else (), numbers=self.numbers,
             )
             for row, padding in enumerate(self.situation.padding)
         ]  # fmt: skip
@@ -360,8 +368,20 @@ class ExternalRun:
             first += count
         if plain or (len(calls) > 1 and any(self.situation.padding)):
             return
+        present = ModelState.capture(self.adapter.model)
+        self.before.restore()
         readings = [read_given(self.adapter, self.situation, calls, kernel) for kernel in (None, "eager")]
+        present.restore()
         (full, rest), (other, other_rest) = readings
+        for layer, known in enumerate(full):
+            stored = [torch.cat([call.new_entries(layer)[kind] for call in calls], dim=2) for kind in range(2)]
+            errors = [entry_distances(own[0], kind[0], kind[0]) for own, kind in zip(stored, known, strict=True)]
+            if len(calls) > 1 and bool((strange := torch.fmin(*errors).amax(dim=0) > STRANGE_DISTANCE).any()):
+                token = int(strange.nonzero()[0])
+                what = f"the prompt is read otherwise: the attention of its token {token} lacks the token's own entry"
+                self.misread = Alteration(layer, -1, "reading", what, -1)
+                return
+        self.parts = len(calls)
         self.prompts = replace(self.prompts, full=full, others=(other,) * 2, rests=(rest, *(other_rest,) * 2))
         self.tracker = replace(self.tracker, full=full)
 
@@ -427,8 +447,8 @@ class ExternalRun:
     def _add_pass(self, record: ForwardPass, cache: Cache) -> None:
         """Add a forward pass; its entries, as large as the cache, are matched at once and then freed.
 
-        The plain model decodes with the same entries. Raises UnreadableCacheError where the pass was not made by the
-        model's attention, or not of all new tokens at once.
+        Raises UnreadableCacheError where the pass was not made by the model's attention, or not of all new tokens at
+        once.
         """
         full, chunk = self.prompts.full, len(self.passes)
         if not record.is_complete(len(full)):
@@ -446,29 +466,28 @@ class ExternalRun:
             self._expect_new_tokens_after(record.entries[0] - record.query[0].shape[2])
         entries = [record.previous_entries(layer) for layer in range(len(full))]
         if entries[0][0].shape[1] == full[0][0].shape[1]:
-            plain = self._decode_own_entries(record, chunk, attended)
-            plain.forget_entries()
-            self.own_passes.append(plain)
+            layers = range(len(full))
+            self.given.append(([(record.key[layer].cpu(), record.value[layer].cpu()) for layer in layers], attended))
         record.forget_entries()
         self.passes.append(record)
 
-    def _decode_own_entries(self, record: ForwardPass, chunk: int, attended: Sequence[Tensor]) -> ForwardPass:
-        """Return the plain model's pass whose attention gets the keys and values of a recorded one.
+    def _decode_given(self) -> list[ForwardPass]:
+        """Return the plain model's passes whose attention gets the keys and values that the eviction's got.
 
-        Those of the new tokens, too, which may be rounded when they are written; windows and states are of the plain
+        Those of the new tokens, too, which may be rounded when they are written. Windows and states are of the plain
         model's own passes.
         """
-        entries = [record.previous_entries(layer) for layer in range(len(self.prompts.full))]
-        own_cache = fill_cache(self.adapter, (entries, self.own_rest or self.prompts.rests[0]))
-        masked = masked_attention(self.adapter, attended)
-
-        def attend(layer: int, stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
-            query, _, _, *others = args
-            return masked(layer, stock, module, (query, record.key[layer], record.value[layer], *others), kwargs)
-
-        plain = decode_chunk(self.adapter, own_cache, self.situation, chunk, attend)
-        _, self.own_rest = read_contents(self.adapter, own_cache)
-        return plain
+        passes, rest = list[ForwardPass](), self.prompts.rests[0]
+        for chunk, (layers, attended) in enumerate(self.given):
+            given = [(keys.to(self.adapter.device), values.to(self.adapter.device)) for keys, values in layers]
+            new = len(self.situation.chunks[chunk])
+            before = [(keys[:, :, :-new], values[:, :, :-new]) for keys, values in given]
+            cache = fill_cache(self.adapter, (before, rest))
+            attend = partial(_attend_to_given, masked_attention(self.adapter, attended), given)
+            passes.append(decode_chunk(self.adapter, cache, self.situation, chunk, attend))
+            passes[-1].forget_entries()
+            _, rest = read_contents(self.adapter, cache)
+        return passes
 
     def _layer_lengths(self, cache: Cache) -> list[int]:
         """Return the number of entries in each measured layer of a cache; empty where it does not show them."""
@@ -489,6 +508,19 @@ class ExternalRun:
         with eviction_code(f"{what} raises"):  # the cache is not ours
             output = run_with_cache(self.adapter.model, ids, cache, position_ids=self.situation.positions(chunk))
         return output.logits  # type: ignore[no-any-return]
+
+
+def _attend_to_given(
+    attend: Attend, given: Layers, layer: int, stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any
+) -> Any:
+    """Call the attention with other keys and values."""
+    query, _, _, *others = args
+    return attend(layer, stock, module, (query, *given[layer], *others), kwargs)
+
+
+def _may_round(entries: CacheEntries | None) -> bool:
+    """Return whether keys of new tokens may be rounded: none of the prompt's is changed otherwise."""
+    return entries is not None and not any(change.kind == "changed" for change in entries.altered)
 
 
 def _new_entry_errors(record: ForwardPass, reference: ForwardPass, row: int) -> np.ndarray:

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from perturbkv.models.adapter import Adapter
-from perturbkv.models.interface import AttentionFunction
+from perturbkv.models.interface import AttentionFunction, implementation
 from perturbkv.pipeline.sample.capture import Observer, capture, intercept_attention
 
 Attend = Callable[[int, AttentionFunction, nn.Module, Any, Any], Any]
@@ -206,11 +207,14 @@ def record_pass(adapter: Adapter, record: ForwardPass, attend: Attend | None = N
 
 @contextmanager
 def record_reading(adapter: Adapter) -> Iterator[list[ForwardPass]]:
-    """Record what the attention gets in every forward pass inside the block, without queries and outputs."""
-    measured, calls = set(map(id, adapter.attentions)), list[ForwardPass]()
+    """Record what the attention gets in every forward pass inside the block, without queries and outputs.
+
+    An attention that is registered inside the block stays registered.
+    """
+    measured, calls, is_open = set(map(id, adapter.attentions)), list[ForwardPass](), [True]
 
     def watch(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if id(module) in measured:
+        if id(module) in measured and is_open:
             layer = adapter.layer_of(module)
             if not calls or layer in calls[-1].key:
                 calls.append(ForwardPass())
@@ -219,8 +223,14 @@ def record_reading(adapter: Adapter) -> Iterator[list[ForwardPass]]:
             calls[-1].entries[layer] = args[1].shape[2]
         return stock(module, *args, **kwargs)
 
+    name = implementation(adapter.model)
     with intercept_attention(adapter, watch):
+        ours = ALL_ATTENTION_FUNCTIONS.get(name)
         yield calls
+        theirs = ALL_ATTENTION_FUNCTIONS.get(name)
+    is_open.clear()
+    if theirs is not ours and theirs is not None:
+        ALL_ATTENTION_FUNCTIONS[name] = theirs
 
 
 def _differs_by_row(mask: Tensor | None) -> bool:

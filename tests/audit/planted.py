@@ -212,14 +212,14 @@ class TruncatingLayer(StreamingLayer):
 
 
 class Truncating(Cache):
-    """A wrong cache class: what it hands out while the prompt is read is evicted already."""
+    """A cache class that hands out what is left, while the prompt is read, too."""
 
     def __init__(self, layers: int = 3) -> None:
         super().__init__(layers=[TruncatingLayer(SINKS, RECENT) for _ in range(layers)])
 
 
 def truncating(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
-    """Every token of the prompt attends to the first entries alone, as its mask no longer fits."""
+    """Every token of the prompt attends to what is left of the tokens before it."""
     cache = Truncating()
     for token in input_ids.split(1, dim=1):
         model(input_ids=token, past_key_values=cache, position_ids=_place(cache))

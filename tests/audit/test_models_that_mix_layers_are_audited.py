@@ -134,8 +134,9 @@ def test_a_right_eviction_is_exact(family: str, name: str) -> None:
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "cohere2", *STATES[:1], *NO_ROTATIONS])
 def test_what_is_rounded_is_told_and_decodes_rightly_where_it_may(family: str) -> None:
     found = audited(family, Evictions(family).rounded)
-    first = found.faults[0]
-    assert (first.kind, first.layer, first.what) == ("rounded", 1, "keys rounded to bfloat16")
+    assert found.runs[0].entries is not None
+    first = found.runs[0].entries.altered[0]
+    assert (found.verdict, first.kind, first.what) == ("lossy", "rounded", "keys rounded to bfloat16")
     allowed = audited(family, Evictions(family).rounded, allow=["lossy"])
     assert (allowed.verdict, allowed.exit_code) == ("lossy", 0), allowed.conclusion()
 
