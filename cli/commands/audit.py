@@ -79,7 +79,7 @@ class AuditOptions(DataOptions):
     quick: Annotated[
         bool, Option("--quick", help="For a CI: one short prompt, two situations, no loss, no plain use")
     ] = False
-    allow: Annotated[list[str] | None, Option(metavar="KIND", help=f"Accept changed entries: {', '.join(ALLOWED)}")] = (
+    allow: Annotated[list[str] | None, Option(metavar="KIND", help=f"Exit with 0 for it: {', '.join(ALLOWED)}")] = (
         None
     )
     positions: Annotated[
@@ -130,8 +130,8 @@ def audit(
     Its cache is compared with the plain model, which has the full cache and a mask of exactly the entries that the
     eviction keeps: alone, with a block of tokens after it, and in a left-padded batch. The eviction is a function
     (model, input_ids, attention_mask) -> cache, or a transformers Cache class. A dump of an engine's cache is compared
-    entry by entry. Exits with 0: exact, only lossy; 1: differs, the first difference named, or did nothing; 2:
-    unreadable, or not compared.
+    entry by entry. Exits with 0: exact; 1: lossy (rounded, too), unknown, differs, the first difference named, or did
+    nothing; 2: unreadable, or not compared.
     """
     if run.show_traceback:
         logging.basicConfig(format="%(message)s")
