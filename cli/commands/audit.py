@@ -79,9 +79,7 @@ class AuditOptions(DataOptions):
     quick: Annotated[
         bool, Option("--quick", help="For a CI: one short prompt, two situations, no loss, no plain use")
     ] = False
-    allow: Annotated[list[str] | None, Option(metavar="KIND", help=f"Exit with 0 for it: {', '.join(ALLOWED)}")] = (
-        None
-    )
+    allow: Annotated[list[str] | None, Option(metavar="KIND", help=f"Exit with 0 for it: {', '.join(ALLOWED)}")] = None
     positions: Annotated[
         str, Option(metavar="NAME", help="Of keys and new tokens: original, in-cache (0, 1, …), auto")
     ] = AUTO
@@ -93,9 +91,7 @@ class AuditOptions(DataOptions):
         Option("--output", "-o", metavar="PATH", help="Folder", show_default="runs/<time>-<model>-<dataset>"),
     ] = None
     overwrite: Annotated[bool, Option("--overwrite", help="Replace the results of another audit")] = False
-    show_traceback: Annotated[
-        bool, Option("--traceback", help="Print the traceback of whatever the eviction's code raises")
-    ] = False
+    show_traceback: Annotated[bool, Option("--traceback", help="Print where its exceptions come from")] = False
     as_json: JsonOption = False
 
     @property
@@ -130,8 +126,7 @@ def audit(
     Its cache is compared with the plain model, which has the full cache and a mask of exactly the entries that the
     eviction keeps: alone, with a block of tokens after it, and in a left-padded batch. The eviction is a function
     (model, input_ids, attention_mask) -> cache, or a transformers Cache class. A dump of an engine's cache is compared
-    entry by entry. Exits with 0: exact; 1: lossy (rounded, too), unknown, differs, the first difference named, or did
-    nothing; 2: unreadable, or not compared.
+    entry by entry. Exits with 0: exact; 1: lossy, unknown, differs, did nothing; 2: unreadable, not compared.
     """
     if run.show_traceback:
         logging.basicConfig(format="%(message)s")

@@ -29,10 +29,16 @@ _SAME_BASE = 0.002
 """Largest relative difference of two bases that are one."""
 _OUTLYING = 8
 """Ratio of an entry's error to the median one above which it is another change than rounding."""
+_ALONG = 0.7
+"""Share of a distance that a constant factor makes, above which it explains it; the best levels of 1 bit make 0.6."""
 _EQUAL = 1e-3
 """Relative difference of distances below which they are equal, as those from equal entries are."""
 _ROTATED_NEARER = 0.6
 """Largest ratio of the distance that a rotation leaves a rounded key to the one without it, that explains the key."""
+_FROM_ELSEWHERE = 0.7
+"""Largest ratio of the distances from another head's or row's entries and from the own ones', of rounded entries."""
+_NEARLY_ALL = 0.95
+"""Share of a head's entries that an explanation holds for."""
 _MUCH_NEARER = 0.2
 """Largest ratio of the distance that a change leaves to the one without it, at which the change explains entries."""
 
@@ -189,11 +195,29 @@ def describe_scale(entries: Float[Tensor, "entry width"], full: Float[Tensor, "e
     own, expected = entries.double(), full.double()
     if not bool(own.any()):
         return "multiplied by 0"
-    factor = float((own * expected).sum() / expected.square().sum().clamp(min=torch.finfo(torch.float64).tiny))
+    factor = _factor(own, expected)
     rest = torch.linalg.vector_norm(own - factor * expected) / torch.linalg.vector_norm(own)
     if abs(factor - 1) <= FLOORS * floor or not bool(rest <= FLOORS * max(floor, torch.finfo(entries.dtype).eps)):
         return ""
     return f"multiplied by {factor:.4g}"
+
+
+def describe_rounded_scale(entries: Float[Tensor, "entry width"], full: Float[Tensor, "entry width"]) -> str:
+    """Return the constant by which entries that are rounded were multiplied, in words; empty if there is none.
+
+    It makes most of their distance, where rounding goes in all directions, or towards zero by less.
+    """
+    own, expected = entries.double(), full.double()
+    factor = _factor(own, expected)
+    along = abs(factor - 1) * torch.linalg.vector_norm(expected)
+    if not bool(along > _ALONG * torch.linalg.vector_norm(own - expected)):
+        return ""
+    return f"multiplied by {factor:.3g}, and rounded"
+
+
+def _factor(own: Tensor, expected: Tensor) -> float:
+    """Return the constant that brings all vectors nearest to their others."""
+    return float((own * expected).sum() / expected.square().sum().clamp(min=torch.finfo(torch.float64).tiny))
 
 
 def describe_quantisation(
@@ -258,7 +282,7 @@ def _explains(candidate: Tensor, entries: Tensor, full: Tensor) -> bool:
     distance = torch.linalg.vector_norm(entries.float() - candidate, dim=-1)
     full_distance = torch.linalg.vector_norm(full.float() - candidate, dim=-1)
     rounding = 2 * torch.finfo(entries.dtype).eps * torch.linalg.vector_norm(entries.float(), dim=-1)
-    return bool((distance <= torch.maximum(_MUCH_NEARER * full_distance, rounding)).float().mean() > 0.95)
+    return bool((distance <= torch.maximum(_MUCH_NEARER * full_distance, rounding)).float().mean() > _NEARLY_ALL)
 
 
 def _quantisations(full: Tensor, head: Tensor, bits: int) -> Iterator[tuple[str, Tensor]]:
@@ -282,10 +306,21 @@ def _quantisations(full: Tensor, head: Tensor, bits: int) -> Iterator[tuple[str,
 def describe_head(
     entries: Float[Tensor, "entry width"], full: Float[Tensor, "kv_head position width"], own: int
 ) -> str:
-    """Return the head of the full cache, other than `own`, that holds all `entries` to the bit; empty if none does."""
+    """Return the head of the full cache, other than `own`, that holds all `entries`, rounded or not; empty if none."""
     cast = entries.to(full.dtype)
-    heads = (f"of head {head}" for head, known in enumerate(full) if head != own and are_among(cast, known))
-    return next(heads, "")
+    others = [(head, known) for head, known in enumerate(full) if head != own]
+    exact = (f"of head {head}" for head, known in others if are_among(cast, known))
+    rounded = (f"of head {head}, and rounded" for head, known in others if are_rounded_from(cast, known, full[own]))
+    return next(exact, "") or next(rounded, "")
+
+
+def are_rounded_from(
+    entries: Float[Tensor, "entry width"], known: Float[Tensor, "position width"], own: Float[Tensor, "position width"]
+) -> bool:
+    """Return whether nearly all entries are near one of `known`, and much farther from all of their `own`."""
+    unit = _root_mean_square(known)
+    near, far = (torch.cdist(entries.float(), head.float()).amin(dim=-1) / unit for head in (known, own))
+    return bool(((near <= STRANGE_DISTANCE) & (near <= _FROM_ELSEWHERE * far)).float().mean() > _NEARLY_ALL)
 
 
 def are_among(entries: Float[Tensor, "entry width"], full: Float[Tensor, "position width"]) -> bool:

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from perturbkv.models.adapter import Adapter
-from perturbkv.models.interface import AttentionFunction, implementation
+from perturbkv.models.interface import AttentionFunction
 from perturbkv.pipeline.sample.capture import Observer, capture, intercept_attention
 
 Attend = Callable[[int, AttentionFunction, nn.Module, Any, Any], Any]
@@ -223,14 +222,9 @@ def record_reading(adapter: Adapter) -> Iterator[list[ForwardPass]]:
             calls[-1].entries[layer] = args[1].shape[2]
         return stock(module, *args, **kwargs)
 
-    name = implementation(adapter.model)
-    with intercept_attention(adapter, watch):
-        ours = ALL_ATTENTION_FUNCTIONS.get(name)
+    with intercept_attention(adapter, watch, keeps_others=True):
         yield calls
-        theirs = ALL_ATTENTION_FUNCTIONS.get(name)
-    is_open.clear()
-    if theirs is not ours and theirs is not None:
-        ALL_ATTENTION_FUNCTIONS[name] = theirs
+    is_open.clear()  # what was registered inside the block may call this one
 
 
 def _differs_by_row(mask: Tensor | None) -> bool:

@@ -21,10 +21,12 @@ from perturbkv.auditing.changes import (
     NEAR,
     are_among,
     are_rounded,
+    are_rounded_from,
     describe_head,
     describe_quantisation,
     describe_rotation,
     describe_rounded_rotation,
+    describe_rounded_scale,
     describe_rounding,
     describe_scale,
 )
@@ -44,6 +46,8 @@ from perturbkv.models.adapter import Adapter
 
 _KEYS = 0
 """Index of keys in pairs of keys and values."""
+_MOST = 0.5
+"""Least share of a head's entries whose key and value are of different ones, where both are rounded."""
 
 
 @dataclass
@@ -296,7 +300,9 @@ class EntryComparison:
                 first_duplicate[place] = int(twice[0]) if len(twice) else -1
                 hidden[place], first_hidden[place] = len(masked), min(masked, default=-1)
                 distance[:, layer, head] = self._largest_distances(*place)
-                altered += self._changes(layer, head, distance[:, layer, head])
+                changes = [*self._changes(layer, head, distance[:, layer, head])]
+                strangers[place] *= not any(change.kind in ("row", "head", "mismatch") for change in changes)
+                altered += changes
             kept_sets.append(tuple(sets))
         adapter, layers = self.tracker.adapter, range(shape[0])
         return CacheEntries(
@@ -366,19 +372,32 @@ class EntryComparison:
         keys, values = (kind[self.row, head, seen] for kind in self.tracker.first_entries[layer])
         for row in range(self.tracker.situation.rows):
             full = [self._full_entries(kind, layer, head, row) for kind in self.tracker.full[layer]]
-            if row != self.row and all(are_among(own, known) for own, known in zip((keys, values), full, strict=True)):
+            if row == self.row:
+                continue
+            exact = all(are_among(own, known) for own, known in zip((keys, values), full, strict=True))
+            own_row = [self._full_entries(kind, layer, head) for kind in self.tracker.full[layer]]
+            together = [
+                torch.cat([kind.float() for kind in kinds], dim=-1) for kinds in ((keys, values), full, own_row)
+            ]
+            if exact or are_rounded_from(*together):
                 return row
         return None
 
     def _is_mismatched(self, layer: int, head: int) -> bool:
-        """Return whether a head's keys and values are bit-equal to the full cache's, but of different entries."""
+        """Return whether a head's keys and values are the full cache's, but of different entries.
+
+        To the bit of any, and where they are rounded of most.
+        """
         seen = self.attended[layer][head]
         separate = []
         for cached, full in zip(self.tracker.first_entries[layer], self.tracker.full[layer], strict=True):
             own, known = cached[self.row, head, seen][None, None], self._full_entries(full, layer, head)[None, None]
             separate.append(recover_positions([(own, own)], [(known, known)])[0])
-        exact = not any(bool(kept.key_distance[0].any()) for kept in separate)
-        return exact and not torch.equal(separate[0].positions[0], separate[1].positions[0])
+        differ = separate[0].positions[0] != separate[1].positions[0]
+        if not any(bool(kept.key_distance[0].any()) for kept in separate):
+            return bool(differ.any())
+        near = all(bool((kept.key_distance[0] <= STRANGE_DISTANCE).all()) for kept in separate)
+        return near and float(differ.float().mean()) > _MOST
 
     def _full_entries(self, full: Tensor, layer: int, head: int, row: int | None = None) -> Tensor:
         """Return the full cache's entries (entry, width) for a head of the external cache, by default in its row."""
@@ -394,9 +413,12 @@ class EntryComparison:
         The words are empty where the test explains nothing. No test is made where no entry has a position.
         """
         tracker, matches = self.tracker, self.layers[layer].positions[head]
-        matched = (matches >= 0) & self.attended[layer][head]
-        entries, positions = tracker.first_entries[layer][kind][self.row, head][matched], matches[matched]
+        seen = self.attended[layer][head]
+        matched, own_entries = (matches >= 0) & seen, tracker.first_entries[layer][kind][self.row, head]
+        entries, positions = own_entries[matched], matches[matched]
         full, floor = tracker.full[layer][kind], float(self.floors[kind, layer])
+        if bool(own_entries[seen].isfinite().all()):
+            yield "head", describe_head(own_entries[seen], full[self.row], self._full_head(full, layer, head))
         if not len(positions) or int(positions.amax()) >= full.shape[2]:
             return
         if not bool(entries.isfinite().all()):
@@ -404,7 +426,6 @@ class EntryComparison:
             return
         head_entries = self._full_entries(full, layer, head)
         own, places = head_entries[positions], positions - self.padding
-        yield "head", describe_head(entries, full[self.row], self._full_head(full, layer, head))
         if kind == _KEYS:
             frequencies, index = frequencies_of(tracker.adapter), matched.nonzero().squeeze(-1)
             yield "rotation", describe_rotation(entries, own, places, frequencies, 2 * tracker.situation.entries)
@@ -418,6 +439,7 @@ class EntryComparison:
                 "rotation",
                 describe_rounded_rotation(entries, own, places, frequencies, 2 * tracker.situation.entries),
             )
+        yield "scale", describe_rounded_scale(entries, own)
         both = [cached[self.row, head][matched] for cached in tracker.first_entries[layer]]
         known = [self._full_entries(of_kind, layer, head) for of_kind in tracker.full[layer]]
         yield "rounded", "rounded" if are_rounded(both, known, positions, kind, floor) else ""

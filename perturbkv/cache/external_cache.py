@@ -139,7 +139,7 @@ STRANGE_DISTANCE = 0.5
 """Relative distance of both key and value from the nearest entry's above which an entry has no position."""
 _LARGER_DISTANCE_WEIGHT = 0.01
 """Weight of the larger of the distances of key and value in the search for the nearest entry."""
-_BY_VALUE = 0.02
+_BY_VALUE = 0.1
 """What an entry is farther by whose value is nearer than its key: with another's value it is its key's."""
 _TIE_TOLERANCE = 1e-3
 """Difference of distances below which two entries are equally near."""

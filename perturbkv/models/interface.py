@@ -36,12 +36,14 @@ def intercept(
     implementation: str,
     modules: Collection[nn.Module],
     replacement: Callable[[AttentionFunction, nn.Module, Any, Any], Any],
+    *,
+    keeps_others: bool = False,
 ) -> Iterator[None]:
     """Replace the attention of some modules by `replacement(stock, module, args, kwargs)` inside the block.
 
     `stock` is the module's own attention function, which all other modules in the process keep; `args` are query, key,
-    value and mask, however the model gives them. Raises ModelError where the attention implementation is not registered
-    with transformers' attention interface.
+    value and mask, however the model gives them. `keeps_others` as in `_registered`. Raises ModelError where the
+    attention implementation is not registered with transformers' attention interface.
     """
     registered, replaced = ALL_ATTENTION_FUNCTIONS.get(implementation), {id(module) for module in modules}
     if registered is None and implementation != "eager":
@@ -55,7 +57,7 @@ def intercept(
         stock, args = registered or _eager_attention(module), (query, key, value, attention_mask, *more)
         return replacement(stock, module, args, kwargs) if id(module) in replaced else stock(module, *args, **kwargs)
 
-    with _registered(ALL_ATTENTION_FUNCTIONS, implementation, attend):
+    with _registered(ALL_ATTENTION_FUNCTIONS, implementation, attend, keeps_others=keeps_others):
         yield
 
 
@@ -91,16 +93,22 @@ def _eager_attention(module: nn.Module) -> AttentionFunction:
 
 
 @contextmanager
-def _registered(functions: MutableMapping[str, Any], name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Register a function under a name inside the block, and what was there before afterwards."""
+def _registered(
+    functions: MutableMapping[str, Any], name: str, function: Callable[..., Any], *, keeps_others: bool = False
+) -> Iterator[None]:
+    """Register a function under a name inside the block, and what was there before afterwards.
+
+    With `keeps_others` what others register inside the block stays.
+    """
     before = functions.get(name)
     functions[name] = function
     try:
         yield
     finally:
-        del functions[name]
-        if before is not None and functions.get(name) is not before:
-            functions[name] = before
+        if not keeps_others or functions.get(name) is function:
+            del functions[name]
+            if before is not None and functions.get(name) is not before:
+                functions[name] = before
 
 
 def text_config(model: Any) -> Any:

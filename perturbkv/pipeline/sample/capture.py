@@ -63,15 +63,20 @@ def capture(adapter: Adapter, observer: Observer) -> Iterator[None]:
 
 
 def intercept_attention(
-    adapter: Adapter, replacement: Callable[[AttentionFunction, nn.Module, Any, Any], Any], all_layers: bool = False
+    adapter: Adapter,
+    replacement: Callable[[AttentionFunction, nn.Module, Any, Any], Any],
+    all_layers: bool = False,
+    *,
+    keeps_others: bool = False,
 ) -> AbstractContextManager[None]:
     """Replace the model's attention by `replacement(stock, module, args, kwargs)` inside the block.
 
-    `stock` is the model's own attention function. Only measured layers are replaced unless `all_layers`. Raises
-    ModelError as `interface.intercept`.
+    `stock` is the model's own attention function. Only measured layers are replaced unless `all_layers`; an attention
+    that others register inside the block is forgotten unless `keeps_others`. Raises ModelError as
+    `interface.intercept`.
     """
     modules = adapter.every_attention.values() if all_layers else adapter.attentions
-    return intercept(implementation(adapter.model), modules, replacement)
+    return intercept(implementation(adapter.model), modules, replacement, keeps_others=keeps_others)
 
 
 @contextmanager
