@@ -236,9 +236,22 @@ class Audit(Result):
         return ""
 
     def caveats(self) -> Sequence[str]:
-        """Return the note on how many noise floors a difference must exceed, where distances were measured."""
+        """Return how many noise floors make a difference, where distances were measured, and a loss near random's."""
         note = f"Floors are of the plain model with the same entries kept; more than {FLOORS} are a difference."
-        return [note] if any(run.steps for run in self.runs) else []
+        return [note] * any(run.steps for run in self.runs) + self._random_note()
+
+    def _random_note(self) -> list[str]:
+        """Return a note where the loss is nearer to that of random entries than to attention's; else nothing."""
+        lost = {loss.name: loss.isolated for loss in self.losses}
+        if not {"attention", "random"} <= set(lost):
+            return []
+        own = self.losses[0].isolated
+        if own - lost["attention"] <= lost["random"] - own:
+            return []
+        others = (f"{name} {text.three_digits(lost[name], None)}" for name in ("random", "attention"))
+        return [
+            f"It loses nearly what random entries do: isolated {text.three_digits(own, None)}, {', '.join(others)}."
+        ]
 
     def explain(self) -> list[Part]:
         """Return the meaning of every column and the further tables; nothing where no situation was run."""

@@ -26,6 +26,7 @@ from perturbkv.configs.option import KINDS
 from perturbkv.configs.plugins import external_code, format_error, load_module
 from perturbkv.errors import ConfigError, PerturbkvError, UnknownNameError, UnreadableCacheError
 from perturbkv.models.forward import run_with_cache
+from perturbkv.models.interface import text_config
 from perturbkv.pipeline.variants.presses import set_ratio
 from perturbkv.selection.policies import kvpress
 from perturbkv.selection.policies.kvpress import is_press
@@ -35,6 +36,11 @@ FUNCTION, CLASS, PRESS = "function", "cache class", "press"
 _INPUTS = ("model", "input_ids", "attention_mask")
 """Arguments of an eviction that is a function."""
 
+_OF_MODEL: Mapping[str, Callable[[Any], Any]] = {
+    "config": lambda config: config,
+    "head_dim": lambda config: getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+}
+"""Argument of a cache class -> what it is of a model's configuration."""
 _UNKNOWN_ARGUMENT = "update() got an unexpected keyword argument"
 """Part of Python's message where a cache, or a layer of it, does not take an argument of `update`."""
 
@@ -140,12 +146,15 @@ def callable_eviction(
     arguments, decode = dict(options or {}), getattr(target, "decode", None) or decode
     masks = getattr(target, "masks", False) is True
     if inspect.isclass(target) and issubclass(target, Cache):
-        _check_options(target, name, arguments)
-        with external_code(f"{name} cannot be made:", ConfigError):  # before a model is loaded
-            target(**arguments)
+        wanted = _wanted_of_model(target, arguments)
+        _check_options(target, name, {**dict.fromkeys(wanted), **arguments})
+        if not wanted:
+            with external_code(f"{name} cannot be made:", ConfigError):  # before a model is loaded
+                target(**arguments)
 
         def evict(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
-            cache, padding = target(**arguments), _padding_arguments(attention_mask)
+            of_model = {argument: _OF_MODEL[argument](text_config(model)) for argument in wanted}
+            cache, padding = target(**of_model, **arguments), _padding_arguments(attention_mask)
             run_with_cache(model, input_ids, cache, logits_to_keep=1, **padding)
             return cache
 
@@ -156,6 +165,14 @@ def callable_eviction(
         )
     _check_options(target, name, arguments, _INPUTS)
     return Eviction(name, FUNCTION, lambda *inputs: target(*inputs, **arguments), decode, masks)
+
+
+def _wanted_of_model(target: Any, options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the arguments without default that a cache class takes from the model, in their order."""
+    empty, parameters = inspect.Parameter.empty, inspect.signature(target).parameters.values()
+    return tuple(
+        one.name for one in parameters if one.name in _OF_MODEL and one.default is empty and one.name not in options
+    )
 
 
 def _check_options(target: Any, name: str, options: Mapping[str, Any], inputs: tuple[str, ...] = ()) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache
 
@@ -120,6 +121,7 @@ class ExternalRun:
         failed, failed_layer, refused, damage: as in `AuditedRun`; a damaged model has no reference.
         unmeasured: per row, what the eviction changed in layers that are not measured.
         misread: how the prompts were read as no plain model reads them; None where they were not.
+        holds_all: whether the cache holds all that was read, padding, too, which is then hidden from plain calls.
         parts: numbers of parts in which they were read, later ones through what was left of earlier ones; else 1.
     """
 
@@ -139,6 +141,7 @@ class ExternalRun:
     damage: str = ""
     unmeasured: list[tuple[Alteration, ...]] = field(default_factory=list)
     misread: Alteration | None = None
+    holds_all: bool = False
     parts: int = 1
 
     @property
@@ -163,6 +166,7 @@ class ExternalRun:
             for row, padding in enumerate(self.situation.padding):
                 self.unmeasured.append(tuple(find_changes(cache, self.prompts.rests, row, padding, least)))
         lengths = self._layer_lengths(cache)
+        self.holds_all = bool(lengths) and min(lengths) == self.situation.entries
         for chunk in range(len(self.situation.chunks)):
             record = ForwardPass()
             try:
@@ -505,8 +509,14 @@ class ExternalRun:
         what = what or ("a block of tokens" if ids.shape[1] > 1 else f"decoding token {decoded}")
         if self.eviction.decode is not None:
             return self.eviction.logits(self.adapter.model, cache, ids, decoded, what)
+        hides = {}
+        if self.holds_all and any(self.situation.padding):
+            more = self._layer_lengths(cache)[0] + ids.shape[1] - self.situation.entries
+            hides = {"attention_mask": F.pad(self.situation.attention_mask, (0, more), value=1)}
         with eviction_code(f"{what} raises"):  # the cache is not ours
-            output = run_with_cache(self.adapter.model, ids, cache, position_ids=self.situation.positions(chunk))
+            output = run_with_cache(
+                self.adapter.model, ids, cache, position_ids=self.situation.positions(chunk), **hides
+            )
         return output.logits  # type: ignore[no-any-return]
 
 

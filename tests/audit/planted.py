@@ -611,3 +611,11 @@ def decode_with_the_last_alone(model: Any, cache: Any, token: Tensor, step: int)
 
 
 forgets_what_it_wrote.decode = decode_with_the_last_alone  # type: ignore[attr-defined]
+
+
+class OfTheModel(Streaming):
+    """Wants to know the model that it is for."""
+
+    def __init__(self, recent: int, config: Any, head_dim: int) -> None:
+        super().__init__(config.num_hidden_layers, recent=recent)
+        assert head_dim * config.num_attention_heads == config.hidden_size

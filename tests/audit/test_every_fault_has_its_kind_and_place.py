@@ -171,7 +171,7 @@ def test_what_matches_nothing_is_unknown_and_may_be_allowed(fault: str) -> None:
 
 def test_entries_that_are_rounded_as_they_are_written_are_lossy() -> None:
     """Entries of deeper layers are what the plain model makes of the rounded ones, and so are new tokens'."""
-    result = audited("llama", planted.RoundsWhenWritten, allow=["lossy"], steps=3, situations=["single", "block"])
+    result = audited("llama", planted.RoundsWhenWritten, allow=["lossy"], steps=3)
     assert (result.verdict, result.exit_code, result.faults) == ("lossy", 0, ()), result.conclusion()
     assert "of new tokens by at most" in result.conclusion()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,6 +101,15 @@ def test_a_cache_that_evicts_while_the_prompt_is_read_is_held_against_the_same_r
     result = audited("llama", planted.truncating, situations=["single"])
     assert (result.verdict, result.faults) == ("exact", ()), result.conclusion()
     assert "the prompt is read in 60 parts, with what is left of the earlier ones" in result.conclusion()
+
+
+def test_a_cache_class_that_wants_the_models_configuration_gets_it(tmp_path: Path) -> None:
+    file = tmp_path / "of_the_model.py"
+    file.write_text("from tests.audit.planted import OfTheModel\n")
+    result = audited("llama", f"{file}:OfTheModel(recent=6)", situations=["single"])
+    assert result.verdict == "exact", result.conclusion()
+    with pytest.raises(pk.PerturbkvError, match="missing a required argument: 'recent'"):
+        audited("llama", f"{file}:OfTheModel", situations=["single"])
 
 
 def test_entries_kept_twice_and_in_another_order_are_told() -> None:
