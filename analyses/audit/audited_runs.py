@@ -40,6 +40,8 @@ KINDS: Mapping[str, str] = {
 """Kind of a fault -> its meaning, the most telling first."""
 UNMATCHED = ("foreign", "changed")
 """Kinds of differences that say only that entries are not known."""
+_OF_DECODING = ("positions", "mask", "decoding")
+"""Kinds of differences that are found by decoding, and not by looking at entries."""
 NEAR = 0.5
 """Relative error of a new token's key or value below which it is the token's own, rounded."""
 
@@ -230,7 +232,7 @@ class AuditedRun(Record):
             first = self._fault("uneven" if self.failed_layer >= 0 else "raised", self.failed, self.failed_layer)
         if first is None or not self.steps or first.step >= len(self.steps) or first.kind == UNMEASURED:
             return first
-        step = self.compared_steps[first.step]
+        step = (self.compared_steps if first.kind in _OF_DECODING else self.steps)[first.step]
         layer = self.numbers.index(first.layer) if first.layer in self.numbers else first.layer
         return replace(first, floors=float(step.logits if layer < 0 else step.layer_floors[layer]))
 

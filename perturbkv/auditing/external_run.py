@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -282,27 +283,27 @@ class ExternalRun:
         return 0.0 if any(layer.state for layer in before) else float("nan")
 
     def _attended_layers(self, cache: Cache) -> Layers:
-        """Return the entries that new tokens attend to; empty where a cache does not show them.
+        """Return the entries that new tokens attend to.
 
-        They are those that the cache holds, unless its keys are without positions: then the eviction reads the prompts
-        once more and decodes a token, and they are those that the attention gets.
+        They are those that the cache holds, unless it does not show them, or its keys are without positions: then the
+        eviction reads the prompts once more and decodes a token, and they are those that the attention gets.
         """
-        try:
+        layers: Layers = []
+        with suppress(UnreadableCacheError):
             layers = layer_tensors(cache, self.numbers)
-        except UnreadableCacheError:
-            return []
-        if not _fit_full_cache(layers, self.prompts.full):
-            return layers
-        distances = self.tracker.convention_distances(layers[0])
-        if min(distances[IN_CACHE], distances[ORIGINAL]) <= distances[UNROTATED]:
-            return layers
+            if not _fit_full_cache(layers, self.prompts.full):
+                return layers
+            distances = self.tracker.convention_distances(layers[0])
+            if min(distances[IN_CACHE], distances[ORIGINAL]) <= distances[UNROTATED]:
+                return layers
         record = ForwardPass()
         trial = self.eviction.read(self.adapter.model, self.situation.ids, self.situation.attention_mask)
         with record_pass(self.adapter, record):
             self._logits(trial, 0, "decoding token 0")
         if record.is_complete(len(self.prompts.full)):
             layers = [record.previous_entries(layer) for layer in range(len(self.prompts.full))]
-            self._check_not_relative(layers[0])
+            if _fit_full_cache(layers, self.prompts.full):
+                self._check_not_relative(layers[0])
         return layers
 
     def _check_not_relative(self, layer: tuple[Tensor, Tensor]) -> None:

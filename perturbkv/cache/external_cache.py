@@ -140,7 +140,7 @@ STRANGE_DISTANCE = 0.5
 _LARGER_DISTANCE_WEIGHT = 0.01
 """Weight of the larger of the distances of key and value in the search for the nearest entry."""
 _BY_VALUE = 0.1
-"""What an entry is farther by whose value is nearer than its key: with another's value it is its key's."""
+"""What an entry is farther by whose value is near and whose key is not: with another's value it is its key's."""
 _TIE_TOLERANCE = 1e-3
 """Difference of distances below which two entries are equally near."""
 _FARTHEST = 1e30
@@ -364,7 +364,7 @@ class _Nearest:
                 torch.cdist(own[chosen], full) for own, full in zip(self.scaled, self.full_scaled, strict=True)
             ]
             cost = torch.fmin(*distances) + _LARGER_DISTANCE_WEIGHT * torch.fmax(*distances)  # leave out NaN
-            cost += _BY_VALUE * (distances[0] > distances[1])
+            cost += _BY_VALUE * (distances[0] > distances[1] + STRANGE_DISTANCE / 2)
             cost = cost.nan_to_num(nan=_FARTHEST, posinf=_FARTHEST).masked_fill(~among, torch.inf)
             best = cost.amin(dim=-1, keepdim=True)
             ties, hints = cost <= best + _TIE_TOLERANCE, self.hints[chosen]
