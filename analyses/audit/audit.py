@@ -378,15 +378,15 @@ class Audit(Result):
         rounded = [run for run in self.runs if run.is_rounded and run.entries]
         changes = [change for run in rounded if run.entries for change in run.entries.altered]
         words = dict.fromkeys(change.what for change in changes if change.kind in ROUNDING)
-        known = len(words) <= _MOST_WORDS and all(change.kind == "quantised" for change in changes)
+        known = 0 < len(words) <= _MOST_WORDS and not any(what.endswith(" rounded") for what in words)
         held = [np.stack([run.entries.key_distance, run.entries.value_distance]) for run in rounded if run.entries]
-        errors = {"the prompt": held, "new tokens": [step.new_error for run in rounded for step in run.own_steps]}
+        new = [step.new_error for run in rounded if run.rounds_new_tokens for step in run.own_steps]
         off = []
-        for what, of_kinds in errors.items():
-            keys, values = (max((float(each[kind].max()) for each in of_kinds), default=0.0) for kind in range(2))
-            if keys or values:
-                off.append(f"of {what} by at most {text.percent(keys)} and {text.percent(values)}")
-        return f"{' and '.join(words) if known and words else 'keys and values rounded'}, {', '.join(off)}"
+        for what, errors in (("the prompt", held if words else []), ("new tokens", new)):
+            most = [max((float(each[kind].max()) for each in errors), default=0.0) for kind in range(2)]
+            if errors:
+                off.append(f"of {what} by at most {' and '.join(map(_percent, most))}")
+        return f"{' and '.join(words) if known else 'keys and values rounded'}, {', '.join(off)}"
 
     def _generated_clause(self) -> str:
         """Return a clause on the entries of generated tokens that went; empty for none."""
@@ -459,3 +459,8 @@ def _fault_clause(fault: Fault) -> str:
     far = "" if isnan(fault.floors) else f", {floors_text(fault.floors)} noise floors"
     row = f", row {fault.row}" if fault.situation == "batch" else ""
     return f"{where}{fault.what} ({escape_line(fault.sample)}, {fault.situation}{row}{far})"
+
+
+def _percent(share: float) -> str:
+    """Return a share as a percentage of two significant digits."""
+    return f"{100 * share:.2g} %"

@@ -204,7 +204,7 @@ class AuditedRun(Record):
         altered = {(change.layer, change.head) for change in self.entries.altered}
         if altered:
             return f"{len(altered)} of {self.entries.set_count} sets altered"
-        return "new tokens' rounded" if self._rounds_new_tokens else "intact"
+        return "new tokens' rounded" if self.rounds_new_tokens else "intact"
 
     @derived(heading="first difference", json=False)
     def difference(self) -> str:
@@ -258,7 +258,7 @@ class AuditedRun(Record):
     def is_rounded(self) -> bool:
         """Whether entries of the prompt or of new tokens are rounded, whatever else differs."""
         altered = self.entries is not None and any(change.kind in ROUNDING for change in self.entries.altered)
-        return altered or self._rounds_new_tokens
+        return altered or self.rounds_new_tokens
 
     @property
     def compared_steps(self) -> tuple[DecodingStep, ...]:
@@ -267,7 +267,7 @@ class AuditedRun(Record):
         return self.own_steps if own else self.steps
 
     @property
-    def _rounds_new_tokens(self) -> bool:
+    def rounds_new_tokens(self) -> bool:
         """Whether entries of new tokens are off by more than noise, at the right positions, near their originals."""
         if self.entries is None or not self.own_steps:
             return False

@@ -150,7 +150,7 @@ def test_layers_of_several_lengths_are_told_before_what_a_plain_call_raises() ->
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("rounded", "keys and values rounded"),
+        ("rounded", "keys rounded to bfloat16 and values rounded to bfloat16"),
         ("quantised", "keys quantised to 8 bits per entry"),
         ("quantised_values", "values quantised to 4 bits per entry"),
     ],

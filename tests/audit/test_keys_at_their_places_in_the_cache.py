@@ -46,7 +46,9 @@ def test_new_tokens_at_n_behind_moved_keys_stand_wrong() -> None:
 @pytest.mark.slow
 def test_a_round_trip_and_a_wrong_base_are_told_apart() -> None:
     rounded = audited("llama", planted.moved_and_rounded)
-    assert (rounded.faults[0].kind, rounded.faults[0].what) == ("rounded", "keys rounded to bfloat16")
+    assert rounded.runs[0].entries is not None
+    first = rounded.runs[0].entries.altered[0]
+    assert (rounded.verdict, first.kind, first.what) == ("lossy", "rounded", "keys rounded to bfloat16")
     wrong = audited("llama", planted.moved_with_another_base)
     assert wrong.faults[0].kind == "rotation"
     words = "keys moved to their places inside the cache with base 500,000, the model's is 10,000"
