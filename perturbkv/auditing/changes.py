@@ -37,6 +37,8 @@ _ROTATED_NEARER = 0.6
 """Largest ratio of the distance that a rotation leaves a rounded key to the one without it, that explains the key."""
 _FROM_ELSEWHERE = 0.7
 """Largest ratio of the distances from another head's or row's entries and from the own ones', of rounded entries."""
+_MOST = 0.5
+"""Least share of a head's entries that have another one's value, where values may be rounded."""
 _NEARLY_ALL = 0.95
 """Share of a head's entries that an explanation holds for."""
 _MUCH_NEARER = 0.2
@@ -267,6 +269,16 @@ def are_rounded(
     changed = errors[errors > FLOORS * floor]
     alike = len(changed) > 1 and float(changed.amax()) <= min(STRANGE_DISTANCE, _OUTLYING * float(changed.median()))
     return alike and bool(nearest.all())
+
+
+def are_of_others(
+    values: Float[Tensor, "entry width"], head: Float[Tensor, "position width"], positions: Int[Tensor, " entry"]
+) -> bool:
+    """Return whether most values that may be rounded are near others of a head than those at `positions`."""
+    distances = torch.cdist(values.float(), head.float()) / _root_mean_square(head)
+    own, best = distances.gather(1, positions.unsqueeze(-1)).squeeze(-1), distances.amin(dim=-1)
+    others = (own > STRANGE_DISTANCE) & (best <= STRANGE_DISTANCE) & (best <= _FROM_ELSEWHERE * own)
+    return float(others.float().mean()) > _MOST
 
 
 def _root_mean_square(vectors: Float[Tensor, "position width"]) -> Tensor:

@@ -20,6 +20,7 @@ from perturbkv.analyses.measurements import Floats
 from perturbkv.auditing.changes import (
     NEAR,
     are_among,
+    are_of_others,
     are_rounded,
     are_rounded_from,
     describe_head,
@@ -46,8 +47,6 @@ from perturbkv.models.adapter import Adapter
 
 _KEYS = 0
 """Index of keys in pairs of keys and values."""
-_MOST = 0.5
-"""Least share of a head's entries whose key and value are of different ones, where both are rounded."""
 
 
 @dataclass
@@ -393,11 +392,12 @@ class EntryComparison:
         for cached, full in zip(self.tracker.first_entries[layer], self.tracker.full[layer], strict=True):
             own, known = cached[self.row, head, seen][None, None], self._full_entries(full, layer, head)[None, None]
             separate.append(recover_positions([(own, own)], [(known, known)])[0])
-        differ = separate[0].positions[0] != separate[1].positions[0]
+        of_keys, of_values = (kept.positions[0] for kept in separate)
         if not any(bool(kept.key_distance[0].any()) for kept in separate):
-            return bool(differ.any())
-        near = all(bool((kept.key_distance[0] <= STRANGE_DISTANCE).all()) for kept in separate)
-        return near and float(differ.float().mean()) > _MOST
+            return not torch.equal(of_keys, of_values)
+        known = self._full_entries(self.tracker.full[layer][1], layer, head)
+        values = self.tracker.first_entries[layer][1][self.row, head, seen]
+        return bool((of_keys != NOWHERE).all()) and are_of_others(values, known, of_keys)
 
     def _full_entries(self, full: Tensor, layer: int, head: int, row: int | None = None) -> Tensor:
         """Return the full cache's entries (entry, width) for a head of the external cache, by default in its row."""

@@ -89,11 +89,12 @@ def test_a_quantisation_is_named_by_bits_and_scale(bits: int) -> None:
             assert changes.describe_quantisation(kind[:6], whole[:6], whole) == f"quantised to {bits} bits {words}"
 
 
-def test_another_heads_entries_are_found_to_the_bit() -> None:
+def test_another_heads_entries_are_found_rounded_or_not() -> None:
     heads = torch.stack([entries(seed) for seed in range(3)])
     assert changes.describe_head(heads[2].clone(), heads, 0) == "of head 2"
     assert changes.describe_head(heads[2].flip(0)[:3], heads, 0) == "of head 2"
-    assert changes.describe_head(heads[2] + 1e-6, heads, 0) == ""
+    assert changes.describe_head(heads[2] + 1e-6, heads, 0) == "of head 2, and rounded"
+    assert changes.describe_head(entries(7), heads, 0) == ""
     assert changes.describe_head(heads[2], heads, 2) == ""
 
 
