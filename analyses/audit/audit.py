@@ -177,7 +177,11 @@ class Audit(Result):
         compared.
         """
         allowed = {_ALLOWS[name] for run in self.runs for name in run.allowed}
-        return 0 if self.verdict in allowed else EXIT_CODES[self.verdict]
+        holds = {
+            LOSSY: any(run.is_rounded for run in self.runs), UNKNOWN: any(run.is_unknown for run in self.runs),
+            DID_NOTHING: bool(self.idle_prompts), self.verdict: True,
+        }  # fmt: skip
+        return max((EXIT_CODES[one] for one, held in holds.items() if held and one not in allowed), default=0)
 
     @derived()
     def idle_prompts(self) -> list[str]:
@@ -248,10 +252,9 @@ class Audit(Result):
         own = self.losses[0].isolated
         if own - lost["attention"] <= lost["random"] - own:
             return []
-        others = (f"{name} {text.three_digits(lost[name], None)}" for name in ("random", "attention"))
-        return [
-            f"It loses nearly what random entries do: isolated {text.three_digits(own, None)}, {', '.join(others)}."
-        ]
+        shown = {"isolated": own, "random": lost["random"], "attention": lost["attention"]}
+        numbers = ", ".join(f"{name} {text.three_digits(number, None)}" for name, number in shown.items())
+        return [f"It loses about what random entries do, or more: {numbers}."]
 
     def explain(self) -> list[Part]:
         """Return the meaning of every column and the further tables; nothing where no situation was run."""
@@ -398,7 +401,7 @@ class Audit(Result):
         runs = [run for run in self.runs if run.entries]
         idle = self.idle_prompts
         if len(idle) < len({run.sample for run in runs}):
-            elsewhere = self._decoding_clause("the masked reference")
+            elsewhere = self._decoding_clause("the reference")
             return f"nothing was evicted of {escape_line(', '.join(idle))}; elsewhere {elsewhere}"
         tokens = max(run.tokens for run in runs)
         return f"no entry was evicted in any head or step of {plural(len(runs), 'run')}, of at most {tokens:,} tokens"

@@ -26,6 +26,7 @@ KINDS: Mapping[str, str] = {
     "row": CHANGES["row"],
     "padding": "padding is attended to",
     "repeated": "every entry is cached once per query head",
+    "zeros": "entries of nothing: neither key nor value",
     "foreign": "entries like none of the prompt's",
     **{kind: meaning for kind, meaning in CHANGES.items() if kind not in ("row", "changed")},
     "duplicate": "an entry is cached several times",
@@ -43,7 +44,7 @@ UNMATCHED = ("foreign", "changed")
 _OF_DECODING = ("positions", "mask", "decoding")
 """Kinds of differences that are found by decoding, and not by looking at entries."""
 NEAR = 0.5
-"""Relative error of a new token's key or value below which it is the token's own, rounded."""
+"""Error of a new token's key or value, over a head's root mean square norm, below which it is the token's own."""
 
 
 def floors_text(floors: float, _: Any = None) -> str:
@@ -161,6 +162,8 @@ class AuditedRun(Record):
         hides: whether a token of a block misses an entry that the last token attends to.
         misread: how the prompt was read as no plain model reads it; None where it was not.
         parts: number of parts in which the prompt was read, later ones through what was left of earlier ones; else 1.
+        reads_rounded: whether the prompt's own attention got rounded entries.
+        worse: a later pass and layer whose entries are much farther from the known ones than at first; None for none.
         unmeasured: changes to windows and states of layers that are not measured, by their numbers in the model.
         numbers: the measured layers' numbers in the model; empty where these are all.
     """
@@ -183,6 +186,8 @@ class AuditedRun(Record):
     hides: bool = False
     misread: Alteration | None = None
     parts: int = 1
+    reads_rounded: bool = False
+    worse: tuple[int, int] | None = None
     unmeasured: tuple[Alteration, ...] = ()
     numbers: tuple[int, ...] = ()
 
@@ -230,7 +235,7 @@ class AuditedRun(Record):
         first = self._first_difference()
         if self.failed and (first is None or first.kind == "decoding"):  # a kind without a cause
             first = self._fault("uneven" if self.failed_layer >= 0 else "raised", self.failed, self.failed_layer)
-        if first is None or not self.steps or first.step >= len(self.steps) or first.kind == UNMEASURED:
+        if first is None or not 0 <= first.step < len(self.steps) or first.kind == UNMEASURED:
             return first
         step = (self.compared_steps if first.kind in _OF_DECODING else self.steps)[first.step]
         layer = self.numbers.index(first.layer) if first.layer in self.numbers else first.layer
@@ -258,7 +263,7 @@ class AuditedRun(Record):
     def is_rounded(self) -> bool:
         """Whether entries of the prompt or of new tokens are rounded, whatever else differs."""
         altered = self.entries is not None and any(change.kind in ROUNDING for change in self.entries.altered)
-        return altered or self.rounds_new_tokens
+        return altered or self.rounds_new_tokens or self.reads_rounded
 
     @property
     def compared_steps(self) -> tuple[DecodingStep, ...]:
@@ -298,6 +303,9 @@ class AuditedRun(Record):
         if self.misread:
             wrong.append(self._fault(self.misread.kind, self.misread.what, self.misread.layer))
         compared = self.compared_steps
+        if self.worse and compared is self.own_steps:
+            step, layer = self.worse
+            wrong.append(self._fault("changed", "entries change while it decodes", layer, step=step))
         if compared is self.own_steps:
             wrong += self._strange_new_tokens()
         return [*wrong, *rest, *self._decoding_difference(compared)]
@@ -335,6 +343,7 @@ class AuditedRun(Record):
         unknown = np.full_like(entries.padded, -1)  # neither padding nor foreign entries have a position in the prompt
         for kind, counts, first, words in (
             ("padding", entries.padded, unknown, "{} of padding attended to"),
+            ("zeros", entries.zeros, unknown, "{} of nothing: zeros"),
             ("foreign", entries.strangers, unknown, "{} like none of the prompt's"),
             ("duplicate", entries.duplicates, entries.first_duplicate, "{} kept twice"),
             ("hidden", entries.hidden, entries.first_hidden, "a mask hides {} that the cache holds"),
@@ -376,4 +385,5 @@ class AuditedRun(Record):
             return "mask", "the mask of a block lets its tokens see those behind them"
         if self.hides:
             return "mask", "the mask of a block hides kept entries from some of its tokens"
-        return "decoding", "decoding differs from the masked reference, its entries do not"
+        entries = "" if self.entries and self.entries.altered else ", its entries do not"
+        return "decoding", f"decoding differs from the masked reference{entries}"

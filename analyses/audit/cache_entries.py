@@ -67,6 +67,7 @@ class CacheEntries(Record):
     kv_heads: int
     padded: Integers = column("entries of padding that are attended to", dims=_SETS)
     strangers: Integers = column("entries like none of the prompt's", dims=_SETS)
+    zeros: Integers = column("entries of nothing: neither key nor value", dims=_SETS)
     duplicates: Integers = column("entries whose position another one has", dims=_SETS)
     first_duplicate: Integers
     hidden: Integers = column("entries of the prompt that the cache holds and a mask hides", dims=_SETS)

@@ -21,6 +21,8 @@ NEAR = 0.02
 """Largest remaining distance, over the length of an entry, at which a rotation explains it."""
 _MOST_KEYS = 0.7
 """Least share of the tested keys that a rotation under rounding explains."""
+_MOST_COMPARED = 256
+"""Most entries of a head that are compared with all others'."""
 _BITS = (8, 4, 2)
 _COARSER = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 _BASES = tuple(10 ** (exponent / 100) for exponent in range(200, 801))
@@ -259,24 +261,29 @@ def are_rounded(
         kind: what is asked about.
         floor: noise floor of that kind, over the root mean square norm of the head's.
     """
-    distances = [
-        torch.cdist(own.float(), known.float()) / _root_mean_square(known)
-        for own, known in zip(entries, head, strict=True)
-    ]
-    together = torch.hypot(*distances)
-    nearest = together.gather(1, positions.unsqueeze(-1)) <= together.amin(dim=-1, keepdim=True) * (1 + _EQUAL)
-    errors = distances[kind].gather(1, positions.unsqueeze(-1)).squeeze(-1)
+    units = [_root_mean_square(known) for known in head]
+    errors = torch.linalg.vector_norm(entries[kind].float() - head[kind][positions].float(), dim=-1) / units[kind]
     changed = errors[errors > FLOORS * floor]
-    alike = len(changed) > 1 and float(changed.amax()) <= min(STRANGE_DISTANCE, _OUTLYING * float(changed.median()))
-    return alike and bool(nearest.all())
+    if len(changed) < 2 or float(changed.amax()) > min(STRANGE_DISTANCE, _OUTLYING * float(changed.median())):
+        return False
+    chosen = torch.linspace(0, len(positions) - 1, min(len(positions), _MOST_COMPARED)).round().long().to(errors.device)
+    together = torch.hypot(
+        *(
+            torch.cdist(own[chosen].float(), known.float()) / unit
+            for own, known, unit in zip(entries, head, units, strict=True)
+        )
+    )
+    own = together.gather(1, positions[chosen].unsqueeze(-1))
+    return bool((own <= together.amin(dim=-1, keepdim=True) * (1 + _EQUAL) + _EQUAL).all())
 
 
 def are_of_others(
     values: Float[Tensor, "entry width"], head: Float[Tensor, "position width"], positions: Int[Tensor, " entry"]
 ) -> bool:
     """Return whether most values that may be rounded are near others of a head than those at `positions`."""
-    distances = torch.cdist(values.float(), head.float()) / _root_mean_square(head)
-    own, best = distances.gather(1, positions.unsqueeze(-1)).squeeze(-1), distances.amin(dim=-1)
+    chosen = torch.linspace(0, len(positions) - 1, min(len(positions), _MOST_COMPARED)).round().long().to(values.device)
+    distances = torch.cdist(values[chosen].float(), head.float()) / _root_mean_square(head)
+    own, best = distances.gather(1, positions[chosen].unsqueeze(-1)).squeeze(-1), distances.amin(dim=-1)
     others = (own > STRANGE_DISTANCE) & (best <= STRANGE_DISTANCE) & (best <= _FROM_ELSEWHERE * own)
     return float(others.float().mean()) > _MOST
 
@@ -331,7 +338,8 @@ def are_rounded_from(
 ) -> bool:
     """Return whether nearly all entries are near one of `known`, and much farther from all of their `own`."""
     unit = _root_mean_square(known)
-    near, far = (torch.cdist(entries.float(), head.float()).amin(dim=-1) / unit for head in (known, own))
+    chosen = torch.linspace(0, len(entries) - 1, min(len(entries), _MOST_COMPARED)).round().long().to(entries.device)
+    near, far = (torch.cdist(entries[chosen].float(), head.float()).amin(dim=-1) / unit for head in (known, own))
     return bool(((near <= STRANGE_DISTANCE) & (near <= _FROM_ELSEWHERE * far)).float().mean() > _NEARLY_ALL)
 
 

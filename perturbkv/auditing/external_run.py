@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from transformers import Cache
 
 from perturbkv.analyses.audit.audited_runs import AuditedRun, DecodingStep
 from perturbkv.analyses.audit.cache_entries import FLOORS, Alteration, CacheEntries
-from perturbkv.auditing.changes import excess_rotations
+from perturbkv.auditing.changes import are_among, excess_rotations
 from perturbkv.auditing.evictions import Eviction, FailedError, RefusedError, eviction_code
 from perturbkv.auditing.forward_passes import (
     Attend,
@@ -26,6 +27,7 @@ from perturbkv.auditing.forward_passes import (
     hides_entries,
     record_pass,
     record_reading,
+    sees_otherwise,
 )
 from perturbkv.auditing.kept_entries import EntryComparison, EntryTracker, first_of_groups, repeat_heads
 from perturbkv.auditing.model_state import ModelState, describe_damage
@@ -122,7 +124,7 @@ class ExternalRun:
         failed, failed_layer, refused, damage: as in `AuditedRun`; a damaged model has no reference.
         unmeasured: per row, what the eviction changed in layers that are not measured.
         misread: how the prompts were read as no plain model reads them; None where they were not.
-        holds_all: whether the cache holds all that was read, padding, too, which is then hidden from plain calls.
+        reads_rounded: whether the prompt's own attention got rounded entries.
         parts: numbers of parts in which they were read, later ones through what was left of earlier ones; else 1.
     """
 
@@ -142,7 +144,7 @@ class ExternalRun:
     damage: str = ""
     unmeasured: list[tuple[Alteration, ...]] = field(default_factory=list)
     misread: Alteration | None = None
-    holds_all: bool = False
+    reads_rounded: bool = False
     parts: int = 1
 
     @property
@@ -161,13 +163,13 @@ class ExternalRun:
             layers = self._attended_layers(cache)
             self._count_padding_as_the_eviction(cache, layers)
             self._read_as_the_eviction(calls)
+            calls.clear()
             self._expect_keys_in_cache(layers)
             self._check_layers(cache)
             least = torch.finfo(self.adapter.dtype).eps
             for row, padding in enumerate(self.situation.padding):
                 self.unmeasured.append(tuple(find_changes(cache, self.prompts.rests, row, padding, least)))
         lengths = self._layer_lengths(cache)
-        self.holds_all = bool(lengths) and min(lengths) == self.situation.entries
         for chunk in range(len(self.situation.chunks)):
             record = ForwardPass()
             try:
@@ -204,7 +206,8 @@ class ExternalRun:
                 own_steps=self._compare_steps(row, own, noise, rounds=_may_round(compared[row])) if noise else (),
                 allowed=self.settings.allow, failed_layer=self.failed_layer, damage=self.damage,
                 sees_later=any(map(attends_to_later, self.passes)), hides=any(map(hides_entries, self.passes)),
-                misread=self.misread, parts=self.parts,
+                misread=self.misread, parts=self.parts, reads_rounded=self.reads_rounded,
+                worse=self.tracker.worse.get(row),
                 unmeasured=self.unmeasured[row] if self.unmeasured else (), numbers=self.numbers,
             )
             for row, padding in enumerate(self.situation.padding)
@@ -245,7 +248,7 @@ class ExternalRun:
                     logits=float(logits / _to_numpy(noise.logits)),
                     same_token=bool(record.logits[row, -1].argmax() == expected.logits[row, -1].argmax()),
                     behind=self._position_lag(record, expected, row, rounds=rounds),
-                    new_error=_new_entry_errors(record, expected, row),
+                    new_error=_new_entry_errors(record, expected, row, self.prompts.full),
                 )
             )  # fmt: skip
         return tuple(steps)
@@ -346,49 +349,67 @@ class ExternalRun:
         """Expect the entries that the plain model makes of what was stored, where the prompts were not read plainly.
 
         So it is where entries were rounded as they were written, or went between two parts of a prompt. What no plain
-        model does is recorded. Nothing is known where the calls did not read each token once, in order.
+        model does is recorded. Nothing else is expected where the calls did not read each token once, in order, or
+        where the attention got anything but the tokens' own entries, rounded or not, and those of earlier parts.
         """
-        full, tokens = self.prompts.full, self.situation.entries
+        full, padding = self.prompts.full, self.situation.padding
         new = [call.query[0].shape[2] for call in calls if set(call.key) == set(range(len(full)))]
         shapes = {keys.shape[:2] for call in calls for keys in call.key.values()}
-        if len(new) < len(calls) or sum(new) != tokens or shapes != {full[0][0].shape[:2]}:
+        if len(new) < len(calls) or sum(new) != self.situation.entries or shapes != {full[0][0].shape[:2]}:
             return
-        first, plain = 0, True
+        first, is_cut = 0, False
         for call, count in zip(calls, new, strict=True):
-            for layer, known in enumerate(full):
-                if call.entries[layer] < count:
-                    what = (
-                        f"the prompt is read through its own eviction: {call.entries[layer]} of {first + count} entries"
-                    )
-                    self.misread = Alteration(layer, -1, "reading", what, -1)
-                    return
-                errors = [
-                    entry_distances(own[row, :, padding:], kind[row, :, first + padding : first + count], kind[row])
-                    for own, kind in zip(call.new_entries(layer), known, strict=True)
-                    for row, padding in enumerate(self.situation.padding if not first else [0] * len(known[0]))
-                ]
-                limits = (FLOORS * self.prompts.floors[:, layer]).repeat_interleave(len(known[0])).tolist()
-                plain &= all(float(error.amax()) <= limit for error, limit in zip(errors, limits, strict=True))
-                plain &= call.entries[layer] == first + count
+            layer, entries = min(call.entries.items(), key=lambda item: item[1])
+            what = sees_otherwise(call, first, padding)
+            if entries < count:
+                what = f"the prompt is read through its own eviction: {entries} of {first + count} entries"
+            if what:
+                self.misread = Alteration(layer, -1, "reading", what, -1)
+                return
+            if max(call.entries.values()) > first + count:
+                return
+            is_cut |= entries < first + count
             first += count
-        if plain or (len(calls) > 1 and any(self.situation.padding)):
+        stored = [_joined([call.new_entries(layer) for call in calls]) for layer in range(len(full))]
+        if (not is_cut and self._are_near(stored, full, FLOORS)) or (len(calls) > 1 and any(padding)):
+            return
+        starts = accumulate(new[:-1], initial=0)
+        if not all(self._holds_earlier(call, start, stored) for call, start in zip(calls, starts, strict=True)):
             return
         present = ModelState.capture(self.adapter.model)
         self.before.restore()
-        readings = [read_given(self.adapter, self.situation, calls, kernel) for kernel in (None, "eager")]
+        (read, rest), (other, other_rest) = (
+            read_given(self.adapter, self.situation, calls, kernel) for kernel in (None, "eager")
+        )
         present.restore()
-        (full, rest), (other, other_rest) = readings
-        for layer, known in enumerate(full):
-            stored = [torch.cat([call.new_entries(layer)[kind] for call in calls], dim=2) for kind in range(2)]
-            errors = [entry_distances(own[0], kind[0], kind[0]) for own, kind in zip(stored, known, strict=True)]
-            if len(calls) > 1 and bool((strange := torch.fmin(*errors).amax(dim=0) > STRANGE_DISTANCE).any()):
-                token = int(strange.nonzero()[0])
-                what = f"the prompt is read otherwise: the attention of its token {token} lacks the token's own entry"
-                self.misread = Alteration(layer, -1, "reading", what, -1)
-                return
-        self.parts = len(calls)
-        self.prompts = replace(self.prompts, full=full, others=(other,) * 2, rests=(rest, *(other_rest,) * 2))
-        self.tracker = replace(self.tracker, full=full)
+        if not self._are_near(stored, read):
+            return
+        self.reads_rounded = not self._are_near(stored, read, FLOORS)
+        self.parts = len(calls) if is_cut else 1
+        self.prompts = replace(self.prompts, full=read, others=(other,) * 2, rests=(rest, *(other_rest,) * 2))
+        self.tracker = replace(self.tracker, full=read)
+
+    def _are_near(self, layers: Layers, known: Layers, floors: int = 0) -> bool:
+        """Return whether all entries but padding's are near others: within noise floors, or no strangers to them."""
+        for layer, (own, full) in enumerate(zip(layers, known, strict=True)):
+            for kind in range(2):
+                limit = floors * float(self.prompts.floors[kind, layer]) or STRANGE_DISTANCE
+                for row, first in enumerate(self.situation.padding):
+                    one, other = own[kind][row, :, first:], full[kind][row, :, first:]
+                    if not float(entry_distances(one, other, other).amax()) <= limit:
+                        return False
+        return True
+
+    def _holds_earlier(self, call: ForwardPass, first: int, stored: Layers) -> bool:
+        """Return whether all entries before a part's own are, to the bit, what the parts before it got of theirs."""
+        return all(
+            are_among(head, known[row, place, :first])
+            for layer in range(len(stored))
+            for before, known in zip(call.previous_entries(layer), stored[layer], strict=True)
+            for row, heads in enumerate(before)
+            for place, head in enumerate(heads)
+            if len(head)
+        )
 
     def _expect_keys_in_cache(self, layers: Layers) -> None:
         """Expect keys at 0, 1, … and new tokens after them where the user says so, or the first layer shows it."""
@@ -510,9 +531,9 @@ class ExternalRun:
         what = what or ("a block of tokens" if ids.shape[1] > 1 else f"decoding token {decoded}")
         if self.eviction.decode is not None:
             return self.eviction.logits(self.adapter.model, cache, ids, decoded, what)
-        hides = {}
-        if self.holds_all and any(self.situation.padding):
-            more = self._layer_lengths(cache)[0] + ids.shape[1] - self.situation.entries
+        hides: dict[str, Any] = {}
+        if any(self.situation.padding) and set(self._layer_lengths(cache)) == {self.situation.entries + decoded}:
+            more = decoded + ids.shape[1]
             hides = {"attention_mask": F.pad(self.situation.attention_mask, (0, more), value=1)}
         with eviction_code(f"{what} raises"):  # the cache is not ours
             output = run_with_cache(
@@ -529,22 +550,28 @@ def _attend_to_given(
     return attend(layer, stock, module, (query, *given[layer], *others), kwargs)
 
 
+def _joined(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return keys and values of a layer's parts behind each other."""
+    return torch.cat([keys for keys, _ in parts], dim=2), torch.cat([values for _, values in parts], dim=2)
+
+
 def _may_round(entries: CacheEntries | None) -> bool:
     """Return whether keys of new tokens may be rounded: none of the prompt's is changed otherwise."""
     return entries is not None and not any(change.kind == "changed" for change in entries.altered)
 
 
-def _new_entry_errors(record: ForwardPass, reference: ForwardPass, row: int) -> np.ndarray:
-    """Return how far the entries of a row's new tokens are from a reference's, over their norms: (kind, layer)."""
-    errors = np.zeros((2, len(reference.query)))
-    for layer in range(errors.shape[1]):
+def _new_entry_errors(record: ForwardPass, reference: ForwardPass, row: int, full: Layers) -> np.ndarray:
+    """Return how far the entries of a row's new tokens are from a reference's, (kind, layer), in units of the prompt's.
+
+    The unit is the root mean square norm of a head's entries in the `full` cache.
+    """
+    errors = np.zeros((2, len(full)))
+    for layer, known in enumerate(full):
         expected = reference.new_entries(layer)
-        for kind, (own, known) in enumerate(
-            zip(first_of_groups(record.new_entries(layer), expected[0].shape[1]), expected, strict=True)
-        ):
-            distance = torch.linalg.vector_norm(own[row].double() - known[row].double(), dim=-1)
-            length = torch.linalg.vector_norm(known[row].double(), dim=-1).clamp(min=torch.finfo(torch.float64).tiny)
-            errors[kind, layer] = float((distance / length).nan_to_num(nan=torch.inf).amax())
+        own = first_of_groups(record.new_entries(layer), expected[0].shape[1])
+        for kind in range(2):
+            of_row = known[kind][row if len(known[kind]) > 1 else 0]
+            errors[kind, layer] = float(entry_distances(own[kind][row], expected[kind][row], of_row).amax())
     return errors
 
 

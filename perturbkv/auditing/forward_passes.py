@@ -23,6 +23,8 @@ Attend = Callable[[int, AttentionFunction, nn.Module, Any, Any], Any]
 """`(layer, stock, module, args, kwargs)`: the function that replaces the model's attention."""
 BLOCK = 8
 """Tokens of the first forward pass in the situation `block`."""
+_MOST_PARTS = 256
+"""Most parts of a prompt whose reading is recorded."""
 _SHORTER = 8
 """The second prompt of a batch is the first one without the first of this many equal parts."""
 
@@ -206,9 +208,9 @@ def record_pass(adapter: Adapter, record: ForwardPass, attend: Attend | None = N
 
 @contextmanager
 def record_reading(adapter: Adapter) -> Iterator[list[ForwardPass]]:
-    """Record what the attention gets in every forward pass inside the block, without queries and outputs.
+    """Record copies of what the attention gets in every forward pass inside the block, without queries and outputs.
 
-    An attention that is registered inside the block stays registered.
+    An attention that is registered inside the block stays registered. Nothing is recorded of more than `_MOST_PARTS`.
     """
     measured, calls, is_open = set(map(id, adapter.attentions)), list[ForwardPass](), [True]
 
@@ -217,8 +219,13 @@ def record_reading(adapter: Adapter) -> Iterator[list[ForwardPass]]:
             layer = adapter.layer_of(module)
             if not calls or layer in calls[-1].key:
                 calls.append(ForwardPass())
+            if len(calls) > _MOST_PARTS:
+                is_open.clear()
+                calls.clear()
+                return stock(module, *args, **kwargs)
             calls[-1].query[layer] = args[0].new_empty(*args[0].shape[:3], 0)
-            calls[-1].key[layer], calls[-1].value[layer], calls[-1].mask[layer] = args[1:4]
+            calls[-1].key[layer], calls[-1].value[layer] = args[1].clone(), args[2].clone()  # which may be overwritten
+            calls[-1].mask[layer] = args[3]
             calls[-1].entries[layer] = args[1].shape[2]
         return stock(module, *args, **kwargs)
 
@@ -258,6 +265,29 @@ def attends_to_later(record: ForwardPass) -> bool:
             if bool((allowed[..., -new:] & later).any()):
                 return True
     return False
+
+
+def sees_otherwise(call: ForwardPass, first: int, padding: Sequence[int]) -> str:
+    """Return in words what tokens of a prompt see in a part that is read, and no plain model lets them; else nothing.
+
+    Args:
+        call: the part, with its new tokens last.
+        first: number of tokens before the part.
+        padding: entries of padding before each row's prompt.
+    """
+    for layer, mask in call.mask.items():
+        new, entries = call.query[layer].shape[2], call.entries[layer]
+        allowed = boolean_mask(mask, entries, new)
+        if allowed is not None:
+            later = torch.ones(new, new, dtype=torch.bool, device=allowed.device).triu(1)
+            if bool((allowed[..., -new:] & later).any()):
+                return "tokens of the prompt attend to later ones"
+        for row, hidden in enumerate(padding if entries == first + new else ()):
+            if new > hidden > first and (
+                allowed is None or bool(allowed[row % len(allowed), :, hidden:, :hidden].any())
+            ):
+                return "the prompt is read without its padding mask"
+    return ""
 
 
 def hides_entries(record: ForwardPass) -> bool:

@@ -47,6 +47,8 @@ from perturbkv.models.adapter import Adapter
 
 _KEYS = 0
 """Index of keys in pairs of keys and values."""
+_WORSE, _LEAST_WORSE = 2, 0.25
+"""How many times the largest distance at first, and at least of which distance, is much farther."""
 
 
 @dataclass
@@ -68,6 +70,7 @@ class EntryTracker:
         held: per pass the known entries that the cache holds, where keys of `full` are moved; else empty.
         keys_move: whether keys are moved to their places in the cache again after entries went while decoding.
         masks_itself: whether the eviction says that it masks entries instead of removing them.
+        worse: row -> the first later pass and layer whose entries are much farther from the known ones than at first.
     """
 
     adapter: Adapter
@@ -83,6 +86,7 @@ class EntryTracker:
     held: list[HeldPositions] = field(default_factory=list)
     keys_move: bool = False
     masks_itself: bool = False
+    worse: dict[int, tuple[int, int]] = field(default_factory=dict)
     _decoded: list[list[tuple[Tensor, Tensor]]] = field(default_factory=list)
     _last: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
@@ -142,6 +146,7 @@ class EntryTracker:
             masks.append(mask)
         if self.first_matches:
             self._record_changes(masks)
+            self._record_worse(rows)
         else:
             self.first_matches, self.first_entries, self.changed = rows, entries, [[] for _ in rows]
             self.attended = [list(by_layer) for by_layer in zip(*attended, strict=True)]
@@ -207,6 +212,16 @@ class EntryTracker:
             joined = tuple(torch.cat(kind, dim=2) for kind in zip(*parts, strict=True))
             layers.append(repeat_heads((joined[0], joined[1]), cached[layer][0].shape[1]))
         return layers
+
+    def _record_worse(self, rows: Sequence[Sequence[RecoveredLayer]]) -> None:
+        """Record the pass in which entries of a row are first much farther from the known ones than they all began."""
+        for row, layers in enumerate(rows):
+            for layer, kept in enumerate(layers):
+                for name in ("key_distance", "value_distance"):
+                    before, now = (torch.cat(getattr(one, name)) for one in (self.first_matches[row][layer], kept))
+                    most = max(float(before.amax()) if len(before) else 0.0, _LEAST_WORSE)
+                    if len(now) and not float(now.amax()) <= _WORSE * most:
+                        self.worse.setdefault(row, (len(self.masks), layer))
 
     def evicted_count(self, row: int, first: int) -> int:
         """Return the number of entries from `first` on that a row lacks, of all kept sets, the most of all passes."""
@@ -279,7 +294,7 @@ class EntryComparison:
     def entries(self) -> CacheEntries:
         """Return the kept sets, distances and changes of the row's entries (METHOD: Audit, 1 and 2)."""
         shape = len(self.layers), len(self.layers[0].positions)  # (layer, kept_head)
-        padded, strangers, duplicates, hidden = (np.zeros(shape, dtype=np.int64) for _ in range(4))
+        padded, strangers, zeros, duplicates, hidden = (np.zeros(shape, dtype=np.int64) for _ in range(5))
         first_duplicate, first_hidden = np.full(shape, -1), np.full(shape, -1)
         distance = np.zeros((2, *shape))
         kept_sets: list[tuple[Integers, ...]] = []
@@ -294,19 +309,21 @@ class EntryComparison:
                 masked = self.tracker.hidden.get((self.row, *place), set())
                 sets.append(np.unique(in_prompt.cpu().numpy()))
                 padded[place] = int((self._are_padding(*place) & seen).sum())
-                strangers[place] = int((positions[seen] == NOWHERE).sum())
+                zeros[place] = int((self._are_zero(*place) & seen & (positions == NOWHERE)).sum())
+                strangers[place] = int((positions[seen] == NOWHERE).sum()) - zeros[place]
                 duplicates[place] = len(matched) - len(set(matched.tolist()))
                 first_duplicate[place] = int(twice[0]) if len(twice) else -1
                 hidden[place], first_hidden[place] = len(masked), min(masked, default=-1)
                 distance[:, layer, head] = self._largest_distances(*place)
                 changes = [*self._changes(layer, head, distance[:, layer, head])]
-                strangers[place] *= not any(change.kind in ("row", "head", "mismatch") for change in changes)
+                if any(change.kind in ("row", "head", "mismatch") for change in changes):
+                    strangers[place] = 0  # they are somebody's
                 altered += changes
             kept_sets.append(tuple(sets))
         adapter, layers = self.tracker.adapter, range(shape[0])
         return CacheEntries(
             kept_sets=tuple(kept_sets), tokens=self.tracker.situation.entries - self.padding, kv_heads=adapter.kv_heads,
-            padded=padded, strangers=strangers, duplicates=duplicates, first_duplicate=first_duplicate,
+            padded=padded, strangers=strangers, zeros=zeros, duplicates=duplicates, first_duplicate=first_duplicate,
             hidden=hidden, first_hidden=first_hidden,
             unordered=tuple(layer for layer in layers if not all(self.layers[layer].ascending)),
             key_distance=distance[0], value_distance=distance[1],
@@ -321,6 +338,11 @@ class EntryComparison:
         kept = self.layers[layer]
         positions, distance = kept.positions[head], torch.maximum(kept.key_distance[head], kept.value_distance[head])
         return (positions >= 0) & (positions < self.padding) & (distance <= STRANGE_DISTANCE)
+
+    def _are_zero(self, layer: int, head: int) -> Bool[Tensor, " entry"]:
+        """Return which entries of a head are nothing: neither key nor value."""
+        keys, values = (kind[self.row, head] for kind in self.tracker.first_entries[layer])
+        return ~(keys.any(dim=-1) | values.any(dim=-1))
 
     def _largest_distances(self, layer: int, head: int) -> tuple[float, float]:
         """Return the largest distance of a head's keys, and of its values; 0 where it attends to none."""
@@ -432,8 +454,6 @@ class EntryComparison:
             before = self._full_entries((tracker.original or tracker.full)[layer][kind], layer, head)[positions]
             yield "rotation", describe_wrong_rotation(entries, before, places, index, frequencies, NEAR)
         yield "scale", describe_scale(entries, own, floor)
-        yield "rounded", describe_rounding(entries, own)
-        yield "quantised", describe_quantisation(entries, own, head_entries)
         if kind == _KEYS:
             yield (
                 "rotation",
@@ -442,4 +462,7 @@ class EntryComparison:
         yield "scale", describe_rounded_scale(entries, own)
         both = [cached[self.row, head][matched] for cached in tracker.first_entries[layer]]
         known = [self._full_entries(of_kind, layer, head) for of_kind in tracker.full[layer]]
-        yield "rounded", "rounded" if are_rounded(both, known, positions, kind, floor) else ""
+        if are_rounded(both, known, positions, kind, floor):
+            yield "rounded", describe_rounding(entries, own)
+            yield "quantised", describe_quantisation(entries, own, head_entries)
+            yield "rounded", "rounded"

@@ -315,9 +315,12 @@ def read_given(
 
             attend = partial(_attend_to_given, adapter, call, among_new)
             with record_pass(adapter, ForwardPass(), attend):
+                hides = (
+                    {} if not bool(padding.any()) else {"attention_mask": situation.attention_mask[:, : first + new]}
+                )
                 run_with_cache(
                     adapter.model, situation.ids[:, columns], cache, logits_to_keep=1,
-                    position_ids=positions[:, columns],
+                    position_ids=positions[:, columns], **hides,
                 )  # fmt: skip
             first += new
     return read_contents(adapter, cache)

@@ -349,8 +349,13 @@ class _Nearest:
                 return index
             next_cost, next_index = self._search(waiting, self.free)
             again = self._equals_taken(waiting, index[waiting]) & (next_cost > cost[waiting] + _TIE_TOLERANCE)
-            waiting = waiting[~again]
-            cost[waiting], index[waiting] = next_cost[~again], next_index[~again]
+            waiting, next_cost = waiting[~again], next_cost[~again]
+            cost[waiting], index[waiting] = next_cost, next_index[~again]
+            waiting = waiting[
+                next_cost <= STRANGE_DISTANCE + _BY_VALUE
+            ]  # the others are like none, whichever is nearest
+            if not len(waiting):
+                return index
 
     def _search(self, entries: Int[Tensor, " chosen"], among: Bool[Tensor, " full_entry"]) -> tuple[Tensor, Tensor]:
         """Return the costs and the indices of the nearest full-cache entries of some entries.

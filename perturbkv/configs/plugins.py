@@ -82,7 +82,7 @@ def _python_folders() -> tuple[Path, ...]:
 @cache
 def _installed_names() -> frozenset[str]:
     """Return the names of what installed packages hold; of an editable one, whose record may not tell, its own name."""
-    return frozenset(packages_distributions()).union(one.name.replace("-", "_") for one in distributions())
+    return frozenset(packages_distributions()).union(one.name.replace("-", "_") for one in distributions() if one.name)
 
 
 def _imported_packages() -> Iterator[Path]:

@@ -28,5 +28,5 @@ def test_it_is_told_where_it_is_nearer_to_random_s(own: float, told: bool) -> No
     values = {"attention": 0.3, "random": 0.45}
     losses = tuple(dataclasses.replace(loss, isolated=values.get(loss.name, own)) for loss in result.losses)
     notes = [note for note in dataclasses.replace(result, losses=losses).caveats() if "random entries" in note]
-    words = "It loses nearly what random entries do: isolated 0.44, random 0.45, attention 0.3."
+    words = "It loses about what random entries do, or more: isolated 0.44, random 0.45, attention 0.3."
     assert notes == ([words] if told else [])
