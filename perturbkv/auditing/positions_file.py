@@ -224,8 +224,8 @@ def audit_file(adapter: Adapter, ids: Int[Tensor, " token"], file: KeptFile, sam
     shape = (layers, len(file.kept[0]))
     counts, distances, noise = np.zeros(shape, dtype=np.int64), np.zeros(shape), np.zeros(layers)
     entries = CacheEntries(
-        kept_sets=file.kept, tokens=tokens, kv_heads=adapter.kv_heads, padded=counts, strangers=counts,
-        zeros=counts, duplicates=counts, first_duplicate=counts - 1, hidden=counts, first_hidden=counts - 1, unordered=(),
+        kept_sets=file.kept, tokens=tokens, kv_heads=adapter.kv_heads, padded=counts, strangers=counts, zeros=counts,
+        duplicates=counts, first_duplicate=counts - 1, hidden=counts, first_hidden=counts - 1, unordered=(),
         key_distance=distances, value_distance=distances, key_floor=noise, value_floor=noise, altered=(),
         evicted=sum(tokens - len(kept) for sets in file.kept for kept in sets),
     )  # fmt: skip

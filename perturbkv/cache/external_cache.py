@@ -259,6 +259,7 @@ def _match_head(
         for distance, vectors, full_vectors in zip(distances, scaled, full_scaled, strict=True):
             distance[unmatched] = torch.linalg.vector_norm(vectors - full_vectors[nearest], dim=-1)
         strange = torch.fmin(distances[0][unmatched], distances[1][unmatched]) > STRANGE_DISTANCE
+        strange |= ~(key[unmatched].any(dim=-1) | value[unmatched].any(dim=-1))  # nothing resembles nothing
         indices[unmatched] = nearest.masked_fill(strange, NOWHERE)
     return indices, distances[0], distances[1]
 
