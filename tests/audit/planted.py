@@ -398,6 +398,14 @@ def rounded(model: Any, input_ids: Tensor, attention_mask: Tensor, dtype: torch.
     return cache
 
 
+def unfilled(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    """Two slots of every layer were never filled."""
+    cache = right(model, input_ids, attention_mask)
+    for layer in cache.layers:
+        layer.keys, layer.values = (torch.nn.functional.pad(one, (0, 0, 0, 2)) for one in (layer.keys, layer.values))
+    return cache
+
+
 def scaled(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
     """Keys of head 1 of layer 1 are multiplied by 1.25."""
     cache = right(model, input_ids, attention_mask)

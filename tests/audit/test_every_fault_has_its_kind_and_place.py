@@ -37,6 +37,7 @@ FAULTS: dict[str, tuple[str, set[str], int, int, int, str]] = {
     "EvictsInsidePrefill": ("reading", ALL, 0, -1, -1, "read through its own eviction: 20 of 60 entries"),
     "empty_layer": ("empty", ALL, 1, -1, -1, "no entry of the prompt is kept"),
     "foreign_entry": ("foreign", ALL, 0, 0, -1, "1 entry like none of the prompt's"),
+    "unfilled": ("zeros", ALL, 0, 0, -1, "2 entries of nothing: zeros"),
     "twice": ("duplicate", ALL, 0, 0, 0, "1 entry kept twice"),
     "with_padding": ("padding", {"batch"}, 0, 0, -1, "5 entries of padding attended to"),
     "repeated": ("repeated", ALL, 0, 0, -1, "every entry is cached 2 times"),

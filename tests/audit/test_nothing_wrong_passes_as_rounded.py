@@ -103,15 +103,7 @@ def test_a_single_zero_among_rounded_values_is_no_rounding() -> None:
 
 
 def test_slots_that_were_never_filled_are_nothing() -> None:
-    def evict(loaded: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
-        cache = planted.right(loaded, input_ids, attention_mask)
-        for layer in cache.layers:
-            layer.keys, layer.values = (
-                torch.nn.functional.pad(one, (0, 0, 0, 2)) for one in (layer.keys, layer.values)
-            )
-        return cache
-
-    result = audited("llama", evict, allow=["unknown"], situations=["single"])
+    result = audited("llama", planted.unfilled, allow=["unknown"], situations=["single"])
     assert (result.verdict, result.exit_code, result.faults[0].kind) == ("differs", 1, "zeros"), result.conclusion()
 
 
