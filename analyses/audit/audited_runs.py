@@ -10,7 +10,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.analyses.audit.cache_entries import CHANGES, FLOORS, ROUNDING, UNMEASURED, Alteration, CacheEntries
+from perturbkv.analyses.audit.cache_entries import (
+    CHANGES,
+    FLOORS,
+    MOST_ROUNDED,
+    ROUNDING,
+    UNMEASURED,
+    Alteration,
+    CacheEntries,
+)
 from perturbkv.analyses.columns import Record, column, derived, record
 from perturbkv.analyses.measurements import Floats
 from perturbkv.configs.audit_settings import ORIGINAL, SITUATIONS, UNKNOWN
@@ -43,8 +51,6 @@ UNMATCHED = ("foreign", "changed")
 """Kinds of differences that say only that entries are not known."""
 _OF_DECODING = ("positions", "mask", "decoding")
 """Kinds of differences that are found by decoding, and not by looking at entries."""
-NEAR = 0.5
-"""Error of a new token's key or value, over a head's root mean square norm, below which it is the token's own."""
 
 
 def floors_text(floors: float, _: Any = None) -> str:
@@ -278,7 +284,7 @@ class AuditedRun(Record):
             return False
         floors = np.stack([self.entries.key_floor, self.entries.value_floor])
         errors = [step.new_error for step in self.own_steps]
-        right = all(step.behind == 0 for step in self.own_steps) and bool((np.array(errors) < NEAR).all())
+        right = all(step.behind == 0 for step in self.own_steps) and bool((np.array(errors) < MOST_ROUNDED).all())
         return right and any(bool((error > FLOORS * floors).any()) for error in errors)
 
     @property
@@ -317,7 +323,7 @@ class AuditedRun(Record):
                 kind, what = self._cause(step.behind)
                 yield self._fault(kind, what, 0, step=step.step)
                 return
-            if len(strange := np.argwhere(~(step.new_error < NEAR))):
+            if len(strange := np.argwhere(~(step.new_error < MOST_ROUNDED))):
                 of, layer = map(int, strange[strange[:, 1].argmin()])
                 what = f"{('keys', 'values')[of]} of new tokens are not the tokens' own"
                 yield self._fault("decoding", what, layer, step=step.step)

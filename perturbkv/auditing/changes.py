@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from perturbkv.analyses.audit.cache_entries import FLOORS
+from perturbkv.analyses.audit.cache_entries import FLOORS, MOST_ROUNDED
 from perturbkv.cache.external_cache import STRANGE_DISTANCE, recover_positions
 
 _MOST_TESTED = 32
@@ -33,6 +33,8 @@ _OUTLYING = 8
 """Ratio of an entry's error to the median one above which it is another change than rounding."""
 _ALONG = 0.7
 """Share of a distance that a constant factor makes, above which it explains it; the best levels of 1 bit make 0.6."""
+_NEARLY_EQUAL = 1.5
+"""Ratio of an entry's distance from its original to that from another up to which these two are one to rounding."""
 _EQUAL = 1e-3
 """Relative difference of distances below which they are equal, as those from equal entries are."""
 _ROTATED_NEARER = 0.6
@@ -250,9 +252,9 @@ def are_rounded(
 ) -> bool:
     """Return whether the keys (`kind` 0) or values (1) of entries are what rounding alone leaves, whichever it is.
 
-    An entry, key and value together, is nearer to its own original than to any other; its key or value is nearer to the
-    original's than half of its norm; and of those that differ by more than the noise `floor` none stands out, as a
-    single change is no rounding.
+    Nearly every entry, key and value together, is nearer to its own original than to any other, and the rest nearly
+    are; its key or value is off by at most `MOST_ROUNDED`; and of those that differ by more than the noise `floor` none
+    stands out, as a single change is no rounding.
 
     Args:
         entries: keys and values (entry, width).
@@ -264,7 +266,7 @@ def are_rounded(
     units = [_root_mean_square(known) for known in head]
     errors = torch.linalg.vector_norm(entries[kind].float() - head[kind][positions].float(), dim=-1) / units[kind]
     changed = errors[errors > FLOORS * floor]
-    if len(changed) < 2 or float(changed.amax()) > min(STRANGE_DISTANCE, _OUTLYING * float(changed.median())):
+    if len(changed) < 2 or float(changed.amax()) > min(MOST_ROUNDED, _OUTLYING * float(changed.median())):
         return False
     chosen = torch.linspace(0, len(positions) - 1, min(len(positions), _MOST_COMPARED)).round().long().to(errors.device)
     together = torch.hypot(
@@ -273,8 +275,9 @@ def are_rounded(
             for own, known, unit in zip(entries, head, units, strict=True)
         )
     )
-    own = together.gather(1, positions[chosen].unsqueeze(-1))
-    return bool((own <= together.amin(dim=-1, keepdim=True) * (1 + _EQUAL) + _EQUAL).all())
+    own, best = together.gather(1, positions[chosen].unsqueeze(-1)).squeeze(-1), together.amin(dim=-1)
+    nearest = own <= best * (1 + _EQUAL) + _EQUAL
+    return bool((own <= _NEARLY_EQUAL * best + _EQUAL).all()) and float(nearest.float().mean()) > _NEARLY_ALL
 
 
 def are_of_others(

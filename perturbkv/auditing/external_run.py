@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from perturbkv.analyses.audit.audited_runs import AuditedRun, DecodingStep
-from perturbkv.analyses.audit.cache_entries import FLOORS, Alteration, CacheEntries
+from perturbkv.analyses.audit.cache_entries import FLOORS, MOST_ROUNDED, Alteration, CacheEntries
 from perturbkv.auditing.changes import are_among, excess_rotations
 from perturbkv.auditing.evictions import Eviction, FailedError, RefusedError, eviction_code
 from perturbkv.auditing.forward_passes import (
@@ -62,7 +62,7 @@ from perturbkv.auditing.unmeasured import (
     read_contents,
     window_distances,
 )
-from perturbkv.cache.external_cache import STRANGE_DISTANCE, Layers, layer_tensors, pair_layers, recover_positions
+from perturbkv.cache.external_cache import Layers, layer_tensors, pair_layers, recover_positions
 from perturbkv.configs.audit_settings import IN_CACHE, ORIGINAL, AuditSettings
 from perturbkv.configs.plugins import external_code
 from perturbkv.errors import UnreadableCacheError
@@ -280,7 +280,7 @@ class ExternalRun:
             )
             if shifts is not None and bool((shifts == shifts[0]).all()):
                 return -float(shifts[0])
-        if rounds and float(distance.amax()) <= STRANGE_DISTANCE:
+        if rounds and float(distance.median()) <= MOST_ROUNDED:
             return 0.0
         before = self.adapter.facts.layers[: self.adapter.layer_indices[0]]
         return 0.0 if any(layer.state for layer in before) else float("nan")
@@ -390,10 +390,10 @@ class ExternalRun:
         self.tracker = replace(self.tracker, full=read)
 
     def _are_near(self, layers: Layers, known: Layers, floors: int = 0) -> bool:
-        """Return whether all entries but padding's are near others: within noise floors, or no strangers to them."""
+        """Return whether all entries but padding's are near others: within noise floors, or by rounding."""
         for layer, (own, full) in enumerate(zip(layers, known, strict=True)):
             for kind in range(2):
-                limit = floors * float(self.prompts.floors[kind, layer]) or STRANGE_DISTANCE
+                limit = floors * float(self.prompts.floors[kind, layer]) or MOST_ROUNDED
                 for row, first in enumerate(self.situation.padding):
                     one, other = own[kind][row, :, first:], full[kind][row, :, first:]
                     if not float(entry_distances(one, other, other).amax()) <= limit:
@@ -556,8 +556,12 @@ def _joined(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def _may_round(entries: CacheEntries | None) -> bool:
-    """Return whether keys of new tokens may be rounded: none of the prompt's is changed otherwise."""
-    return entries is not None and not any(change.kind == "changed" for change in entries.altered)
+    """Return whether keys of new tokens may be rounded: of the prompt's no head's keys alone are changed otherwise."""
+    if entries is None:
+        return False
+    values = {(change.layer, change.head) for change in entries.altered if change.what.startswith("values")}
+    changed = [change for change in entries.altered if change.kind == "changed"]
+    return all((change.layer, change.head) in values for change in changed)
 
 
 def _new_entry_errors(record: ForwardPass, reference: ForwardPass, row: int, full: Layers) -> np.ndarray:

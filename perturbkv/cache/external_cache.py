@@ -137,7 +137,7 @@ NOWHERE = -1
 """The position of an entry without a position in the prompt."""
 STRANGE_DISTANCE = 0.5
 """Relative distance of both key and value from the nearest entry's above which an entry has no position."""
-_LARGER_DISTANCE_WEIGHT = 0.01
+_LARGER_DISTANCE_WEIGHT = 0.25
 """Weight of the larger of the distances of key and value in the search for the nearest entry."""
 _BY_VALUE = 0.1
 """What an entry is farther by whose value is near and whose key is not: with another's value it is its key's."""
@@ -352,9 +352,7 @@ class _Nearest:
             again = self._equals_taken(waiting, index[waiting]) & (next_cost > cost[waiting] + _TIE_TOLERANCE)
             waiting, next_cost = waiting[~again], next_cost[~again]
             cost[waiting], index[waiting] = next_cost, next_index[~again]
-            waiting = waiting[
-                next_cost <= STRANGE_DISTANCE + _BY_VALUE
-            ]  # the others are like none, whichever is nearest
+            waiting = waiting[next_cost <= 2 * STRANGE_DISTANCE]  # the others are like none, whichever is nearest
             if not len(waiting):
                 return index
 
