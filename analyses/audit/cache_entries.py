@@ -13,7 +13,7 @@ from perturbkv.analyses.measurements import Floats
 Integers = NDArray[np.int64]
 FLOORS = 6
 """Number of noise floors above which a distance is a difference; chosen in docs/results/audit.md (METHOD: Audit)."""
-MOST_ROUNDED = 0.75
+MOST_ROUNDED = 0.5
 """Error of a key or value, over the root mean square norm of the head's, above which it is not its own, rounded."""
 CHANGES: Mapping[str, str] = {
     "row": "entries of another prompt of the batch",
