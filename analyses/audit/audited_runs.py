@@ -262,12 +262,12 @@ class AuditedRun(Record):
 
     @property
     def is_unknown(self) -> bool:
-        """Whether entries match none of the prompt's, and nothing else differs."""
+        """True where entries match none of the prompt's, and nothing else differs."""
         return bool(self._unmatched) and not self.damage and not self.failed and not self._wrong_differences()
 
     @property
     def is_rounded(self) -> bool:
-        """Whether entries of the prompt or of new tokens are rounded, whatever else differs."""
+        """True where entries of the prompt or of new tokens are rounded, whatever else differs."""
         altered = self.entries is not None and any(change.kind in ROUNDING for change in self.entries.altered)
         return altered or self.rounds_new_tokens or self.reads_rounded
 
@@ -279,7 +279,7 @@ class AuditedRun(Record):
 
     @property
     def rounds_new_tokens(self) -> bool:
-        """Whether entries of new tokens are off by more than noise, at the right positions, near their originals."""
+        """True where entries of new tokens are off by more than noise, at the right positions, near their originals."""
         if self.entries is None or not self.own_steps:
             return False
         floors = np.stack([self.entries.key_floor, self.entries.value_floor])

@@ -39,6 +39,7 @@ from perturbkv.auditing.evictions import callable_eviction
 from perturbkv.auditing.external_run import run_eviction
 from perturbkv.auditing.forward_passes import make_situation, token_count
 from perturbkv.auditing.model_state import ModelState
+from perturbkv.configs.audit_settings import SITUATIONS
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.forward import run_with_cache
 from tests.audit import planted

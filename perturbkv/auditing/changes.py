@@ -97,38 +97,34 @@ def describe_rotation(
     positions: Int[Tensor, " entry"],
     frequencies: Float[Tensor, " frequency"],
     most: int,
+    *,
+    rounded: bool = False,
 ) -> str:
     """Return a description of the rotation between the keys and the full cache's; empty if none explains it.
 
     `keys` are those of a head in the order of its cache, `full` those of the full cache at `positions`; `most` is the
-    largest number of positions that is tried.
+    largest number of positions that is tried. With `rounded` keys may be rounded, too.
     """
-    chosen = torch.linspace(0, len(keys) - 1, min(len(keys), _MOST_TESTED), device=keys.device).round().long()
-    shifts = excess_rotations(keys[chosen], full[chosen], frequencies, most)
-    if shifts is None:
+    chosen = _spread(len(keys), _MOST_TESTED, keys.device)
+    shifts = excess_rotations(keys[chosen], full[chosen], frequencies, most, rounded=rounded)
+    if shifts is None and not rounded:
         shifts = excess_rotations(_deinterleave(keys[chosen]), _deinterleave(full[chosen]), frequencies, most)
         return "rotated with neighbouring components as pairs" if shifts is not None and bool(shifts.any()) else ""
-    if not bool(shifts.any()):
+    if shifts is None or not bool(shifts.any()):
         return ""
-    return _rotation_words(shifts, positions[chosen], chosen)
-
-
-def describe_rounded_rotation(
-    keys: Float[Tensor, "entry d_key"],
-    full: Float[Tensor, "entry d_key"],
-    positions: Int[Tensor, " entry"],
-    frequencies: Float[Tensor, " frequency"],
-    most: int,
-) -> str:
-    """Return a description as `describe_rotation` does, of keys that are rounded, too; empty if none explains them."""
-    chosen = torch.linspace(0, len(keys) - 1, min(len(keys), _MOST_TESTED), device=keys.device).round().long()
-    shifts = excess_rotations(keys[chosen], full[chosen], frequencies, most, rounded=True)
-    if shifts is None or float((shifts != 0).float().mean()) < _MOST_KEYS:
+    if not rounded:
+        return _rotation_words(shifts, positions[chosen], chosen)
+    if float((shifts != 0).float().mean()) < _MOST_KEYS:
         return ""
     common = shifts.mode().values
     if float((shifts == common).float().mean()) >= _MOST_KEYS:
         shifts = common.expand_as(shifts)
     return f"{_rotation_words(shifts, positions[chosen], chosen)}, and rounded"
+
+
+def _spread(count: int, most: int, device: torch.device) -> Int[Tensor, " chosen"]:
+    """Return the indices of at most so many of `count` entries, spread evenly from the first to the last."""
+    return torch.linspace(0, count - 1, min(count, most), device=device).round().long()
 
 
 def _rotation_words(shifts: Tensor, before: Tensor, chosen: Tensor) -> str:
@@ -268,7 +264,7 @@ def are_rounded(
     changed = errors[errors > FLOORS * floor]
     if len(changed) < 2 or float(changed.amax()) > min(MOST_ROUNDED, _OUTLYING * float(changed.median())):
         return False
-    chosen = torch.linspace(0, len(positions) - 1, min(len(positions), _MOST_COMPARED)).round().long().to(errors.device)
+    chosen = _spread(len(positions), _MOST_COMPARED, errors.device)
     together = torch.hypot(
         *(
             torch.cdist(own[chosen].float(), known.float()) / unit
@@ -284,7 +280,7 @@ def are_of_others(
     values: Float[Tensor, "entry width"], head: Float[Tensor, "position width"], positions: Int[Tensor, " entry"]
 ) -> bool:
     """Return whether most values that may be rounded are near others of a head than those at `positions`."""
-    chosen = torch.linspace(0, len(positions) - 1, min(len(positions), _MOST_COMPARED)).round().long().to(values.device)
+    chosen = _spread(len(positions), _MOST_COMPARED, values.device)
     distances = torch.cdist(values[chosen].float(), head.float()) / _root_mean_square(head)
     own, best = distances.gather(1, positions[chosen].unsqueeze(-1)).squeeze(-1), distances.amin(dim=-1)
     others = (own > STRANGE_DISTANCE) & (best <= STRANGE_DISTANCE) & (best <= _FROM_ELSEWHERE * own)
@@ -341,7 +337,7 @@ def are_rounded_from(
 ) -> bool:
     """Return whether nearly all entries are near one of `known`, and much farther from all of their `own`."""
     unit = _root_mean_square(known)
-    chosen = torch.linspace(0, len(entries) - 1, min(len(entries), _MOST_COMPARED)).round().long().to(entries.device)
+    chosen = _spread(len(entries), _MOST_COMPARED, entries.device)
     near, far = (torch.cdist(entries[chosen].float(), head.float()).amin(dim=-1) / unit for head in (known, own))
     return bool(((near <= STRANGE_DISTANCE) & (near <= _FROM_ELSEWHERE * far)).float().mean() > _NEARLY_ALL)
 

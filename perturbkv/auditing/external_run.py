@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from transformers import Cache
 
 from perturbkv.analyses.audit.audited_runs import AuditedRun, DecodingStep
 from perturbkv.analyses.audit.cache_entries import FLOORS, MOST_ROUNDED, Alteration, CacheEntries
-from perturbkv.auditing.changes import are_among, excess_rotations
+from perturbkv.auditing.changes import excess_rotations
 from perturbkv.auditing.evictions import Eviction, FailedError, RefusedError, eviction_code
 from perturbkv.auditing.forward_passes import (
     Attend,
@@ -27,7 +26,6 @@ from perturbkv.auditing.forward_passes import (
     hides_entries,
     record_pass,
     record_reading,
-    sees_otherwise,
 )
 from perturbkv.auditing.kept_entries import EntryComparison, EntryTracker, first_of_groups, repeat_heads
 from perturbkv.auditing.model_state import ModelState, describe_damage
@@ -41,6 +39,7 @@ from perturbkv.auditing.positions import (
     match_at_zero,
     move_to_cache_positions,
 )
+from perturbkv.auditing.prompt_reading import PromptReading, reading_of
 from perturbkv.auditing.reference import (
     Distances,
     PromptEntries,
@@ -51,7 +50,6 @@ from perturbkv.auditing.reference import (
     noise_floors,
     pass_distances,
     prompt_entries,
-    read_given,
     read_prompts,
 )
 from perturbkv.auditing.unmeasured import (
@@ -123,9 +121,7 @@ class ExternalRun:
         original: `prompts` at the prompt's own positions, where keys of `prompts` are moved to places in the cache.
         failed, failed_layer, refused, damage: as in `AuditedRun`; a damaged model has no reference.
         unmeasured: per row, what the eviction changed in layers that are not measured.
-        misread: how the prompts were read as no plain model reads them; None where they were not.
-        reads_rounded: whether the prompt's own attention got rounded entries.
-        parts: numbers of parts in which they were read, later ones through what was left of earlier ones; else 1.
+        reading: how the eviction read the prompts.
     """
 
     adapter: Adapter
@@ -143,9 +139,7 @@ class ExternalRun:
     refused: str = ""
     damage: str = ""
     unmeasured: list[tuple[Alteration, ...]] = field(default_factory=list)
-    misread: Alteration | None = None
-    reads_rounded: bool = False
-    parts: int = 1
+    reading: PromptReading | None = None
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -162,8 +156,10 @@ class ExternalRun:
         with external_code("looking at its cache raises", FailedError):  # its methods are not ours
             layers = self._attended_layers(cache)
             self._count_padding_as_the_eviction(cache, layers)
-            self._read_as_the_eviction(calls)
+            self.reading = reading_of(self.adapter, self.situation, self.prompts, calls, self.before)
             calls.clear()
+            self.prompts = self.reading.prompts
+            self.tracker = replace(self.tracker, full=self.prompts.full)
             self._expect_keys_in_cache(layers)
             self._check_layers(cache)
             least = torch.finfo(self.adapter.dtype).eps
@@ -206,8 +202,8 @@ class ExternalRun:
                 own_steps=self._compare_steps(row, own, noise, rounds=_may_round(compared[row])) if noise else (),
                 allowed=self.settings.allow, failed_layer=self.failed_layer, damage=self.damage,
                 sees_later=any(map(attends_to_later, self.passes)), hides=any(map(hides_entries, self.passes)),
-                misread=self.misread, parts=self.parts, reads_rounded=self.reads_rounded,
-                worse=self.tracker.worse.get(row),
+                misread=self.reading.misread if self.reading else None, parts=self.reading.parts if self.reading else 1,
+                reads_rounded=bool(self.reading and self.reading.rounded), worse=self.tracker.worse.get(row),
                 unmeasured=self.unmeasured[row] if self.unmeasured else (), numbers=self.numbers,
             )
             for row, padding in enumerate(self.situation.padding)
@@ -345,72 +341,6 @@ class ExternalRun:
             self.situation, self.prompts = counted, prompt_entries(self.adapter, counted, read)
             self.tracker = replace(self.tracker, situation=counted, full=self.prompts.full)
 
-    def _read_as_the_eviction(self, calls: list[ForwardPass]) -> None:
-        """Expect the entries that the plain model makes of what was stored, where the prompts were not read plainly.
-
-        So it is where entries were rounded as they were written, or went between two parts of a prompt. What no plain
-        model does is recorded. Nothing else is expected where the calls did not read each token once, in order, or
-        where the attention got anything but the tokens' own entries, rounded or not, and those of earlier parts.
-        """
-        full, padding = self.prompts.full, self.situation.padding
-        new = [call.query[0].shape[2] for call in calls if set(call.key) == set(range(len(full)))]
-        shapes = {keys.shape[:2] for call in calls for keys in call.key.values()}
-        if len(new) < len(calls) or sum(new) != self.situation.entries or shapes != {full[0][0].shape[:2]}:
-            return
-        first, is_cut = 0, False
-        for call, count in zip(calls, new, strict=True):
-            layer, entries = min(call.entries.items(), key=lambda item: item[1])
-            what = sees_otherwise(call, first, padding)
-            if entries < count:
-                what = f"the prompt is read through its own eviction: {entries} of {first + count} entries"
-            if what:
-                self.misread = Alteration(layer, -1, "reading", what, -1)
-                return
-            if max(call.entries.values()) > first + count:
-                return
-            is_cut |= entries < first + count
-            first += count
-        stored = [_joined([call.new_entries(layer) for call in calls]) for layer in range(len(full))]
-        if (not is_cut and self._are_near(stored, full, FLOORS)) or (len(calls) > 1 and any(padding)):
-            return
-        starts = accumulate(new[:-1], initial=0)
-        if not all(self._holds_earlier(call, start, stored) for call, start in zip(calls, starts, strict=True)):
-            return
-        present = ModelState.capture(self.adapter.model)
-        self.before.restore()
-        (read, rest), (other, other_rest) = (
-            read_given(self.adapter, self.situation, calls, kernel) for kernel in (None, "eager")
-        )
-        present.restore()
-        if not self._are_near(stored, read):
-            return
-        self.reads_rounded = not self._are_near(stored, read, FLOORS)
-        self.parts = len(calls) if is_cut else 1
-        self.prompts = replace(self.prompts, full=read, others=(other,) * 2, rests=(rest, *(other_rest,) * 2))
-        self.tracker = replace(self.tracker, full=read)
-
-    def _are_near(self, layers: Layers, known: Layers, floors: int = 0) -> bool:
-        """Return whether all entries but padding's are near others: within noise floors, or by rounding."""
-        for layer, (own, full) in enumerate(zip(layers, known, strict=True)):
-            for kind in range(2):
-                limit = floors * float(self.prompts.floors[kind, layer]) or MOST_ROUNDED
-                for row, first in enumerate(self.situation.padding):
-                    one, other = own[kind][row, :, first:], full[kind][row, :, first:]
-                    if not float(entry_distances(one, other, other).amax()) <= limit:
-                        return False
-        return True
-
-    def _holds_earlier(self, call: ForwardPass, first: int, stored: Layers) -> bool:
-        """Return whether all entries before a part's own are, to the bit, what the parts before it got of theirs."""
-        return all(
-            are_among(head, known[row, place, :first])
-            for layer in range(len(stored))
-            for before, known in zip(call.previous_entries(layer), stored[layer], strict=True)
-            for row, heads in enumerate(before)
-            for place, head in enumerate(heads)
-            if len(head)
-        )
-
     def _expect_keys_in_cache(self, layers: Layers) -> None:
         """Expect keys at 0, 1, … and new tokens after them where the user says so, or the first layer shows it."""
         full, situation = self.prompts.full, self.situation
@@ -509,7 +439,7 @@ class ExternalRun:
             new = len(self.situation.chunks[chunk])
             before = [(keys[:, :, :-new], values[:, :, :-new]) for keys, values in given]
             cache = fill_cache(self.adapter, (before, rest))
-            attend = partial(_attend_to_given, masked_attention(self.adapter, attended), given)
+            attend = partial(_attend_with, masked_attention(self.adapter, attended), given)
             passes.append(decode_chunk(self.adapter, cache, self.situation, chunk, attend))
             passes[-1].forget_entries()
             _, rest = read_contents(self.adapter, cache)
@@ -542,17 +472,12 @@ class ExternalRun:
         return output.logits  # type: ignore[no-any-return]
 
 
-def _attend_to_given(
+def _attend_with(
     attend: Attend, given: Layers, layer: int, stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any
 ) -> Any:
     """Call the attention with other keys and values."""
     query, _, _, *others = args
     return attend(layer, stock, module, (query, *given[layer], *others), kwargs)
-
-
-def _joined(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return keys and values of a layer's parts behind each other."""
-    return torch.cat([keys for keys, _ in parts], dim=2), torch.cat([values for _, values in parts], dim=2)
 
 
 def _may_round(entries: CacheEntries | None) -> bool:

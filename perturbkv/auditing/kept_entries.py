@@ -26,7 +26,6 @@ from perturbkv.auditing.changes import (
     describe_head,
     describe_quantisation,
     describe_rotation,
-    describe_rounded_rotation,
     describe_rounded_scale,
     describe_rounding,
     describe_scale,
@@ -455,10 +454,8 @@ class EntryComparison:
             yield "rotation", describe_wrong_rotation(entries, before, places, index, frequencies, NEAR)
         yield "scale", describe_scale(entries, own, floor)
         if kind == _KEYS:
-            yield (
-                "rotation",
-                describe_rounded_rotation(entries, own, places, frequencies, 2 * tracker.situation.entries),
-            )
+            most = 2 * tracker.situation.entries
+            yield "rotation", describe_rotation(entries, own, places, frequencies, most, rounded=True)
         yield "scale", describe_rounded_scale(entries, own)
         both = [cached[self.row, head][matched] for cached in tracker.first_entries[layer]]
         known = [self._full_entries(of_kind, layer, head) for of_kind in tracker.full[layer]]

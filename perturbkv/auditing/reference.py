@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import Cache
@@ -94,7 +92,7 @@ def read_prompts(
     """
     cache, positions, first = full_cache(adapter), situation.prompt_positions(), 0
     mask = None if bool(situation.attention_mask.all()) else situation.attention_mask
-    with _attention(adapter, kernel or adapter.config._attn_implementation):
+    with attention(adapter, kernel or adapter.config._attn_implementation):
         for part in parts or (situation.entries,):
             columns = slice(first, first + part)
             padding = {} if mask is None else {
@@ -106,7 +104,7 @@ def read_prompts(
 
 
 @contextmanager
-def _attention(adapter: Adapter, kernel: str) -> Iterator[None]:
+def attention(adapter: Adapter, kernel: str) -> Iterator[None]:
     """Use the attention of transformers called `kernel` inside the block."""
     before = adapter.config._attn_implementation
     adapter.config._attn_implementation = kernel
@@ -284,57 +282,16 @@ def masked_attention(
         previous = sets.unsqueeze(2).expand(-1, -1, new, -1)
         mask = torch.cat([previous, causal.expand(*previous.shape[:2], -1, -1)], dim=-1)
         key, value, shown = (key, value, mask) if arrange is None else arrange(key, value, mask)
-        return stock(module, query, key, value, _as_given(adapter, shown, query.dtype), *others, **kwargs)
+        return stock(module, query, key, value, as_given(adapter, shown, query.dtype), *others, **kwargs)
 
     return attend
 
 
-def _as_given(adapter: Adapter, shown: Bool[Tensor, ...] | None, dtype: torch.dtype) -> Tensor | None:
+def as_given(adapter: Adapter, shown: Bool[Tensor, ...] | None, dtype: torch.dtype) -> Tensor | None:
     """Return a mask, True for visible entries, in the form in which the model's attention takes it."""
     if shown is None or adapter.config._attn_implementation != "eager":
         return shown
     return torch.zeros_like(shown, dtype=dtype).masked_fill(~shown, torch.finfo(dtype).min)
-
-
-def read_given(
-    adapter: Adapter, situation: Situation, calls: Sequence[ForwardPass], kernel: str | None = None
-) -> Reading:
-    """Return what the plain model's cache holds after it has read the prompts as `calls` read them.
-
-    It reads as many tokens at once, its attention gets the keys and values that theirs got, and every token sees all of
-    them but padding and later tokens. So an entry is what the plain model makes of what was stored before it.
-    """
-    cache, positions, first = full_cache(adapter), situation.prompt_positions(), 0
-    with _attention(adapter, kernel or adapter.config._attn_implementation):
-        for call in calls:
-            new = call.query[0].shape[2]
-            columns = slice(first, first + new)
-            padding = situation.attention_mask[:, columns] == 0
-            causal = torch.ones(new, new, dtype=torch.bool, device=padding.device).tril()
-            among_new = causal & (~padding.unsqueeze(1) | padding.unsqueeze(2))  # padding sees padding, or is NaN
-
-            attend = partial(_attend_to_given, adapter, call, among_new)
-            with record_pass(adapter, ForwardPass(), attend):
-                hides = (
-                    {} if not bool(padding.any()) else {"attention_mask": situation.attention_mask[:, : first + new]}
-                )
-                run_with_cache(
-                    adapter.model, situation.ids[:, columns], cache, logits_to_keep=1,
-                    position_ids=positions[:, columns], **hides,
-                )  # fmt: skip
-            first += new
-    return read_contents(adapter, cache)
-
-
-def _attend_to_given(
-    adapter: Adapter, call: ForwardPass, among_new: Bool[Tensor, "row new new"], layer: int,
-    stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any,
-) -> Any:  # fmt: skip
-    """Call the attention with the keys and values of another call, all visible but those that `among_new` hides."""
-    query, _, _, _, *others = args
-    key, value = call.key[layer], call.value[layer]
-    shown = F.pad(among_new, (key.shape[2] - among_new.shape[1], 0), value=True).unsqueeze(1)
-    return stock(module, query, key, value, _as_given(adapter, shown, query.dtype), *others, **kwargs)
 
 
 def _reverse(key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:

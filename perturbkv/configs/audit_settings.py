@@ -81,7 +81,7 @@ class AuditSettings:
             raise UnknownNameError(self.positions, "convention of positions", POSITIONS)
         for name in self.allow:
             if name not in ALLOWED:
-                raise UnknownNameError(name, "thing that can be allowed", ALLOWED)
+                raise UnknownNameError(name, "verdict to allow", ALLOWED)
 
 
 def is_dump(path: Path) -> bool:

@@ -213,7 +213,7 @@ def test_a_fault_behind_rounding_is_found() -> None:
 
 
 def test_only_what_can_be_allowed_is() -> None:
-    with pytest.raises(pk.PerturbkvError, match="unknown thing that can be allowed 'scale'"):
+    with pytest.raises(pk.PerturbkvError, match="unknown verdict to allow 'scale'"):
         audited("llama", planted.right, allow=["scale"])
 
 

@@ -89,7 +89,7 @@ def test_allowed_changes_are_named_kinds(perturbkv: Run, asked: list[object]) ->
     assert (allowed.code, allowed.out.startswith("lossy: ")) == (0, True)
     refused(
         perturbkv("audit", f"{FILE}:rounded", *few, "--allow", "moved", "-o", "three"),
-        "unknown thing that can be allowed",
+        "unknown verdict to allow",
         "lossy",
     )
 
