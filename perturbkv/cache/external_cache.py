@@ -139,6 +139,8 @@ STRANGE_DISTANCE = 0.5
 """Relative distance of both key and value from the nearest entry's above which an entry has no position."""
 _LARGER_DISTANCE_WEIGHT = 0.25
 """Weight of the larger of the distances of key and value in the search for the nearest entry."""
+_BESIDE_EQUAL_WEIGHT = 0.01
+"""The same weight where the other distance is 0: a key or a value to the bit tells the entry by itself."""
 _BY_VALUE = 0.1
 """What an entry is farther by whose value is near and whose key is not: with another's value it is its key's."""
 _TIE_TOLERANCE = 1e-3
@@ -361,13 +363,16 @@ class _Nearest:
 
         Of those that are equally near the hinted one is chosen, else a free one, in the prompt's order.
         """
-        size = max(1, _CHUNK_BYTES // (16 * len(among)))  # four float32 matrices: two distances, cost, a temporary
+        size = max(1, _CHUNK_BYTES // (24 * len(among)))  # six float32 matrices
         costs, indices, free = [], [], self.free.clone()
         for chosen in torch.split(entries, size):
             distances = [
                 torch.cdist(own[chosen], full) for own, full in zip(self.scaled, self.full_scaled, strict=True)
             ]
-            cost = torch.fmin(*distances) + _LARGER_DISTANCE_WEIGHT * torch.fmax(*distances)  # leave out NaN
+            smaller, larger = torch.fmin(*distances), torch.fmax(*distances)  # leave out NaN
+            cost = smaller + larger * torch.where(
+                smaller <= _TIE_TOLERANCE, _BESIDE_EQUAL_WEIGHT, _LARGER_DISTANCE_WEIGHT
+            )
             cost += _BY_VALUE * (distances[0] > distances[1] + STRANGE_DISTANCE / 2)
             cost = cost.nan_to_num(nan=_FARTHEST, posinf=_FARTHEST).masked_fill(~among, torch.inf)
             best = cost.amin(dim=-1, keepdim=True)
