@@ -15,7 +15,14 @@ def evict(model, input_ids, attention_mask, keep=128):
         rows = [_kept(n, int(n - length), keep) for length in attention_mask.sum(-1)]
         layer.keys = torch.stack([keys[:, row] for keys, row in zip(layer.keys, rows, strict=True)])
         layer.values = torch.stack([values[:, row] for values, row in zip(layer.values, rows, strict=True)])
+    cache.tokens = attention_mask.sum(-1, keepdim=True)
     return cache
+
+
+def decode(model, cache, token, step):
+    """Return the logits of new tokens that stand behind the whole prompt: the cache's length is what is left of it."""
+    positions = cache.tokens + step + torch.arange(token.shape[1], device=token.device)
+    return model(input_ids=token, position_ids=positions, past_key_values=cache).logits
 
 
 def evict_wrongly(model, input_ids, attention_mask, keep=128):

@@ -17,7 +17,7 @@ from perturbkv.analyses.columns import Line, Record, column, derived, record, ta
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.measurements import Floats
 from perturbkv.analyses.result import Result
-from perturbkv.configs.audit_settings import IDLE, IN_CACHE, LOSSY, SITUATIONS, UNKNOWN
+from perturbkv.configs.audit_settings import IDLE, IN_CACHE, LOSSY, PLAIN_USE, SITUATIONS, UNKNOWN
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Part, plural
 from perturbkv.escaping import escape_line
@@ -28,7 +28,7 @@ UNREADABLE, UNCOMPARED = "unreadable", "not compared"
 """Verdicts of an audit, beside `LOSSY` and `UNKNOWN`."""
 EXIT_CODES = {EXACT: 0, LOSSY: 1, UNKNOWN: 1, DIFFERS: 1, DID_NOTHING: 1, UNREADABLE: 2, UNCOMPARED: 2}
 _ALLOWS = {LOSSY: LOSSY, UNKNOWN: UNKNOWN, IDLE: DID_NOTHING}
-"""What a user allows -> the verdict that then makes no exit code 1."""
+"""What a user allows -> the verdict that then makes no exit code 1; what plain use does is a part of `DIFFERS`."""
 _KEPT = ("tokens", "cache_share", "per_set", "leading_entries", "trailing_entries", "oddities")
 _STEPS = ("step", "tokens", "worst_head", "worst_hidden", "logits", "same_token")
 _MOST_WORDS = 2
@@ -45,6 +45,11 @@ class PlainUse(Record):
     fed: int = column("tokens that `generate` feeds when it gets all ids and the first new one: 1 is right")
     continued: str = column("what `generate` with the last id alone raises; empty where it goes on")
     failed: str = column("what `generate` with all ids raises; empty where it goes on")
+
+    @property
+    def misplaces(self) -> bool:
+        """True where the next token stands at a wrong position, and nothing is raised."""
+        return self.position not in (None, self.expected)
 
     def summary(self) -> str:
         """Return the outcomes of a forward pass and two calls of `generate` as text, one per line."""
@@ -129,6 +134,7 @@ class Audit(Result):
         "plain use of the cache with transformers, where no positions are given", default=None
     )
     losses: tuple[AuditLoss, ...] = column("the loss of the kept sets, then of controls that hold as much", default=())
+    expected: str = column("kept sets that were meant: a file's or a policy's; empty where none were named", default="")
     lossless: str = column("reason why no loss was measured", default="")
     protected_first: int = column("first entries that every kept set holds", default=0)
     protected_recent: int = column("most recent entries that every kept set holds", default=0)
@@ -161,7 +167,7 @@ class Audit(Result):
         """
         if self.obstacle:
             return UNREADABLE
-        if any(run.fault and not run.is_unknown for run in self.runs):
+        if any(run.fault and not run.is_unknown for run in self.runs) or self.misplaces_new_tokens:
             return DIFFERS
         if any(run.is_unknown for run in self.runs):
             return UNKNOWN
@@ -176,12 +182,18 @@ class Audit(Result):
         """Exit code of the process: 0 exact, or allowed; 1 lossy, unknown, differs, did nothing; 2 unreadable, not
         compared.
         """
-        allowed = {_ALLOWS[name] for run in self.runs for name in run.allowed}
+        allowed = {_ALLOWS[name] for run in self.runs for name in run.allowed if name in _ALLOWS}
         holds = {
             LOSSY: any(run.is_rounded for run in self.runs), UNKNOWN: any(run.is_unknown for run in self.runs),
             DID_NOTHING: bool(self.idle_prompts), self.verdict: True,
         }  # fmt: skip
         return max((EXIT_CODES[one] for one, held in holds.items() if held and one not in allowed), default=0)
+
+    @property
+    def misplaces_new_tokens(self) -> bool:
+        """True where transformers puts new tokens at wrong positions, unless that is allowed."""
+        allowed = any(PLAIN_USE in run.allowed for run in self.runs)
+        return self.plain_use is not None and self.plain_use.misplaces and not allowed
 
     @derived()
     def idle_prompts(self) -> list[str]:
@@ -335,16 +347,30 @@ class Audit(Result):
         return worst
 
     def _differs_clause(self) -> str:
-        """Return a clause on the most telling fault, the other situations with faults, and what could not be read."""
+        """Return a clause on the most telling fault, the other situations with faults, and what could not be read.
+
+        Without a fault plain use goes on at wrong positions.
+        """
+        if not self.faults:
+            right = self._decoding_clause("the reference")
+            return f"{self._plain_use_clause()}; with position_ids {right}"
         first = self.faults[0]
         others = [name for name in dict.fromkeys(fault.situation for fault in self.faults) if name != first.situation]
         also = f"; also in {' and '.join(others)}" if others else ""
+        also += f"; {self._plain_use_clause()}" if self.misplaces_new_tokens else ""
         then = f"; then unreadable: {self.unreadable}" if self.unreadable else ""
         return f"{_fault_clause(first)}{also}{then}"
 
+    def _plain_use_clause(self) -> str:
+        """Return a clause on where transformers puts the next token."""
+        assert self.plain_use is not None
+        places = f"{self.plain_use.position:,}, not {self.plain_use.expected:,}"
+        return f"by itself transformers puts the next token at {places} (give position_ids, or a decode)"
+
     def _exact_clause(self) -> str:
         """Return a clause that only evicted entries are lost, with the largest distance from the reference."""
-        return f"it loses what its kept sets imply: {self._decoding_clause('the masked reference')}"
+        meant = f", those of {self.expected}," if self.expected else ""
+        return f"it loses what its kept sets{meant} imply: {self._decoding_clause('the masked reference')}"
 
     def _lossy_clause(self) -> str:
         """Return a clause on how far entries are rounded, and that they are decoded rightly."""

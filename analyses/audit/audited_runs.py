@@ -39,6 +39,7 @@ KINDS: Mapping[str, str] = {
     **{kind: meaning for kind, meaning in CHANGES.items() if kind not in ("row", "changed")},
     "duplicate": "an entry is cached several times",
     "hidden": "a mask hides entries that the cache holds",
+    "unexpected": "a kept set is not the one that was meant",
     UNMEASURED: "the window or state of a layer that is not measured was changed",
     "positions": "new tokens stand at wrong positions",
     "mask": "the mask of a block does not fit",
@@ -171,6 +172,7 @@ class AuditedRun(Record):
         reads_rounded: whether the prompt's own attention got rounded entries.
         worse: a later pass and layer whose entries are much farther from the known ones than at first; None for none.
         unmeasured: changes to windows and states of layers that are not measured, by their numbers in the model.
+        unexpected: the first kept set that is not the one that was meant; None where all are, or nothing was.
         numbers: the measured layers' numbers in the model; empty where these are all.
     """
 
@@ -195,6 +197,7 @@ class AuditedRun(Record):
     reads_rounded: bool = False
     worse: tuple[int, int] | None = None
     unmeasured: tuple[Alteration, ...] = ()
+    unexpected: Alteration | None = None
     numbers: tuple[int, ...] = ()
 
     @derived(heading="#floors", json=False, text=floors_text)
@@ -308,6 +311,8 @@ class AuditedRun(Record):
         rest = [replace(self._fault(one.kind, one.what, step=0), layer=one.layer) for one in self.unmeasured]
         if self.misread:
             wrong.append(self._fault(self.misread.kind, self.misread.what, self.misread.layer))
+        if one := self.unexpected:
+            wrong.append(self._fault(one.kind, one.what, one.layer, one.head, 0, one.entry))
         compared = self.compared_steps
         if self.worse and compared is self.own_steps:
             step, layer = self.worse

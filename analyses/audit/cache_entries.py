@@ -22,6 +22,7 @@ CHANGES: Mapping[str, str] = {
     "mismatch": "values of other entries than their keys",
     "rotation": "keys rotated to other positions, or with another base",
     "scale": "keys or values times a constant",
+    "clipped": "keys or values whose largest numbers are cut off, as where a type of 8 bits ends",
     "quantised": "keys or values that went through 8, 4 or 2 bits",
     "rounded": "keys or values that are nearer to their own originals than to any other",
     "changed": "keys or values that differ otherwise",

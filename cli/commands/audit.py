@@ -76,13 +76,14 @@ class AuditOptions(DataOptions):
         bool | None,
         Option("--loss/--no-loss", help="Measure the loss beside controls", show_default="yes; no with --quick"),
     ] = None
-    quick: Annotated[
-        bool, Option("--quick", help="For a CI: one short prompt, two situations, no loss, no plain use")
-    ] = False
+    quick: Annotated[bool, Option("--quick", help="For a CI: short, no loss, no plain use")] = False
     allow: Annotated[list[str] | None, Option(metavar="KIND", help=f"Exit with 0 for it: {', '.join(ALLOWED)}")] = None
     positions: Annotated[
         str, Option(metavar="NAME", help="Of keys and new tokens: original, in-cache (0, 1, …), auto")
     ] = AUTO
+    expect: Annotated[
+        str, Option(metavar="WHAT", help="To be kept: a file of positions, snapkv(b=128)", show_default=False)
+    ] = ""
     junit: Annotated[Path | None, Option(metavar="FILE", help="Write a JUnit report for a CI")] = None
     dtype: Annotated[str, Option(metavar="NAME", help="auto, float32, bfloat16, float16")] = "auto"
     device: Annotated[str, Option(metavar="NAME", help="auto, cpu, cuda, cuda:1, …")] = "auto"
@@ -106,7 +107,7 @@ class AuditOptions(DataOptions):
         losses = not self.quick if self.loss is None else self.loss
         steps = (2 if self.quick else 4) if self.steps is None else self.steps
         allow = tuple(check_distinct("--allow", self.allow or []))
-        return AuditSettings(steps, self.situations, losses, allow, self.positions, plain_use=not self.quick)
+        return AuditSettings(steps, self.situations, losses, allow, self.positions, not self.quick, self.expect)
 
 
 @with_options

@@ -11,6 +11,7 @@ from perturbkv.auditing import audit_dump as measure_dump
 from perturbkv.auditing import audit_eviction, load_eviction, open_dump
 from perturbkv.configs.audit_settings import AUTO, SITUATIONS, AuditSettings
 from perturbkv.configs.entry_counts import Budget, as_budget
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
 from perturbkv.models import user_model
@@ -36,6 +37,7 @@ def audit(
     plain_use: bool = True,
     allow: Sequence[str] = (),
     positions: str = AUTO,
+    expect: str | Path | EvictionConfig = "",
     resources: Resources = _DEFAULT,
     progress: bool = True,
 ) -> Audit:
@@ -54,9 +56,12 @@ def audit(
         steps: forward passes after the eviction.
         situations: situations in which it is run: `single`, `block`, `batch`.
         losses: whether its loss is measured, with controls that keep as many entries.
-        plain_use: whether plain calls of the model with its cache are tried: `model(...)` and `generate`.
-        allow: kinds of changed entries that are no fault: `rounded` (a coarser type), `quantised`.
+        plain_use: whether plain calls of the model with its cache are tried: `model(...)` and `generate`. Where these
+            put new tokens at wrong positions, and it brings no `decode`, the verdict is `differs`.
+        allow: what makes no exit code 1: `lossy`, `unknown`, `idle`, `plain-use`.
         positions: `original`, `in-cache` (keys rotated to 0, 1, …, new tokens after them), or `auto`: whichever fits.
+        expect: what it is meant to keep: a file of kept positions, a policy with its budget, `snapkv(b=128)`, or a
+            configuration. Another kept set is then a fault.
         resources: as in `measure`.
         progress: whether a bar is shown.
 
@@ -76,10 +81,14 @@ def audit(
     ...     return cache
     >>> model = pk.load_model("random:smollm2-135m")
     >>> prompt = pk.Prompt.from_text("Paris is in France. " * 3, model)
-    >>> pk.audit(model, prompt, recent, situations=["single"], losses=False, progress=False).verdict
+    >>> quick = {"situations": ["single"], "losses": False, "progress": False}
+    >>> pk.audit(model, prompt, recent, **quick).conclusion().partition(" (")[0]
+    'differs: by itself transformers puts the next token at 8, not 18'
+    >>> pk.audit(model, prompt, recent, allow=["plain-use"], **quick).verdict
     'exact'
     """
-    settings = AuditSettings(steps, tuple(situations), losses, tuple(allow), positions, plain_use)
+    meant = str(expect) if isinstance(expect, Path) else expect
+    settings = AuditSettings(steps, tuple(situations), losses, tuple(allow), positions, plain_use, meant)
     external = load_eviction(eviction, None if budget is None else as_budget(budget))
     collected = collect_prompts(prompts)
     check_model(model)

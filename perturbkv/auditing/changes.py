@@ -6,7 +6,7 @@ Each test compares entries with the full cache's and returns words, empty where 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -29,6 +29,12 @@ _BASES = tuple(10 ** (exponent / 100) for exponent in range(200, 801))
 """Rotary bases that are tried, a fortieth apart."""
 _SAME_BASE = 0.002
 """Largest relative difference of two bases that are one."""
+_SAME_FACTOR = 1e-3
+"""Largest relative difference of two factors that are one."""
+_CLIPPED = 0.07
+"""Share of a limit beyond which a number that is there was cut off: e4m3 rounds by half of an eighth."""
+EIGHT_BITS = (240.0, 448.0, 57344.0)
+"""Largest numbers of the floating-point types of 8 bits, two of e4m3 and one of e5m2."""
 _OUTLYING = 8
 """Ratio of an entry's error to the median one above which it is another change than rounding."""
 _ALONG = 0.7
@@ -189,10 +195,12 @@ def describe_rounding(entries: Float[Tensor, "entry width"], full: Float[Tensor,
     return ""
 
 
-def describe_scale(entries: Float[Tensor, "entry width"], full: Float[Tensor, "entry width"], floor: float) -> str:
+def describe_scale(
+    entries: Float[Tensor, "entry width"], full: Float[Tensor, "entry width"], floor: float, known: float = 1.0
+) -> str:
     """Return the constant by which all entries of a head were multiplied, in words; empty if there is none.
 
-    `floor` is the noise floor of an entry, relative to its length.
+    `floor` is the noise floor of an entry, relative to its length; `known` the factor of the model's rotations.
     """
     own, expected = entries.double(), full.double()
     if not bool(own.any()):
@@ -201,7 +209,24 @@ def describe_scale(entries: Float[Tensor, "entry width"], full: Float[Tensor, "e
     rest = torch.linalg.vector_norm(own - factor * expected) / torch.linalg.vector_norm(own)
     if abs(factor - 1) <= FLOORS * floor or not bool(rest <= FLOORS * max(floor, torch.finfo(entries.dtype).eps)):
         return ""
-    return f"multiplied by {factor:.4g}"
+    whose = ", which the model's rotations do already" if known != 1 and abs(factor / known - 1) < _SAME_FACTOR else ""
+    return f"multiplied by {factor:.4g}{whose}"
+
+
+def describe_clipping(
+    entries: Float[Tensor, "entry width"], full: Float[Tensor, "entry width"], limits: Collection[float] = ()
+) -> str:
+    """Return in words the limit at which larger numbers of a head were cut off; empty if there is none.
+
+    At least two numbers are beyond it by more than 8 bits round, and all of these are at the limit. It is one of
+    `limits`, if there are any.
+    """
+    own, expected = entries.abs().float(), full.abs().float()
+    limit = float(own.amax()) if own.numel() else 0.0
+    beyond = expected > limit * (1 + _CLIPPED)
+    if int(beyond.sum()) < 2 or not bool((own[beyond] >= limit * (1 - _CLIPPED)).all()):
+        return ""
+    return f"cut off at {limit:.4g}" if not limits or limit in limits else ""
 
 
 def describe_rounded_scale(entries: Float[Tensor, "entry width"], full: Float[Tensor, "entry width"]) -> str:

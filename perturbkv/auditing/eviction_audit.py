@@ -18,6 +18,7 @@ from perturbkv import memory
 from perturbkv.analyses.audit.audit import Audit, PlainUse
 from perturbkv.analyses.audit.audited_runs import AuditedRun
 from perturbkv.auditing.evictions import PRESS, Eviction, FailedError, RefusedError
+from perturbkv.auditing.expected_sets import expected_sets, hold_against, load_expected
 from perturbkv.auditing.external_run import run_eviction
 from perturbkv.auditing.forward_passes import BLOCK, Situation, make_situation, token_count
 from perturbkv.auditing.loss import Sets, measure_losses
@@ -79,7 +80,10 @@ def audit_eviction(
         _check_length(adapter, prompt, token_count(settings.steps, settings.situations))
     kind = POSITIONS_FILE if isinstance(eviction, KeptFile) else eviction.kind
     about = provenance(adapter, source, len(used))
-    blank = Audit(eviction.name, kind, about, len(adapter.layers), adapter.heads, adapter.kv_heads)
+    meant = settings.expect if isinstance(settings.expect, str) else settings.expect.label()
+    blank = Audit(
+        eviction.name, kind, about, len(adapter.layers), adapter.heads, adapter.kv_heads, expected=meant
+    )  # fmt: skip
     runs: list[AuditedRun] = []
     plain, damage = None, ""
     try:
@@ -87,14 +91,16 @@ def audit_eviction(
             raise UnreadableCacheError(
                 f"no plain model is left to compare with: {found}; replace it inside the eviction, not on import"
             )
+        sets = expected_sets(adapter, used, load_expected(settings.expect), resources) if meant else []
         before = ModelState.capture(adapter.model)
-        for prompt in used:
+        for index, prompt in enumerate(used):
             for run in _audit_prompt(adapter, prompt, eviction, settings, before):
-                runs.append(run)  # at once, as a later situation may be unreadable
+                held = hold_against(run, sets[index]) if sets else run
+                runs.append(held)  # at once, as a later situation may be unreadable
             progress()
             if runs[-1].damage:  # there is no reference any more
                 return dataclasses.replace(blank, runs=tuple(runs), lossless=runs[-1].damage)
-        if settings.plain_use and isinstance(eviction, Eviction) and eviction.decode is None:
+        if settings.plain_use and isinstance(eviction, Eviction) and not eviction.places_new_tokens:
             plain, damage = _plain_use_and_damage(adapter, used[0], eviction, runs[0], before)
     except UnreadableCacheError as error:
         return dataclasses.replace(blank, runs=tuple(runs), unreadable=error.reason)

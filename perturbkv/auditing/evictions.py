@@ -93,6 +93,11 @@ class Eviction:
     decode: Decode | None = None
     masks: bool = False
 
+    @property
+    def places_new_tokens(self) -> bool:
+        """True where its users decode at positions that it gives: by its own decoding, or kvpress' pipeline."""
+        return self.decode is not None or self.kind == PRESS
+
     def read(self, model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
         """Return the evicted cache of prompts, which are given as copies.
 

@@ -18,11 +18,13 @@ from torch import Tensor
 from perturbkv.analyses.audit.cache_entries import FLOORS, Alteration, CacheEntries, Integers
 from perturbkv.analyses.measurements import Floats
 from perturbkv.auditing.changes import (
+    EIGHT_BITS,
     NEAR,
     are_among,
     are_of_others,
     are_rounded,
     are_rounded_from,
+    describe_clipping,
     describe_head,
     describe_quantisation,
     describe_rotation,
@@ -33,6 +35,7 @@ from perturbkv.auditing.changes import (
 from perturbkv.auditing.forward_passes import ForwardPass, Situation, boolean_mask
 from perturbkv.auditing.positions import (
     HeldPositions,
+    base_of,
     convention_distances,
     describe_wrong_rotation,
     frequencies_of,
@@ -365,9 +368,10 @@ class EntryComparison:
             return
         if (row := self._row_of_entries(layer, head)) is not None:
             yield Alteration(layer, head, "row", f"entries of row {row} of the batch", -1)
-        elif self._is_mismatched(layer, head):
-            first = self._first_changed(layer, head, far)
-            yield Alteration(layer, head, "mismatch", "values of other entries than their keys", first)
+        elif mismatch := self._mismatch(layer, head):
+            key, value = mismatch
+            what = f"values of other entries than their keys: entry {key}'s key, entry {value}'s value"
+            yield Alteration(layer, head, "mismatch", what, key)
         else:
             for kind in far:
                 explained = ((change, words) for change, words in self._explanations(layer, head, kind) if words)
@@ -403,10 +407,10 @@ class EntryComparison:
                 return row
         return None
 
-    def _is_mismatched(self, layer: int, head: int) -> bool:
-        """Return whether a head's keys and values are the full cache's, but of different entries.
+    def _mismatch(self, layer: int, head: int) -> tuple[int, int] | None:
+        """Return the positions in the prompt of the first entry's key and value, where a head's are of different ones.
 
-        To the bit of any, and where they are rounded of most.
+        They are the full cache's, to the bit of any, and where they are rounded of most; None where they are of one.
         """
         seen = self.attended[layer][head]
         separate = []
@@ -414,11 +418,15 @@ class EntryComparison:
             own, known = cached[self.row, head, seen][None, None], self._full_entries(full, layer, head)[None, None]
             separate.append(recover_positions([(own, own)], [(known, known)])[0])
         of_keys, of_values = (kept.positions[0] for kept in separate)
-        if not any(bool(kept.key_distance[0].any()) for kept in separate):
-            return not torch.equal(of_keys, of_values)
+        apart = ((of_keys != of_values) & (of_values != NOWHERE)).nonzero().squeeze(-1)
+        exact = not any(bool(kept.key_distance[0].any()) for kept in separate)
         known = self._full_entries(self.tracker.full[layer][1], layer, head)
         values = self.tracker.first_entries[layer][1][self.row, head, seen]
-        return bool((of_keys != NOWHERE).all()) and are_of_others(values, known, of_keys)
+        others = exact or (bool((of_keys != NOWHERE).all()) and are_of_others(values, known, of_keys))
+        if not len(apart) or not others:
+            return None
+        first = apart[of_keys[apart].argmin()]
+        return int(of_keys[first]) - self.padding, int(of_values[first]) - self.padding
 
     def _full_entries(self, full: Tensor, layer: int, head: int, row: int | None = None) -> Tensor:
         """Return the full cache's entries (entry, width) for a head of the external cache, by default in its row."""
@@ -451,15 +459,22 @@ class EntryComparison:
             frequencies, index = frequencies_of(tracker.adapter), matched.nonzero().squeeze(-1)
             yield "rotation", describe_rotation(entries, own, places, frequencies, 2 * tracker.situation.entries)
             before = self._full_entries((tracker.original or tracker.full)[layer][kind], layer, head)[positions]
-            yield "rotation", describe_wrong_rotation(entries, before, places, index, frequencies, NEAR)
-        yield "scale", describe_scale(entries, own, floor)
+            yield (
+                "rotation",
+                describe_wrong_rotation(entries, before, places, index, frequencies, NEAR, base_of(tracker.adapter)),
+            )
+        factor = float(getattr(tracker.adapter.rotary, "attention_scaling", 1.0)) if kind == _KEYS else 1.0
+        yield "scale", describe_scale(entries, own, floor, factor)
         if kind == _KEYS:
             most = 2 * tracker.situation.entries
             yield "rotation", describe_rotation(entries, own, places, frequencies, most, rounded=True)
-        yield "scale", describe_rounded_scale(entries, own)
+        cut = describe_clipping(entries, own)
+        yield "clipped", describe_clipping(entries, own, EIGHT_BITS)
+        yield "scale", "" if cut else describe_rounded_scale(entries, own)
         both = [cached[self.row, head][matched] for cached in tracker.first_entries[layer]]
         known = [self._full_entries(of_kind, layer, head) for of_kind in tracker.full[layer]]
         if are_rounded(both, known, positions, kind, floor):
             yield "rounded", describe_rounding(entries, own)
             yield "quantised", describe_quantisation(entries, own, head_entries)
             yield "rounded", "rounded"
+        yield "clipped", cut

@@ -42,6 +42,14 @@ def frequencies_of(adapter: Adapter) -> Float[Tensor, " frequency"]:
     return torch.empty(0, device=adapter.device) if adapter.rotary is None else adapter.frequencies
 
 
+def base_of(adapter: Adapter) -> float:
+    """Return the rotary base of measured layers, before any scaling for long contexts; 0 where none is known."""
+    rotations = getattr(adapter.config, "rope_parameters", None) or {}
+    for kind in adapter.rotary_kind:
+        rotations = rotations.get(kind, rotations)
+    return float(rotations.get("rope_theta") or 0)
+
+
 def keys_can_move(adapter: Adapter) -> bool:
     """Return whether keys may stand at 0, 1, … in the cache: they are rotated, and in no window at other places."""
     return adapter.rotary is not None and len(adapter.every_attention) == len(adapter.layers)
@@ -219,25 +227,27 @@ def describe_wrong_rotation(
     index: Int[Tensor, " entry"],
     frequencies: Float[Tensor, " frequency"],
     near: float,
+    base: float = 0,
 ) -> str:
     """Return in words how keys were moved to their places in a cache by other frequencies than the model's.
 
     Empty if no such rotation explains most keys that moved. `before` are the full cache's keys at `positions`, `index`
-    the places in the cache, `near` the largest relative distance at which a rotation explains a key.
+    the places in the cache, `near` the largest relative distance at which a rotation explains a key, `base` the
+    model's, or 0 where it follows from the frequencies.
     """
     half, d_key = len(frequencies), keys.shape[-1]
     length = torch.linalg.vector_norm(before.double(), dim=-1)
     moved = index != positions
     if not bool(moved.any()):
         return ""
-    base = float(frequencies[1].double() ** -half) if half > 1 else _BASES[0]
+    base = base or (float(frequencies[1].double() ** -half) if half > 1 else _BASES[0])
     candidates = {
+        "without the model's scaling of long contexts": (base, half),
         **{
             f"with base {other:,.0f}, the model's is {base:,.0f}": (other, half)
             for other in _BASES
             if abs(other / base - 1) > _SAME_BASE
         },  # fmt: skip
-        "without the model's scaling of long contexts": (base, half),
         "in all components, the model rotates a part of them": (base, d_key // 2),
     }
     for words, (other, pairs) in candidates.items():

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError, UnknownNameError
 from perturbkv.user_files import MIB, FileKind, is_path
 
@@ -31,11 +32,12 @@ POSITIONS: Mapping[str, str] = {
     IN_CACHE: "keys rotated to 0, 1, …, new tokens after them",
 }
 """Convention of positions -> its meaning."""
-LOSSY, UNKNOWN, IDLE = "lossy", "unknown", "idle"
+LOSSY, UNKNOWN, IDLE, PLAIN_USE = "lossy", "unknown", "idle", "plain-use"
 ALLOWED: Mapping[str, str] = {
     LOSSY: "entries that are rounded",
     UNKNOWN: "entries that match none, and are decoded rightly",
     IDLE: "prompts of which nothing is evicted",
+    PLAIN_USE: "plain calls that put new tokens at wrong positions",
 }
 """What a user may allow -> its meaning."""
 KEPT_SUFFIXES = (".npz", ".json")
@@ -58,6 +60,7 @@ class AuditSettings:
         allow: keys of `ALLOWED`, which then make no exit code 1.
         positions: a key of `POSITIONS`.
         plain_use: whether plain calls of the model with the cache are tried.
+        expect: what it is meant to keep: a file of kept positions, or a policy with its budget; empty: nothing is.
 
     Raises ConfigError or UnknownNameError for invalid values.
     """
@@ -68,6 +71,7 @@ class AuditSettings:
     allow: tuple[str, ...] = ()
     positions: str = AUTO
     plain_use: bool = True
+    expect: str | EvictionConfig = ""
 
     def __post_init__(self) -> None:
         if self.steps < 1:

@@ -85,7 +85,7 @@ def test_kind_and_place_are_right(fault: str, name: str) -> None:
 
 
 def test_every_kind_is_planted() -> None:
-    elsewhere = {"decoding", "model", "unmeasured", *ROUNDING}
+    elsewhere = {"clipped", "decoding", "model", "unexpected", "unmeasured", *ROUNDING}
     assert set(KINDS) - {kind for kind, *_ in FAULTS.values()} == elsewhere
 
 
@@ -115,7 +115,7 @@ def test_padding_with_the_first_tokens_id_is_no_fault() -> None:
     prompt = pk.Prompt("p", (*ids[:7], ids[-1], *ids[7:]), 0)  # no token is left for padding but the last one
     batch = make_situation("batch", torch.tensor(prompt.token_ids), torch.tensor([0]), 1)
     assert batch.ids[1, 6] == batch.ids[1, 7] == ids[-1]  # the second row begins with the padding's token
-    result = pk.audit(model("llama"), prompt, planted.right, steps=2, losses=False, progress=False)
+    result = pk.audit(model("llama"), prompt, planted.right, steps=2, losses=False, plain_use=False, progress=False)
     assert result.verdict == "exact", result.conclusion()
 
 

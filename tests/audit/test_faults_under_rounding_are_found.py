@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from perturbkv.auditing.changes import EIGHT_BITS, describe_clipping
 from tests.audit import planted
 from tests.audit.test_every_fault_has_its_kind_and_place import FAULTS
 from tests.audit.test_planted_faults_are_told_apart import audited
@@ -72,3 +73,31 @@ def test_a_fault_under_rounding_has_its_kind_and_layer(fault: str, codec: str) -
 def test_what_bits_hide_is_no_pass() -> None:
     result = audited("llama", under(*TOO_COARSE), allow=["lossy"], situations=["single"])
     assert (result.verdict, result.exit_code) == ("unknown", 1)
+
+
+@pytest.mark.parametrize(("share", "verdict"), [(1, "lossy"), (0.99, "differs"), (0.8, "differs")])
+def test_numbers_that_are_cut_off_are_no_rounding(share: float, verdict: str) -> None:
+    """Values in 8 bits, scaled so that this share of them is within the type."""
+
+    def evict(loaded: Any, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        cache = planted.right(loaded, input_ids, attention_mask)
+        for layer in cache.layers:
+            scale = 448 / layer.values.abs().flatten().quantile(share)
+            layer.values = (layer.values * scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() / scale
+        return cache
+
+    result = audited("llama", evict, situations=["single"])
+    assert result.verdict == verdict
+    assert [fault.kind for fault in result.faults] == ["clipped"] * (verdict == "differs")
+    assert ("values cut off at" in result.conclusion()) == (verdict == "differs")
+
+
+def test_the_end_of_a_type_is_known_however_little_is_cut_off() -> None:
+    generator = torch.Generator().manual_seed(0)
+    full = 100 * torch.randn(40, 16, generator=generator)
+    full[3, 5], full[30, 2] = 500, -900
+    entries = full.clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    assert describe_clipping(entries, full, EIGHT_BITS) == "cut off at 448"
+    assert describe_clipping(entries / 2, full / 2, EIGHT_BITS) == ""
+    assert describe_clipping(entries / 2, full / 2) == "cut off at 224"
+    assert describe_clipping(full.clamp(-600, 600).to(torch.float8_e5m2).float(), full) == ""  # one number alone

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import pytest
 import torch
 
 import perturbkv as pk
 from perturbkv.auditing.positions import describe_wrong_rotation
+from perturbkv.models.adapter import Adapter
 from tests.audit import planted
 from tests.audit.test_alterations_are_named import FREQUENCIES, PLACES, entries, turned
 from tests.audit.test_planted_faults_are_told_apart import MODELS, audited
+from tests.support.models import tiny_adapter, token_ids
 
 
 @pytest.mark.slow
@@ -25,7 +30,7 @@ def test_a_cache_without_gaps_is_exact_by_its_own_positions(name: str) -> None:
 
 
 def test_the_next_tokens_place_is_after_the_kept_entries() -> None:
-    result = audited("llama", planted.moved, situations=["single"])
+    result = audited("llama", planted.moved, situations=["single"], plain_use=True)
     assert result.plain_use is not None
     assert (result.plain_use.position, result.plain_use.expected) == (planted.KEPT, planted.KEPT)
 
@@ -69,3 +74,49 @@ def test_other_frequencies_are_named() -> None:
 def test_an_unknown_convention_is_refused() -> None:
     with pytest.raises(pk.PerturbkvError, match="unknown convention of positions 'cache'"):
         audited("llama", planted.right, positions="cache")
+
+
+SCALED = {
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+    "linear": {"factor": 4.0},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+}
+
+
+@functools.cache
+def scaled_model(kind: str) -> Adapter:
+    rotations = {"rope_type": kind, "rope_theta": 1e4, **SCALED[kind]}
+    return tiny_adapter(layers=2, rope_parameters=rotations)
+
+
+def moved_by(frequencies: str) -> Any:
+    """The first four and the last sixteen entries, at 0, 1, …, by the model's frequencies or others."""
+
+    def evict(loaded: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        cache, rotary = planted.full(loaded, input_ids, attention_mask), loaded.model.rotary_emb
+        half, tokens = len(rotary.inv_freq), input_ids.shape[1]
+        plain = 1e4 ** (-torch.arange(half) / half)
+        kept = torch.cat([torch.arange(4), torch.arange(tokens - 16, tokens)])
+        angle = (torch.arange(20) - kept).unsqueeze(-1) * (plain if frequencies == "plain" else rotary.inv_freq)
+        factor = rotary.attention_scaling if frequencies == "scaled twice" else 1.0
+        for layer in cache.layers:
+            first, second = layer.keys[:, :, kept].chunk(2, dim=-1)
+            turned = [first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()]
+            layer.keys, layer.values = factor * torch.cat(turned, dim=-1), layer.values[:, :, kept]
+        return cache
+
+    return evict
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_a_models_scaling_is_known_and_no_base_guessed(kind: str) -> None:
+    asked = {"situations": ["single"], "losses": False, "plain_use": False, "progress": False, "steps": 2}
+    verdicts = {
+        how: pk.audit(scaled_model(kind), pk.Prompt("p", token_ids(60), 0), moved_by(how), **asked)
+        for how in ("its own", "plain", "scaled twice")
+    }
+    assert verdicts["its own"].verdict == "exact"
+    words = "keys moved to their places inside the cache without the model's scaling of long contexts"
+    assert verdicts["plain"].faults[0].what == words
+    again = "keys multiplied by 1.139, which the model's rotations do already"
+    assert [fault.what for fault in verdicts["scaled twice"].faults] == [again] * (kind == "yarn")

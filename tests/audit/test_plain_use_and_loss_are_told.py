@@ -19,7 +19,7 @@ from tests.support.models import token_ids
 
 
 def test_a_cache_of_evicted_length_is_used_wrongly_three_times() -> None:
-    plain = audited("llama", planted.right, situations=["single"]).plain_use
+    plain = audited("llama", planted.right, situations=["single"], plain_use=True).plain_use
     assert plain is not None
     assert (plain.position, plain.expected) == (planted.KEPT, 60)
     assert plain.fed == 61 - planted.KEPT  # the prompt's tokens b … n − 1 again, then the new one
@@ -28,15 +28,46 @@ def test_a_cache_of_evicted_length_is_used_wrongly_three_times() -> None:
 
 
 def test_a_full_cache_is_used_rightly() -> None:
-    plain = audited("llama", DynamicCache, situations=["single"]).plain_use
+    plain = audited("llama", DynamicCache, situations=["single"], plain_use=True).plain_use
     assert plain is not None
     assert (plain.position, plain.fed, plain.failed) == (60, 1, "")
 
 
 def test_a_cache_that_counts_what_it_saw_stands_right() -> None:
-    plain = audited("llama", planted.mask_of_evicted_length, situations=["single"]).plain_use
+    plain = audited("llama", planted.mask_of_evicted_length, situations=["single"], plain_use=True).plain_use
     assert plain is not None
     assert (plain.position, plain.fed) == (60, 1)
+
+
+def test_what_plain_use_gets_wrong_is_in_the_first_line() -> None:
+    result = audited("llama", planted.right, situations=["single"], plain_use=True)
+    assert (result.verdict, result.exit_code, result.faults) == ("differs", 1, ())
+    assert result.conclusion().startswith(
+        "differs: by itself transformers puts the next token at 20, not 60 (give position_ids, or a decode); with "
+        "position_ids at most "
+    )
+    assert 'type="differs"' in result.to_junit()
+    allowed = audited("llama", planted.right, situations=["single"], plain_use=True, allow=["plain-use"])
+    assert (allowed.verdict, allowed.exit_code) == ("exact", 0)
+    broken = audited("llama", planted.rotated_again, situations=["single"], plain_use=True)
+    first, _, plain = broken.conclusion().partition("; ")
+    assert "keys rotated again" in first
+    assert plain == "by itself transformers puts the next token at 20, not 60 (give position_ids, or a decode)"
+
+
+def test_who_decodes_by_himself_is_not_asked_for_plain_use() -> None:
+    def own(loaded: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> DynamicCache:
+        cache = planted.right(loaded, input_ids, attention_mask)
+        cache.tokens = attention_mask.sum(dim=-1, keepdim=True)  # type: ignore[attr-defined]
+        return cache
+
+    def decode(loaded: Any, cache: Any, token: torch.Tensor, step: int) -> torch.Tensor:
+        places = cache.tokens + step + torch.arange(token.shape[1])
+        return loaded(input_ids=token, position_ids=places, past_key_values=cache).logits
+
+    own.decode = decode  # type: ignore[attr-defined]
+    result = audited("llama", own, plain_use=True)
+    assert (result.verdict, result.plain_use) == ("exact", None)
 
 
 @pytest.mark.slow
@@ -50,7 +81,7 @@ def test_an_eviction_reads_once_per_situation_and_twice_for_plain_use() -> None:
     quick = audited("llama", counted, situations=["block", "batch"], plain_use=False)
     assert (quick.verdict, quick.plain_use, rows) == ("exact", None, [1, 2])
     rows.clear()
-    assert audited("llama", counted, situations=["block", "batch"]).plain_use is not None
+    assert audited("llama", counted, situations=["block", "batch"], plain_use=True).plain_use is not None
     assert rows == [1, 2, 1, 1]
 
 
@@ -116,7 +147,7 @@ def test_sets_per_query_head_have_no_loss_and_say_so() -> None:
 @pytest.mark.slow
 def test_several_prompts_of_other_lengths_are_audited_together(tmp_path: Path) -> None:
     prompts = [pk.Prompt(f"p{tokens}", token_ids(tokens), 0) for tokens in (40, 60)]
-    result = pk.audit(model("llama"), prompts, planted.right, steps=2, progress=False)
+    result = pk.audit(model("llama"), prompts, planted.right, steps=2, plain_use=False, progress=False)
     assert result.verdict == "exact"
     assert {run.sample for run in result.runs} == {"p40", "p60"}
     assert result.losses[0].cache_share == pytest.approx((0.5 + 1 / 3) / 2)

@@ -37,7 +37,7 @@ def model(name: str) -> Adapter:
 
 def audited(name: str, eviction: Any, **more: Any) -> Audit:
     prompt = pk.Prompt("p", token_ids(60), 0)
-    asked = {"steps": 3, "losses": False, "progress": False, **more}
+    asked = {"steps": 3, "losses": False, "plain_use": False, "progress": False, **more}
     return pk.audit(model(name), prompt, eviction, **asked)
 
 

@@ -22,6 +22,7 @@ from tests.support.asked import refused
 
 Run = Callable[..., Any]
 FILE = planted.__file__
+ANYHOW = "--allow", "plain-use"
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def asked(model: Path, data: Path) -> list[object]:
 
 @pytest.mark.slow
 def test_the_verdict_is_the_first_line_and_the_exit_code(perturbkv: Run, asked: list[object]) -> None:
-    exact = perturbkv("audit", f"{FILE}:right", *asked, "-o", "right")
+    exact = perturbkv("audit", f"{FILE}:right", *asked, *ANYHOW, "-o", "right")
     assert (exact.code, exact.out.partition(":")[0]) == (0, "exact")
     wrong = perturbkv("audit", f"{FILE}:rotated_again", *asked, "--no-loss", "-o", "wrong")
     assert (wrong.code, wrong.err) == (1, "")
@@ -51,7 +52,7 @@ def test_no_line_is_wider_than_the_terminal(perturbkv: Run, asked: list[object])
 
 
 def test_the_document_on_stdout_is_the_files(perturbkv: Run, asked: list[object]) -> None:
-    ran = perturbkv("audit", f"{FILE}:right", *asked, "--situation", "single", "--json", "-o", "out")
+    ran = perturbkv("audit", f"{FILE}:right", *asked, *ANYHOW, "--situation", "single", "--json", "-o", "out")
     document = ran.json()
     assert document == json.loads(Path("out/audit.json").read_text())
     assert (document["verdict"], len(document["runs"])) == ("exact", 1)
@@ -60,9 +61,9 @@ def test_the_document_on_stdout_is_the_files(perturbkv: Run, asked: list[object]
 def test_results_of_another_audit_stay(perturbkv: Run, asked: list[object]) -> None:
     Path("out").mkdir()
     Path("out/audit.json").write_text("{}")
-    ran = perturbkv("audit", f"{FILE}:right", *asked, "-o", "out")
+    ran = perturbkv("audit", f"{FILE}:right", *asked, *ANYHOW, "-o", "out")
     refused(ran, "--overwrite")
-    assert perturbkv("audit", f"{FILE}:right", *asked, "--no-loss", "--overwrite", "-o", "out").code == 0
+    assert perturbkv("audit", f"{FILE}:right", *asked, *ANYHOW, "--no-loss", "--overwrite", "-o", "out").code == 0
 
 
 def test_a_ci_gets_a_junit_report_and_a_quick_run(perturbkv: Run, asked: list[object]) -> None:
@@ -83,7 +84,7 @@ def test_a_ci_gets_a_junit_report_and_a_quick_run(perturbkv: Run, asked: list[ob
 
 @pytest.mark.slow
 def test_allowed_changes_are_named_kinds(perturbkv: Run, asked: list[object]) -> None:
-    few = [*asked, "--situation", "single", "--no-loss"]
+    few = [*asked, *ANYHOW, "--situation", "single", "--no-loss"]
     assert perturbkv("audit", f"{FILE}:rounded", *few, "-o", "one").code == 1
     allowed = perturbkv("audit", f"{FILE}:rounded", *few, "--allow", "lossy", "-o", "two")
     assert (allowed.code, allowed.out.startswith("lossy: ")) == (0, True)

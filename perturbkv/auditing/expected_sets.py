@@ -1,0 +1,105 @@
+"""The kept sets that an eviction is meant to have, from a file or a configuration, and what it keeps instead."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from perturbkv.analyses.audit.audited_runs import AuditedRun
+from perturbkv.analyses.audit.cache_entries import Alteration, Integers
+from perturbkv.auditing.loss import Sets, measure_kept_sets
+from perturbkv.auditing.positions_file import KeptFile, read_positions, select_prompt
+from perturbkv.configs.audit_settings import KEPT_SUFFIXES
+from perturbkv.configs.choice import Choice, parse
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.resources import Resources
+from perturbkv.datasets.encode import Prompt
+from perturbkv.display import plural
+from perturbkv.errors import ConfigError
+from perturbkv.models.adapter import Adapter
+from perturbkv.selection.policies.registry import normalise
+
+_FIELDS = {"b": "budget", "w": "window", "selection": "selection", "granularity": "granularity"}
+"""Option of an expected policy -> field of its configuration; other options are the policy's own."""
+
+
+def load_expected(source: str | Path | EvictionConfig) -> KeptFile | EvictionConfig:
+    """Return the kept sets that are meant: a file's, or a configuration such as `snapkv(b=128)`.
+
+    Options of the text are b, w, selection (attention), granularity (kv), and the policy's. Raises ConfigError without
+    a budget, for a file that is not there and for options that there are not, UnreadableCacheError for another file.
+    """
+    if isinstance(source, EvictionConfig):
+        return normalise(source)
+    if str(source).endswith(KEPT_SUFFIXES):
+        return read_positions(Path(source))
+    choice = parse(str(source))
+    fields = {_FIELDS[name]: value for name, value in choice.options.items() if name in _FIELDS}
+    if "budget" not in fields:
+        raise ConfigError(
+            f"expected a file of kept positions, or a policy with a budget, snapkv(b=128), got '{source}'"
+        )
+    policy = Choice(choice.name, {name: value for name, value in choice.options.items() if name not in _FIELDS})
+    return normalise(EvictionConfig(policy=policy, **{"selection": "attention", "granularity": "kv", **fields}))
+
+
+def expected_sets(
+    adapter: Adapter, prompts: Sequence[Prompt], expected: KeptFile | EvictionConfig, resources: Resources
+) -> list[Sets]:
+    """Return per prompt the kept sets that are meant, per key/value head or per query head.
+
+    Raises ConfigError for a file of another prompt, UnreadableCacheError for one that does not fit the model.
+    """
+    if isinstance(expected, KeptFile):
+        prompt = select_prompt(expected, prompts)
+        if len(prompts) != 1 or prompt.token_ids != prompts[0].token_ids:
+            raise ConfigError(f"expected no prompt to be audited but that of {expected.name}, which has token_ids")
+        heads = adapter.kv_heads, adapter.heads
+        expected.check(len(adapter.layers), heads, len(prompt.token_ids), int(adapter.config.vocab_size))
+        return [expected.kept]
+    trace = measure_kept_sets(adapter, prompts, [{}] * len(prompts), (expected,), resources, steps=1)
+    group = 1 if expected.granularity.name == "query" else adapter.heads // adapter.kv_heads
+    masks = [trace.kept_masks(sample, 0)[:, ::group] for sample in range(len(prompts))]
+    return [tuple(tuple(np.flatnonzero(head) for head in layer) for layer in of_prompt) for of_prompt in masks]
+
+
+def hold_against(run: AuditedRun, expected: Sets) -> AuditedRun:
+    """Return the run with the first of its kept sets that is not the one that is meant.
+
+    Only the first row of a batch holds the whole prompt. Raises ConfigError for sets per query head of a cache that has
+    them per key/value head.
+    """
+    if run.entries is None or run.row:
+        return run
+    kept, times = run.entries.kept_sets, len(run.entries.kept_sets[0]) / len(expected[0])
+    if times < 1:
+        raise ConfigError(f"expected {len(kept[0])} kept sets per layer, as the cache has, got {len(expected[0])}")
+    meant = [[layer[int(head / times)] for head in range(len(kept[0]))] for layer in expected]
+    places = [(layer, head) for layer, sets in enumerate(kept) for head in range(len(sets))]
+    wrong = [place for place in places if not np.array_equal(kept[place[0]][place[1]], meant[place[0]][place[1]])]
+    if not wrong:
+        return run
+    layer, head = wrong[0]
+    what, entry = _describe(kept[layer][head], layer, head, meant)
+    what += f"; so of {len(wrong):,} of {plural(len(places), 'kept set')}" if len(places) > 1 else ""
+    return dataclasses.replace(run, unexpected=Alteration(layer, head, "unexpected", what, entry))
+
+
+def _describe(kept: Integers, layer: int, head: int, meant: Sequence[Sequence[Integers]]) -> tuple[str, int]:
+    """Return what a kept set is instead of the one that is meant, and the first entry concerned.
+
+    Whose set it is, is said where that is one other head's of the layer, or the same head's of one other layer.
+    """
+    own = meant[layer][head]
+    lacks, others = np.setdiff1d(own, kept), np.setdiff1d(kept, own)
+    entry = int(min([*lacks[:1], *others[:1]]))
+    heads = [f"head {one}" for one, sets in enumerate(meant[layer]) if np.array_equal(sets, kept)]
+    layers = [f"layer {one}" for one, sets in enumerate(meant) if np.array_equal(sets[head], kept)]
+    if len(whose := [*heads, *layers]) == 1:
+        return f"it keeps what {whose[0]} was meant to keep", entry
+    missing = f"it lacks {plural(len(lacks), 'entry', 'entries')} that should stay"
+    parts = [missing] * bool(len(lacks)) + [f"it keeps {plural(len(others), 'other')}"] * bool(len(others))
+    return f"{' and '.join(parts)}, the first {entry}", entry
