@@ -72,6 +72,8 @@ def audit_eviction(
             f"'{adapter.name}' are not; use --positions original"
         )
     if isinstance(eviction, Eviction) and eviction.kind == PRESS:
+        adapter.check_no_latents("an audit of a press")
+        adapter.check_own_caches("an audit of a press")
         kvpress.policy_class(parse(eviction.name).name).check_model(adapter.config, adapter.name)
     used = (select_prompt(eviction, prompts),) if isinstance(eviction, KeptFile) else tuple(prompts)
     for prompt in prompts:  # tokens of a file are checked with its positions

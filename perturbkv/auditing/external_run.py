@@ -54,6 +54,7 @@ from perturbkv.auditing.reference import (
 )
 from perturbkv.auditing.unmeasured import (
     UnmeasuredLayers,
+    cache_numbers,
     fill_cache,
     find_changes,
     measured_numbers,
@@ -146,6 +147,11 @@ class ExternalRun:
         """Numbers of the measured layers in a cache; empty where these are all."""
         return measured_numbers(self.adapter)
 
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Numbers in a cache of the layers whose entries the measured ones read; empty where these are all."""
+        return cache_numbers(self.adapter)
+
     def read_and_decode(self) -> None:
         """Run the eviction's reading of the prompts and the decoding.
 
@@ -163,8 +169,9 @@ class ExternalRun:
             self._expect_keys_in_cache(layers)
             self._check_layers(cache)
             least = torch.finfo(self.adapter.dtype).eps
+            rests = [self._without_latents(rest) for rest in self.prompts.rests]
             for row, padding in enumerate(self.situation.padding):
-                self.unmeasured.append(tuple(find_changes(cache, self.prompts.rests, row, padding, least)))
+                self.unmeasured.append(tuple(find_changes(cache, rests, row, padding, least)))
         lengths = self._layer_lengths(cache)
         for chunk in range(len(self.situation.chunks)):
             record = ForwardPass()
@@ -281,6 +288,11 @@ class ExternalRun:
         before = self.adapter.facts.layers[: self.adapter.layer_indices[0]]
         return 0.0 if any(layer.state for layer in before) else float("nan")
 
+    def _without_latents(self, rest: UnmeasuredLayers) -> UnmeasuredLayers:
+        """Return the rest of a reading without the layers whose latents may be evicted."""
+        evicted = self.adapter.layer_indices if self.adapter.holds_latents else ()
+        return {index: held for index, held in rest.items() if index not in evicted}
+
     def _attended_layers(self, cache: Cache) -> Layers:
         """Return the entries that new tokens attend to.
 
@@ -289,11 +301,11 @@ class ExternalRun:
         """
         layers: Layers = []
         with suppress(UnreadableCacheError):
-            layers = layer_tensors(cache, self.numbers)
-            if not _fit_full_cache(layers, self.prompts.full):
+            layers = [] if self.adapter.holds_latents else layer_tensors(cache, self.places)
+            if layers and not _fit_full_cache(layers, self.prompts.full):
                 return layers
-            distances = self.tracker.convention_distances(layers[0])
-            if min(distances[IN_CACHE], distances[ORIGINAL]) <= distances[UNROTATED]:
+            distances = self.tracker.convention_distances(layers[0]) if layers else {}
+            if layers and min(distances[IN_CACHE], distances[ORIGINAL]) <= distances[UNROTATED]:
                 return layers
         record = ForwardPass()
         trial = self.eviction.read(self.adapter.model, self.situation.ids, self.situation.attention_mask)
@@ -363,13 +375,13 @@ class ExternalRun:
         A cache without keys as attributes may still pass them to the attention, and is not checked.
         """
         layers = [getattr(layer, "keys", None) for layer in getattr(cache, "layers", None) or ()]
-        layers = [layers[index] for index in self.numbers or range(len(layers)) if index < len(layers)]
+        layers = [layers[index] for index in self.places or range(len(layers)) if index < len(layers)]
         shown = [keys for keys in layers if isinstance(keys, Tensor) and keys.ndim == 4 and keys.numel()]
-        if not shown or len(shown) < len(layers):
+        if not shown or len(shown) < len(layers) or self.adapter.holds_latents:
             return
         full = [repeat_heads(layer, keys.shape[1]) for layer, keys in zip(self.prompts.full, shown, strict=False)]
         for row in range(self.situation.rows):
-            pair_layers(cache, full, row, self.numbers)
+            pair_layers(cache, full, row, self.places)
 
     def _entries_before(self, cache: Cache, chunk: int) -> int:
         """Return the number of entries after which a chunk's tokens stand, where positions are those in the cache.
@@ -380,7 +392,7 @@ class ExternalRun:
         so_far, lengths = int(self.situation.positions(chunk)[0, 0]), self._layer_lengths(cache)
         if not lengths or lengths[0] >= so_far:
             return so_far
-        distances = self.tracker.convention_distances(layer_tensors(cache, self.numbers)[0])
+        distances = self.tracker.convention_distances(layer_tensors(cache, self.places)[0])
         return lengths[0] if min(distances[IN_CACHE], distances[UNROTATED]) < distances[ORIGINAL] else so_far
 
     def _record_failure(self, error: str, lengths: Sequence[int]) -> None:
@@ -448,7 +460,7 @@ class ExternalRun:
     def _layer_lengths(self, cache: Cache) -> list[int]:
         """Return the number of entries in each measured layer of a cache; empty where it does not show them."""
         try:
-            return [keys.shape[2] for keys, _ in layer_tensors(cache, self.numbers)]
+            return [keys.shape[2] for keys, _ in layer_tensors(cache, self.places)]
         except UnreadableCacheError:
             return []
 

@@ -15,10 +15,12 @@ from torch import Tensor
 from transformers import Cache
 
 from perturbkv.analyses.audit.cache_entries import FLOORS, UNMEASURED, Alteration
+from perturbkv.auditing.forward_passes import ForwardPass, record_pass
 from perturbkv.cache.compact import full_cache
 from perturbkv.cache.external_cache import Layers
 from perturbkv.models import recurrent_states
 from perturbkv.models.adapter import Adapter
+from perturbkv.models.forward import run_with_cache
 
 UnmeasuredLayers = Mapping[int, Any]
 """Number of a layer → what its cache layer holds that no eviction touches."""
@@ -31,24 +33,49 @@ def measured_numbers(adapter: Adapter) -> tuple[int, ...]:
     return adapter.layer_indices if adapter.is_mixed else ()
 
 
+def cache_numbers(adapter: Adapter) -> tuple[int, ...]:
+    """Return per measured layer the number in a cache of the layer whose entries it reads; empty where these are all."""
+    owners = tuple(adapter.layer_indices[owner] for owner in adapter.owners)
+    return owners if adapter.is_mixed or adapter.shares_caches else ()
+
+
 def read_contents(adapter: Adapter, cache: Cache) -> Reading:
-    """Return what a cache of the plain model holds; the rest is copied, as decoding changes it in place."""
-    measured, rest = {index: cache.layers[index] for index in adapter.layer_indices}, {}
-    for index, facts in enumerate(adapter.facts.layers):
+    """Return what a cache of the plain model holds; the rest is copied, as decoding changes it in place.
+
+    Latents are a part of the rest, and the entries the keys and values that the attention of a next token gets.
+    """
+    if adapter.holds_latents:
+        rest = {index: copy.deepcopy(layer) for index, layer in enumerate(cache.layers)}
+        return expanded_entries(adapter, cache), rest
+    measured, rest = {adapter.layer_indices[layer]: adapter.cache_layer(cache, layer) for layer in adapter.holders}, {}
+    for index, facts in enumerate(adapter.facts.layers[: len(cache.layers)]):
         if index not in measured or facts.state:
             layer = copy.copy(cache.layers[index])
             if index in measured:
                 layer.keys = layer.values = None
             rest[index] = copy.deepcopy(layer)
-    return [(layer.keys, layer.values) for layer in measured.values()], rest
+    entries = [(layer.keys, layer.values) for layer in measured.values()]
+    return [entries[owner] for owner in adapter.owners], rest
+
+
+def expanded_entries(adapter: Adapter, cache: Cache) -> Layers:
+    """Return the keys and values that the plain model's attention gets of a cache of latents, which stays as it is."""
+    record, rows = ForwardPass(), len(adapter.cache_layer(cache, 0).keys)
+    token = torch.zeros(rows, 1, dtype=torch.int64, device=adapter.device)
+    with record_pass(adapter, record):
+        run_with_cache(adapter.model, token, copy.deepcopy(cache), logits_to_keep=1)
+    return [record.previous_entries(layer) for layer in range(len(adapter.layers))]
 
 
 def fill_cache(adapter: Adapter, reading: Reading) -> Cache:
     """Return a new cache that holds what was read."""
     (entries, rest), cache = reading, full_cache(adapter)
+    if adapter.holds_latents:
+        cache.layers = [copy.deepcopy(held) for held in rest.values()]
+        return cache
     for index, held in rest.items():
         cache.layers[index] = copy.deepcopy(held)
-    for index, (keys, values) in zip(adapter.layer_indices, entries, strict=True):
+    for index, (keys, values) in zip(adapter.layer_indices, entries[: len(adapter.holders)], strict=False):
         if index in rest:
             cache.layers[index].keys, cache.layers[index].values = keys, values
         else:

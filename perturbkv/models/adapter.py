@@ -178,6 +178,11 @@ class Adapter:
         return any(self.has_gate(layer) for layer in range(len(self.layers)))
 
     @property
+    def holds_latents(self) -> bool:
+        """True if the cache holds a latent of each token, of which a layer makes the keys and values."""
+        return bool(self.layer_facts(0).latent)
+
+    @property
     def rotary(self) -> Any:
         """The rotary embedding, a module that returns the cosines and sines of positions; None without rotations.
 
@@ -295,7 +300,7 @@ class Adapter:
 
     def check_no_latents(self, feature: str) -> None:
         """Raise ModelError for a model whose cache holds latents, which `feature` does not read."""
-        if self.layer_facts(0).latent:
+        if self.holds_latents:
             raise ModelError(
                 f"{feature} expects a cache of the keys and values that attention reads; that of model '{self.name}' "
                 "holds a latent of each token"

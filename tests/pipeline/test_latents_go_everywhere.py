@@ -178,8 +178,3 @@ def test_a_press_is_refused(adapter: Adapter) -> None:
     press = resolve(EvictionConfig(20, Choice("kvpress:KnormPress"), "given", 0, "kv"))
     with pytest.raises(ModelError, match="press 'KnormPress' expects a cache of the keys and values"):
         sources(adapter, PROMPT.token_ids, [press], {})
-
-
-def test_an_audit_is_refused(adapter: Adapter) -> None:
-    with pytest.raises(ModelError, match="an audit expects a cache of the keys and values that attention reads"):
-        pk.audit(adapter, [PROMPT], lambda model, input_ids, attention_mask: None, progress=False)

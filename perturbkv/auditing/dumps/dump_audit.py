@@ -80,6 +80,7 @@ def audit_dump(
     """
     check_attention(adapter)
     adapter.check_plain_layers("an audit of a dump")
+    adapter.check_no_latents("an audit of a dump")
     for name, found, expected in (
         ("layers", dump.layers, len(adapter.layers)), ("key/value heads", dump.kv_heads, adapter.kv_heads),
         ("components a head", dump.head_size, adapter.d_key),
