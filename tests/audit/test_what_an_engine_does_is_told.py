@@ -49,18 +49,23 @@ def test_the_engines_newest_message_is_shown(terminal: bool, tmp_path: Path, mon
     ran, drawn = audited(tmp_path, monkeypatch, terminal)
     assert ran.code == 2
     assert json.loads(ran.out)["error"]["message"] == "out of blocks"
-    assert "vLLM plain, 0 s: Loading weights" in drawn
+    assert "vLLM, 0 s: Loading weights" in drawn
     assert "\x1b[2J" not in drawn
     if not terminal:
-        assert "situations: 0 of 1 done after 0:00:00 (vLLM plain, 0 s: Loading weights" in drawn
+        assert "situations: 0 of 1 done after 0:00:00 (vLLM, 0 s: Loading weights" in drawn
 
 
-def test_a_message_is_cut_to_what_fits_beside_the_bar(tmp_path: Path) -> None:
+def test_a_message_is_cut_to_the_terminals_width(tmp_path: Path) -> None:
     (tmp_path / "messages").write_bytes(b"(EngineCore pid=7) INFO 11-30 02:44:03 [core.py:97] \xff" + b"word " * 99)
     doing = EngineProgress()
     assert doing.text() == "weights, 0 s"
     doing.begin("vLLM", tmp_path / "messages")
     doing.began = time.monotonic() - 61
-    assert doing.text() == "vLLM, 61 s: \ufffdword word word word …"
+    assert doing.text() == f"vLLM, 61 s: \ufffd{'word ' * 15}…"
+    screen = console.Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
+    with progress.bar("situations", 5, console=screen, status=doing.text):
+        pass
+    drawn = screen.file.getvalue()  # type: ignore[attr-defined]
+    assert "0/5  left -:--:-- vLLM, 61 s: \ufffdword word word word word…" in drawn
     doing.begin("vLLM", tmp_path / "nowhere")
     assert doing.text() == "vLLM, 0 s"

@@ -50,8 +50,8 @@ ENVIRONMENT = {
 """Variable -> its value where it is not set, before vLLM is imported."""
 _LOG_PREFIX = re.compile(r"^(\(\S+ pid=\d+\) )?[A-Z]+ [\d-]+ [\d:]+ \[\S+\] ")
 """What vLLM writes before a message: its process, level, date, time and line of code."""
-_WIDTH = 38
-"""Characters of a message that fit beside the bar on 80 columns."""
+_WIDTH = 90
+"""Most characters of what an engine does, of which a terminal shows those that fit beside the bar."""
 _TOKENS = 420
 """Length of the text that requests take their tokens from."""
 _SENTENCES = 200
@@ -191,7 +191,7 @@ def audit_vllm(
             by_engine.setdefault(json.dumps(dict(VLLM_SITUATIONS[name].engine)), []).append(name)
         for names in by_engine.values():
             messages = Path(scratch) / f"{names[0]}.txt"
-            doing.begin(f"vLLM {names[0]}", messages)
+            doing.begin("vLLM", messages)
             _run_engine(weights, dumps, names, text, dtype_name(kind), messages)
         doing.begin("plain model")
         adapter: Adapter = load_weights(files, kind, chosen, seed)
