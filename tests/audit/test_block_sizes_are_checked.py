@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import doctest
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 
+from perturbkv.auditing.dumps import dump_file, vllm_audit
 from perturbkv.auditing.dumps.dump_audit import audit_dump
 from perturbkv.auditing.dumps.dump_file import read_dump, write_dump
 from perturbkv.errors import UnreadableCacheError
@@ -97,3 +100,9 @@ def test_tables_may_be_tensors_and_arrays(tmp_path: Path) -> None:
         kv_heads=np.int64(2), head_size=adapter.d_key, block_size=np.int64(8), layout="kv block token head dim",
     )  # fmt: skip
     assert audit_dump(adapter, read_dump(path)).verdict == "exact"
+
+
+@pytest.mark.parametrize("module", [dump_file, vllm_audit])
+def test_examples_of_docstrings_run(module: ModuleType) -> None:
+    ran = doctest.testmod(module)
+    assert ran.attempted and not ran.failed

@@ -420,10 +420,10 @@ def write_dump(
 
     Example:
         >>> import tempfile, torch
-        >>> keys = torch.zeros(4, 16, 2, 8)  # block, token, head, dim
+        >>> keys, values = torch.zeros(2, 4, 16, 2, 8)  # block, token, head, dim
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = write_dump(
-        ...         folder, [{"id": "a", "token_ids": [5, 6, 7], "blocks": [2]}], [{"keys": keys, "values": keys}],
+        ...         folder, [{"id": "a", "token_ids": [5, 6, 7], "blocks": [2]}], [{"keys": keys, "values": values}],
         ...         kv_heads=2, head_size=8, block_size=16, layout="block token head dim",
         ...     )
         ...     read_dump(path).requests[0].blocks
