@@ -203,15 +203,15 @@ def _audit_engine(model: str, run: AuditOptions) -> int:
 
     With --output the dumps are kept. Raises ConfigError for an option that has no effect on an engine.
     """
-    from perturbkv.auditing import DEFAULT_SITUATIONS, audit_vllm
+    from perturbkv.auditing import DEFAULT_SITUATIONS, EngineProgress, audit_vllm
 
     option_refusals.check_known("audit of an engine", run, f"{_ENGINE}{model}", _ON_AN_ENGINE)
     situations = check_distinct("--situation", run.situation or list(DEFAULT_SITUATIONS))
-    codes, documents = [], {}
-    with console.progress("situations", len(situations)) as bar:
+    codes, documents, doing = [], {}, EngineProgress()
+    with console.progress("situations", len(situations), status=doing.text) as bar:
         audits = audit_vllm(
             model or DEFAULT, situations, dtype=run.dtype, device=run.device, seed=run.seed,
-            revision=run.revision or "", folder=run.output, progress=bar.advance,
+            revision=run.revision or "", folder=run.output, progress=bar.advance, doing=doing,
         )  # fmt: skip
         for name, result in audits:
             codes.append(result.exit_code)

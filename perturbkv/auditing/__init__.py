@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from perturbkv.auditing.dumps.dump_file import write_dump as write_dump
     from perturbkv.auditing.dumps.llamacpp import open_dump as open_dump
     from perturbkv.auditing.dumps.vllm_audit import DEFAULT_SITUATIONS as DEFAULT_SITUATIONS
+    from perturbkv.auditing.dumps.vllm_audit import EngineProgress as EngineProgress
     from perturbkv.auditing.dumps.vllm_audit import audit_vllm as audit_vllm
     from perturbkv.auditing.dumps.vllm_engine import EngineRequest as EngineRequest
     from perturbkv.auditing.dumps.vllm_engine import dump_vllm as dump_vllm
@@ -27,6 +28,7 @@ _MODULES = {
     "write_dump": "dumps.dump_file",
     "open_dump": "dumps.llamacpp",
     "DEFAULT_SITUATIONS": "dumps.vllm_audit",
+    "EngineProgress": "dumps.vllm_audit",
     "audit_vllm": "dumps.vllm_audit",
     "EngineRequest": "dumps.vllm_engine",
     "dump_vllm": "dumps.vllm_engine",

@@ -128,8 +128,8 @@ class _TextColumn(ProgressColumn):
         self._text = text
 
     def render(self, task: Task) -> Text:
-        """Return the column's current text, the same for every task."""
-        return Text(self._text(task))
+        """Return the column's current text, the same for every task, cut to the terminal's width."""
+        return Text(self._text(task), no_wrap=True, overflow="ellipsis")
 
 
 def _format_rate(per_second: float | None) -> str:

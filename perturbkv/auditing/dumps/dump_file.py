@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from perturbkv.auditing.dumps.layouts import Layout, Sizes
+from perturbkv.auditing.dumps.layouts import BLOCK, TOKEN, Groups, Layout, Sizes, arrange
 from perturbkv.cache.external_cache import Layers
 from perturbkv.configs.audit_settings import DUMP_HEADER
 from perturbkv.errors import ConfigError, UnreadableCacheError
@@ -233,6 +235,20 @@ def _parse_whole_numbers(values: Any, what: str, least: int) -> tuple[int, ...]:
     return tuple(values)
 
 
+def _count_block_tokens(tensor: Tensor, groups: Groups, sizes: Sizes) -> int:
+    """Return the tokens in a block of a tensor with these dimensions; 0 where its shape does not tell them."""
+    joined = [(size, group) for size, group in zip(tensor.shape, groups, strict=False) if TOKEN in group]
+    size, group = joined[0] if joined else (1, ())
+    if BLOCK in group:
+        return 0
+    tokens = size // math.prod(sizes.size(axis) for axis in group if axis != TOKEN)
+    try:
+        arrange(tensor, groups, replace(sizes, token=tokens))
+    except ConfigError:
+        return 0
+    return tokens
+
+
 def _is_readable(dtype: torch.dtype) -> bool:
     """Return whether a type is a floating-point type with one number per element."""
     try:
@@ -280,12 +296,24 @@ class _LayerReader:
             for tensor in tensors:
                 if not tensor.is_floating_point() or not _is_readable(tensor.dtype):
                     self._refuse(f"{what} of type {tensor.dtype}, expected floating-point numbers")
+        self._check_block_size(stored)
         present = {name: row for name, row in rows.items() if row is not None}
         return LayerDump(stored, scales, self._read_block_ids(stored), present)
 
     def _refuse(self, found: str) -> NoReturn:
         """Raise UnreadableCacheError for this layer's file."""
         _refuse(self.dump.path / layer_file(self.index), found)
+
+    def _check_block_size(self, stored: Sequence[Tensor]) -> None:
+        """Raise UnreadableCacheError where the named layout fits the tensors, but in blocks of another size."""
+        layout, expected = self.dump.layout, self.dump.block_size
+        for tensor, groups in zip(stored, (layout.keys, layout.values) if layout else (), strict=False):
+            tokens = _count_block_tokens(tensor, groups, self.dump.sizes)
+            if tokens not in (0, expected):
+                self._refuse(
+                    f"block_size {expected}, but {tokens} {'token' if tokens == 1 else 'tokens'} in a block of the "
+                    f"shape {tuple(tensor.shape)}, layout '{layout}'"
+                )
 
     def _read_scale(self, name: str) -> Tensor:
         """Return a scale: one number, 1 where it is absent, or one per head as (head, 1).
@@ -305,11 +333,14 @@ class _LayerReader:
         """
         if not stored:
             return torch.zeros(0, dtype=torch.int64)
-        per_block = self.dump.block_size * self.dump.kv_heads * self.dump.head_size * (2 if len(stored) == 1 else 1)
+        size = self.dump.block_size
+        per_block = size * self.dump.kv_heads * self.dump.head_size * (2 if len(stored) == 1 else 1)
         count, rest = divmod(stored[0].numel(), per_block)
         if rest or not count or any(tensor.numel() != stored[0].numel() for tensor in stored):
             shapes = " and ".join(str(tuple(tensor.shape)) for tensor in stored)
-            self._refuse(f"block tensors of shape {shapes}, expected {per_block:,} numbers for each block")
+            self._refuse(
+                f"block tensors of shape {shapes}, expected {per_block:,} numbers for each block of {size} tokens"
+            )
         ids = self.tensors.get("block_ids", torch.arange(count))
         is_list = not ids.is_floating_point() and not ids.is_complex() and tuple(ids.shape) == (count,)
         if not is_list or len(set(ids.tolist())) != count or not 0 <= int(ids.min()) <= int(ids.max()) < 2**31:
@@ -318,9 +349,12 @@ class _LayerReader:
         for request in self.dump.requests:
             if request.finished or request.blocks is None:
                 continue
-            used = request.blocks[: -(-len(request.token_ids) // self.dump.block_size)]
+            used = request.blocks[: -(-len(request.token_ids) // size)]
             if missing := [block for block in used if block not in known and block != REMOVED]:
-                self._refuse(f"no block {missing[0]}, which the table of request '{request.id}' names")
+                self._refuse(
+                    f"no block {missing[0]}, which the table of request '{request.id}' names; {count} blocks of {size} "
+                    "tokens are there"
+                )
         return ids.long()
 
     def _request_rows(self, request: Request) -> tuple[Tensor, Tensor, Tensor | None] | None:
@@ -369,13 +403,13 @@ def write_dump(
 
     Args:
         folder: a new or empty folder.
-        requests: per request id, token ids, and its block table where the cache has blocks.
+        requests: per request id, token ids, and its block table where the cache has blocks; lists, tensors or arrays.
         layers: per layer name -> tensor: `cache`, or `keys` and `values`, as the engine stores blocks, with `block_ids`
             where not all blocks are there and `key_scale`, `value_scale` where stored numbers are multiplied by them;
             or `keys.ID`, `values.ID` (kv_head, entry, width) and `positions.ID` of each request. Taken one at a time.
         kv_heads: key/value heads of a layer.
         head_size: components of a head.
-        block_size: tokens in a block; 0 without blocks.
+        block_size: tokens in a block of the tensors, the same in all layers and requests; 0 without blocks.
         layout: axes of the block tensors, or a name of `layouts.NAMED`; empty: not known.
         dtype: the stored type where the tensors do not show it.
         compute: the type that the engine computes with, such as `bfloat16`.
@@ -386,10 +420,10 @@ def write_dump(
 
     Example:
         >>> import tempfile, torch
-        >>> keys = torch.zeros(4, 16, 2, 8)  # block, token, head, dim
+        >>> keys, values = torch.zeros(2, 4, 16, 2, 8)  # block, token, head, dim
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = write_dump(
-        ...         folder, [{"id": "a", "token_ids": [5, 6, 7], "blocks": [2]}], [{"keys": keys, "values": keys}],
+        ...         folder, [{"id": "a", "token_ids": [5, 6, 7], "blocks": [2]}], [{"keys": keys, "values": values}],
         ...         kv_heads=2, head_size=8, block_size=16, layout="block token head dim",
         ...     )
         ...     read_dump(path).requests[0].blocks
@@ -414,7 +448,8 @@ def write_dump(
     optional = {"block_size": block_size, "layout": layout, "dtype": dtype, "compute": compute, "engine": engine}
     header |= {name: value for name, value in optional.items() if value}
     header["requests"] = [_request_fields(request) for request in requests]
-    (path / HEADER).write_text(json.dumps(header) + "\n", encoding="utf-8")
+    header_text = json.dumps(header, default=methodcaller("tolist"))  # of tensors and arrays
+    (path / HEADER).write_text(f"{header_text}\n", encoding="utf-8")
     dump = read_dump(path)
     for index in range(dump.layers):
         dump.layer(index)

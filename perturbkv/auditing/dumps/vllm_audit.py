@@ -1,6 +1,7 @@
 """The audit of vLLM on a model: an engine runs requests in several situations, and each situation's dump is audited.
 
-The engine runs in a process of its own, whose messages go to a file; it has ended when the plain model is loaded.
+The engine runs in a process of its own, whose messages go to a file, where `EngineProgress` finds the newest; it has
+ended when the plain model is loaded.
 """
 
 from __future__ import annotations
@@ -8,14 +9,17 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,7 @@ from perturbkv.configs.audit_settings import ENGINE_SITUATIONS
 from perturbkv.datasets.needle import sentences
 from perturbkv.devices import dtype_name
 from perturbkv.errors import EngineError, MissingPackageError, PerturbkvError, UnknownNameError
+from perturbkv.escaping import escape_line
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.loading import ModelFiles, download_weights, load_weights, open_model, pick_device, pick_dtype
 
@@ -38,11 +43,15 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # so that the scheduler is in the process that steps it
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # so that OMP_NUM_THREADS counts
-    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_LEVEL": "INFO",  # so that its messages say what it does
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
 """Variable -> its value where it is not set, before vLLM is imported."""
+_LOG_PREFIX = re.compile(r"^(\(\S+ pid=\d+\) )?[A-Z]+ [\d-]+ [\d:]+ \[\S+\] ")
+"""What vLLM writes before a message: its process, level, date, time and line of code."""
+_WIDTH = 90
+"""Most characters of what an engine does, of which a terminal shows those that fit beside the bar."""
 _TOKENS = 420
 """Length of the text that requests take their tokens from."""
 _SENTENCES = 200
@@ -104,6 +113,37 @@ DEFAULT_SITUATIONS = tuple(name for name in VLLM_SITUATIONS if name != "fp8")
 """Those that every build of vLLM can run."""
 
 
+@dataclass
+class EngineProgress:
+    """Part of an engine's audit that is under way, since when, and the file with the engine's messages.
+
+    Example:
+        >>> EngineProgress("plain model", began=time.monotonic() - 7).text()
+        'plain model, 7 s'
+    """
+
+    doing: str = "weights"
+    messages: Path | None = None
+    began: float = field(default_factory=time.monotonic)
+
+    def begin(self, doing: str, messages: Path | None = None) -> None:
+        """Begin another part of the audit."""
+        self.doing, self.messages, self.began = doing, messages, time.monotonic()
+
+    def text(self) -> str:
+        """Return what is done, for how long, and the engine's newest message, on one line."""
+        lines = _read_lines(self.messages) if self.messages else []
+        newest = f": {_LOG_PREFIX.sub('', lines[-1])}" if lines else ""
+        line = escape_line(f"{self.doing}, {time.monotonic() - self.began:.0f} s{newest}")
+        return textwrap.shorten(line, _WIDTH, placeholder=" …")
+
+
+def _read_lines(path: Path) -> list[str]:
+    """Return a file's lines that are not blank, without spaces around them; none where it is not there."""
+    content = path.read_bytes() if path.is_file() else b""
+    return [line.strip() for line in content.decode(errors="replace").splitlines() if line.strip()]
+
+
 def audit_vllm(
     model: str,
     situations: Sequence[str] = DEFAULT_SITUATIONS,
@@ -114,6 +154,7 @@ def audit_vllm(
     revision: str = "",
     folder: Path | None = None,
     progress: Callable[[], object] = lambda: None,
+    doing: EngineProgress | None = None,
 ) -> Iterator[tuple[str, DumpAudit]]:
     """Yield, per situation, the comparison of vLLM's cache with the plain model's in the same environment.
 
@@ -126,6 +167,7 @@ def audit_vllm(
         revision: of a hub's model.
         folder: where the dumps stay, one folder per situation; None: they are deleted.
         progress: called per situation.
+        doing: is told what is done.
 
     Raises UnknownNameError for an unknown situation, MissingPackageError without vLLM, EngineError where it does not
     start or ends early, UnreadableCacheError for a cache that is not read, and what `load_model` raises.
@@ -135,6 +177,7 @@ def audit_vllm(
             raise UnknownNameError(name, "situation", VLLM_SITUATIONS)
     if importlib.util.find_spec(_PACKAGE) is None:
         raise MissingPackageError(_PACKAGE)
+    doing = doing or EngineProgress()
     chosen = pick_device(device)
     kind = pick_dtype(dtype, chosen)
     files = open_model(model, seed, revision)
@@ -147,7 +190,10 @@ def audit_vllm(
         for name in situations:
             by_engine.setdefault(json.dumps(dict(VLLM_SITUATIONS[name].engine)), []).append(name)
         for names in by_engine.values():
-            _run_engine(weights, dumps, names, text, dtype_name(kind))
+            messages = Path(scratch) / f"{names[0]}.txt"
+            doing.begin("vLLM", messages)
+            _run_engine(weights, dumps, names, text, dtype_name(kind), messages)
+        doing.begin("plain model")
         adapter: Adapter = load_weights(files, kind, chosen, seed)
         for name in situations:
             yield name, audit_dump(adapter, read_dump(dumps / name), losses=False)
@@ -163,24 +209,25 @@ def _weights_folder(files: ModelFiles, scratch: Path, seed: int) -> Path:
     return scratch
 
 
-def _run_engine(weights: Path, dumps: Path, names: Sequence[str], text: Sequence[int], dtype: str) -> None:
+def _run_engine(
+    weights: Path, dumps: Path, names: Sequence[str], text: Sequence[int], dtype: str, messages: Path
+) -> None:
     """Run situations in a process with vLLM's engine, which writes their dumps.
 
-    `weights` is the model's folder, `dumps` the one for the dumps, `names` are situations of one engine, and `text` are
-    the tokens that requests take theirs from. Raises EngineError where the process ends otherwise than with success.
+    `weights` is the model's folder, `dumps` the one for the dumps, `names` are situations of one engine, `text` are the
+    tokens that requests take theirs from, and `messages` is the file for what the process prints. Raises EngineError
+    where the process ends otherwise than with success.
     """
     plan = {"model": str(weights), "dumps": str(dumps), "names": list(names), "text": list(text), "dtype": dtype}
     path = os.pathsep.join(str(Path(one).resolve()) for one in sys.path)
-    with tempfile.TemporaryFile() as messages:
+    with messages.open("wb") as stream:
         done = subprocess.run(
-            [sys.executable, "-c", _BEGIN], input=json.dumps(plan).encode(), stdout=messages, stderr=messages,
+            [sys.executable, "-c", _BEGIN], input=json.dumps(plan).encode(), stdout=stream, stderr=stream,
             env={**ENVIRONMENT, **os.environ, "PYTHONPATH": path}, check=False,
         )  # fmt: skip
-        if done.returncode == 0:
-            return
-        messages.seek(0)
-        lines = [line for line in messages.read().decode(errors="replace").splitlines() if line.strip()]
-    last = lines[-1].strip() if lines else "no message"
+    if done.returncode == 0:
+        return
+    last = [*_read_lines(messages)[-1:], "no message"][0]
     if done.returncode == PerturbkvError.exit_code:
         raise EngineError(last)
     how = f"status {done.returncode}"
