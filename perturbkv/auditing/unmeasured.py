@@ -34,7 +34,7 @@ def measured_numbers(adapter: Adapter) -> tuple[int, ...]:
 
 
 def cache_numbers(adapter: Adapter) -> tuple[int, ...]:
-    """Return per measured layer the number in a cache of the layer whose entries it reads; empty where these are all."""
+    """Return per measured layer the cache's layer whose entries it reads, by number; empty where these are all."""
     owners = tuple(adapter.layer_indices[owner] for owner in adapter.owners)
     return owners if adapter.is_mixed or adapter.shares_caches else ()
 
