@@ -292,8 +292,11 @@ class AuditedRun(Record):
 
     @property
     def _unmatched(self) -> list[Fault]:
-        """The differences of entries that match none of the prompt's."""
-        return [fault for fault in self._all_entry_differences if fault.kind in UNMATCHED]
+        """The differences of entries that match none of the prompt's, or are not nearly the new tokens' own."""
+        strange = self._all_entry_differences
+        if self.own_steps and (self.is_rounded or any(fault.kind in UNMATCHED for fault in strange)):
+            strange += self._strange_new_tokens()
+        return [fault for fault in strange if fault.kind in UNMATCHED]
 
     @property
     def first_unmatched(self) -> Fault:
@@ -318,7 +321,7 @@ class AuditedRun(Record):
             step, layer = self.worse
             wrong.append(self._fault("changed", "entries change while it decodes", layer, step=step))
         if compared is self.own_steps:
-            wrong += self._strange_new_tokens()
+            wrong += [fault for fault in self._strange_new_tokens() if fault.kind not in UNMATCHED]
         return [*wrong, *rest, *self._decoding_difference(compared)]
 
     def _strange_new_tokens(self) -> Iterator[Fault]:
@@ -331,7 +334,8 @@ class AuditedRun(Record):
             if len(strange := np.argwhere(~(step.new_error < MOST_ROUNDED))):
                 of, layer = map(int, strange[strange[:, 1].argmin()])
                 what = f"{('keys', 'values')[of]} of new tokens are not the tokens' own"
-                yield self._fault("decoding", what, layer, step=step.step)
+                nearly = bool((step.new_error < 2 * MOST_ROUNDED).all())
+                yield self._fault("changed" if nearly else "decoding", what, layer, step=step.step)
                 return
 
     def _fault(self, kind: str, what: str, layer: int = -1, head: int = -1, step: int = -1, entry: int = -1) -> Fault:

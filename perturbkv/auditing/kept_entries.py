@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from perturbkv.analyses.audit.cache_entries import FLOORS, Alteration, CacheEntries, Integers
+from perturbkv.analyses.audit.cache_entries import FLOORS, MOST_ROUNDED, Alteration, CacheEntries, Integers
 from perturbkv.analyses.measurements import Floats
 from perturbkv.auditing.changes import (
-    EIGHT_BITS,
     NEAR,
     are_among,
     are_of_others,
@@ -49,6 +48,8 @@ from perturbkv.models.adapter import Adapter
 
 _KEYS = 0
 """Index of keys in pairs of keys and values."""
+_MOST_OF_ONE = 0.5
+"""Share of a head's rounded entries near one of the full cache's, above which they are no mixture."""
 _WORSE, _LEAST_WORSE = 2, 0.25
 """How many times the largest distance at first, and at least of which distance, is much farther."""
 
@@ -410,7 +411,8 @@ class EntryComparison:
     def _mismatch(self, layer: int, head: int) -> tuple[int, int] | None:
         """Return the positions in the prompt of the first entry's key and value, where a head's are of different ones.
 
-        They are the full cache's, to the bit of any, and where they are rounded of most; None where they are of one.
+        They are the full cache's, to the bit of any, and where they are rounded of most; None where they are of one, or
+        most keys and values both are near those of one.
         """
         seen = self.attended[layer][head]
         separate = []
@@ -422,7 +424,10 @@ class EntryComparison:
         exact = not any(bool(kept.key_distance[0].any()) for kept in separate)
         known = self._full_entries(self.tracker.full[layer][1], layer, head)
         values = self.tracker.first_entries[layer][1][self.row, head, seen]
-        others = exact or (bool((of_keys != NOWHERE).all()) and are_of_others(values, known, of_keys))
+        matched = self.layers[layer]
+        together = torch.maximum(matched.key_distance[head], matched.value_distance[head])[seen] <= MOST_ROUNDED
+        apart_by_most = bool((of_keys != NOWHERE).all()) and are_of_others(values, known, of_keys)
+        others = exact or (apart_by_most and float(together.float().mean()) <= _MOST_OF_ONE)
         if not len(apart) or not others:
             return None
         first = apart[of_keys[apart].argmin()]
@@ -468,13 +473,11 @@ class EntryComparison:
         if kind == _KEYS:
             most = 2 * tracker.situation.entries
             yield "rotation", describe_rotation(entries, own, places, frequencies, most, rounded=True)
-        cut = describe_clipping(entries, own)
-        yield "clipped", describe_clipping(entries, own, EIGHT_BITS)
-        yield "scale", "" if cut else describe_rounded_scale(entries, own)
+        yield "clipped", describe_clipping(entries, own)
+        yield "scale", describe_rounded_scale(entries, own)
         both = [cached[self.row, head][matched] for cached in tracker.first_entries[layer]]
         known = [self._full_entries(of_kind, layer, head) for of_kind in tracker.full[layer]]
         if are_rounded(both, known, positions, kind, floor):
             yield "rounded", describe_rounding(entries, own)
             yield "quantised", describe_quantisation(entries, own, head_entries)
             yield "rounded", "rounded"
-        yield "clipped", cut

@@ -143,6 +143,8 @@ _BESIDE_EQUAL_WEIGHT = 0.01
 """The same weight where the other distance is 0: a key or a value to the bit tells the entry by itself."""
 _BY_VALUE = 0.1
 """What an entry is farther by whose value is near and whose key is not: with another's value it is its key's."""
+_FARTHER = 2
+"""Ratio of the costs of the next free entry and of the taken one above which only the taken one explains an entry."""
 _TIE_TOLERANCE = 1e-3
 """Difference of distances below which two entries are equally near."""
 _FARTHEST = 1e30
@@ -337,7 +339,7 @@ class _Nearest:
         """Return, per entry, the index of its full-cache entry.
 
         Where several want the same one, the nearest gets it, and the others the next nearest that is free; but one with
-        the winner's key or value, and to which no free one is as near, is that entry once more.
+        the winner's key or value, and to which no free one is nearly as near, is that entry once more.
         """
         waiting = torch.arange(len(self.scaled[0]), device=self.free.device)
         cost, index = self._search(waiting, torch.ones_like(self.free))
@@ -351,7 +353,8 @@ class _Nearest:
             if not len(waiting) or not bool(self.free.any()):
                 return index
             next_cost, next_index = self._search(waiting, self.free)
-            again = self._equals_taken(waiting, index[waiting]) & (next_cost > cost[waiting] + _TIE_TOLERANCE)
+            again = self._equals_taken(waiting, index[waiting], cost[waiting] > _BY_VALUE)
+            again &= next_cost > _FARTHER * cost[waiting] + _TIE_TOLERANCE
             waiting, next_cost = waiting[~again], next_cost[~again]
             cost[waiting], index[waiting] = next_cost, next_index[~again]
             waiting = waiting[next_cost <= 2 * STRANGE_DISTANCE]  # the others are like none, whichever is nearest
@@ -388,9 +391,14 @@ class _Nearest:
             free[indices[-1]] = False
         return torch.cat(costs), torch.cat(indices)
 
-    def _equals_taken(self, entries: Int[Tensor, " chosen"], index: Int[Tensor, " chosen"]) -> Bool[Tensor, " chosen"]:
-        """Return which entries have the key or the value of the one that took a full-cache entry."""
+    def _equals_taken(
+        self, entries: Int[Tensor, " chosen"], index: Int[Tensor, " chosen"], rounded: Bool[Tensor, " chosen"]
+    ) -> Bool[Tensor, " chosen"]:
+        """Return which entries have the key or the value of the one that took a full-cache entry; `rounded` ones both.
+
+        Different values may be one in few bits.
+        """
         keys, values = (
             (own[entries] == kind[index]).all(dim=-1) for own, kind in zip(self.scaled, self.taken, strict=True)
         )
-        return keys | values
+        return torch.where(rounded, keys & values, keys | values)
