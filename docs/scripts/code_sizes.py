@@ -24,7 +24,7 @@ FEATURES: dict[str, str] = {
     "what waits for a GPU": "perturbkv/selfcheck tests/selfcheck tests/rehearsal",
     "traces and runs on disk": "perturbkv/storage tests/store tests/shards",
     "results and their statistics": "analyses tests/analyses",
-    "audit": "perturbkv/auditing analyses/audit tests/audit tests/vllm tests/llamacpp",
+    "audit": "perturbkv/auditing analyses/audit tests/audit tests/vllm tests/llamacpp tests/packages",
     "figures": "figures tests/figures",
     "report": "perturbkv/reporting tests/report tests/browser",
     "command line and Python": "cli perturbkv/api tests/cli tests/api tests/examples",
