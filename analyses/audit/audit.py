@@ -387,7 +387,7 @@ class Audit(Result):
         """Return a clause on how near decoding is to its reference, with where keys stand and what is evicted."""
         decoded = [run.compared_steps for run in self.runs if run.steps]
         most = floors_text(max(map(worst_floors, decoded)))
-        in_cache = any(run.positions == IN_CACHE for run in self.runs)
+        in_cache = any(run.positions == IN_CACHE and run.entries and run.entries.evicted for run in self.runs)
         moved = "; keys stand at their places in the cache, new tokens after them" if in_cache else ""
         most_parts = max((run.parts for run in self.runs), default=1)
         moved += (

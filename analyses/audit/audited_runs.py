@@ -110,6 +110,7 @@ class DecodingStep(Record):
     Attributes:
         head_floors: (layer, head) distance of the head's output before the output projection, over the larger of its
             own norm and the layer's root mean square norm; NaN where only logits are known.
+        fewer: whether the attention got fewer entries than the cache held with the new tokens'.
         new_error: (kind, layer) largest distance of a new token's key and value, over the reference's norm; empty where
             they are not known.
     """
@@ -127,6 +128,7 @@ class DecodingStep(Record):
         text=lambda same: "same" if same else "another",
     )
     behind: float = column("positions that the new tokens stand too early; null where their keys are rotated otherwise")
+    fewer: bool = False
     new_error: Floats = field(default_factory=lambda: np.zeros((2, 0)))
 
     @derived(dims=("layer",))
@@ -328,7 +330,7 @@ class AuditedRun(Record):
         """Yield the first step whose new tokens' entries are not the tokens' own, where their rounding is none."""
         for step in self.own_steps:
             if step.behind:
-                kind, what = self._cause(step.behind)
+                kind, what = self._cause(step)
                 yield self._fault(kind, what, 0, step=step.step)
                 return
             if len(strange := np.argwhere(~(step.new_error < MOST_ROUNDED))):
@@ -382,17 +384,17 @@ class AuditedRun(Record):
             if not len(differs):
                 continue
             step, layer, head = (*map(int, differs[0]), -1, -1)[:3]  # −1 for an axis that the array does not have
-            kind, what = ("decoding", words) if words else self._cause(steps[step].behind)
+            kind, what = ("decoding", words) if words else self._cause(steps[step])
             yield self._fault(kind, what, layer, head, step)
             return
 
-    def _cause(self, behind: float) -> tuple[str, str]:
-        """Return the cause of a decoding difference as its kind and as text: positions, masks, or unknown.
-
-        `behind`: positions that the new tokens stand too early, NaN for a wrong rotation.
-        """
+    def _cause(self, step: DecodingStep) -> tuple[str, str]:
+        """Return the cause of a decoding difference as its kind and as text: positions, masks, or unknown."""
+        behind = step.behind
+        if isnan(behind) and step.fewer:
+            return "decoding", "entries go before the new tokens attend to them"
         if isnan(behind):
-            return "positions", "keys of new tokens are not rotated to their positions"
+            return "positions", "keys of new tokens are those of no position"
         if behind:
             count, side = abs(behind), "early" if behind > 0 else "late"
             return "positions", f"new tokens stand {count:,.0f} {'position' if count == 1 else 'positions'} too {side}"

@@ -103,7 +103,9 @@ def audit_eviction(
             if runs[-1].damage:  # there is no reference any more
                 return dataclasses.replace(blank, runs=tuple(runs), lossless=runs[-1].damage)
         if settings.plain_use and isinstance(eviction, Eviction) and not eviction.places_new_tokens:
-            plain, damage = _plain_use_and_damage(adapter, used[0], eviction, runs[0], before)
+            evicted = next((run for run in runs if run.entries and run.entries.evicted), runs[0])
+            prompt = next(prompt for prompt in used if prompt.sample_id == evicted.sample)
+            plain, damage = _plain_use_and_damage(adapter, prompt, eviction, evicted, before)
     except UnreadableCacheError as error:
         return dataclasses.replace(blank, runs=tuple(runs), unreadable=error.reason)
     audit = dataclasses.replace(blank, runs=tuple(runs), plain_use=plain, lossless=damage)
@@ -179,8 +181,8 @@ def _plain_use_and_damage(
 ) -> tuple[PlainUse | None, str]:
     """Return how plain model calls use the evicted cache, None for a failing eviction; and how they changed the model.
 
-    The latter in words, empty where they did not; the model is put back as it was `before`. `run` is the prompt's first
-    run, which shows at which position the next token belongs.
+    The latter in words, empty where they did not; the model is put back as it was `before`. `run` is of the prompt,
+    and shows at which position the next token belongs.
     """
     ids = torch.tensor(prompt.token_ids, device=adapter.device)
     single = make_situation("single", ids, ids[-1:], 1)

@@ -121,6 +121,7 @@ class ExternalRun:
             before the new ones are attended to; empty where the cache holds other numbers of heads than the model.
         original: `prompts` at the prompt's own positions, where keys of `prompts` are moved to places in the cache.
         failed, failed_layer, refused, damage: as in `AuditedRun`; a damaged model has no reference.
+        hides_all: whether the attention gets all entries of a cache that does not show them.
         unmeasured: per row, what the eviction changed in layers that are not measured.
         reading: how the eviction read the prompts.
     """
@@ -139,6 +140,7 @@ class ExternalRun:
     failed_layer: int = -1
     refused: str = ""
     damage: str = ""
+    hides_all: bool = False
     unmeasured: list[tuple[Alteration, ...]] = field(default_factory=list)
     reading: PromptReading | None = None
 
@@ -174,7 +176,7 @@ class ExternalRun:
                 self.unmeasured.append(tuple(find_changes(cache, rests, row, padding, least)))
         lengths = self._layer_lengths(cache)
         for chunk in range(len(self.situation.chunks)):
-            record = ForwardPass()
+            record, held = ForwardPass(), self._layer_lengths(cache)
             try:
                 if chunk and self.situation.cached is not None:
                     with external_code("looking at its cache raises", FailedError):
@@ -184,6 +186,9 @@ class ExternalRun:
             except FailedError as error:
                 self._record_failure(str(error), lengths)
                 return
+            record.fewer = any(
+                record.entries.get(0, 0) < length + len(self.situation.chunks[chunk]) for length in held[:1]
+            )
             hides = (*self.situation.hides_padding, record.hides_padding)
             self.situation = self.tracker.situation = replace(self.situation, hides_padding=hides)
             self._add_pass(record, cache)
@@ -250,7 +255,7 @@ class ExternalRun:
                     head_floors=head / _to_numpy(noise.head), hidden=hidden / _to_numpy(noise.hidden),
                     logits=float(logits / _to_numpy(noise.logits)),
                     same_token=bool(record.logits[row, -1].argmax() == expected.logits[row, -1].argmax()),
-                    behind=self._position_lag(record, expected, row, rounds=rounds),
+                    behind=self._position_lag(record, expected, row, rounds=rounds), fewer=record.fewer,
                     new_error=_new_entry_errors(record, expected, row, self.prompts.full),
                 )
             )  # fmt: skip
@@ -300,8 +305,11 @@ class ExternalRun:
         eviction reads the prompts once more and decodes a token, and they are those that the attention gets.
         """
         layers: Layers = []
+        says_all = self._says_more_than_it_shows(cache)
         with suppress(UnreadableCacheError):
             layers = [] if self.adapter.holds_latents else layer_tensors(cache, self.places)
+            if says_all:
+                layers = []
             if layers and not _fit_full_cache(layers, self.prompts.full):
                 return layers
             distances = self.tracker.convention_distances(layers[0]) if layers else {}
@@ -313,9 +321,17 @@ class ExternalRun:
             self._logits(trial, 0, "decoding token 0")
         if record.is_complete(len(self.prompts.full)):
             layers = [record.previous_entries(layer) for layer in range(len(self.prompts.full))]
+            self.hides_all = all(keys.shape[2] == self.situation.entries for keys, _ in layers)
             if _fit_full_cache(layers, self.prompts.full):
                 self._check_not_relative(layers[0])
         return layers
+
+    def _says_more_than_it_shows(self, cache: Cache) -> bool:
+        """Return whether a cache says that it holds all that was read, and shows fewer entries in some layer."""
+        lengths = self._layer_lengths(cache)
+        if min(lengths, default=self.situation.entries) == self.situation.entries:
+            return False
+        return int(cache.get_seq_length()) == self.situation.entries
 
     def _check_not_relative(self, layer: tuple[Tensor, Tensor]) -> None:
         """Raise UnreadableCacheError for first-layer keys that stand right before the new tokens, wherever these are.
@@ -464,6 +480,11 @@ class ExternalRun:
         except UnreadableCacheError:
             return []
 
+    def _holds_all(self, cache: Cache, entries: int) -> bool:
+        """Return whether all entries so far are in a cache, by what it shows or, where it hides them, what it says."""
+        shown = set(self._layer_lengths(cache)) == {entries}
+        return shown or (self.hides_all and int(cache.get_seq_length()) == entries)
+
     def _logits(self, cache: Cache, chunk: int, what: str = "") -> Tensor:
         """Return the logits (row, new, vocab) of a chunk's forward pass, by the eviction's own decoding if it has any.
 
@@ -474,7 +495,7 @@ class ExternalRun:
         if self.eviction.decode is not None:
             return self.eviction.logits(self.adapter.model, cache, ids, decoded, what)
         hides: dict[str, Any] = {}
-        if any(self.situation.padding) and set(self._layer_lengths(cache)) == {self.situation.entries + decoded}:
+        if any(self.situation.padding) and self._holds_all(cache, self.situation.entries + decoded):
             more = decoded + ids.shape[1]
             hides = {"attention_mask": F.pad(self.situation.attention_mask, (0, more), value=1)}
         with eviction_code(f"{what} raises"):  # the cache is not ours

@@ -138,6 +138,7 @@ class ForwardPass:
         hidden_keys: row, head and index of the entries that kvpress masks inside the attention
             (`masked_key_indices`).
         positions: those that the decoder was given for the new tokens (row, new); None without any.
+        fewer: whether the attention got fewer entries than the cache held with the new tokens'.
         hides_padding: whether a layer that is not measured gets a mask that hides more from a prompt than from the
             first one of the batch, which has no padding.
     """
@@ -152,6 +153,7 @@ class ForwardPass:
     entries: dict[int, int] = field(default_factory=dict)
     hidden_keys: dict[int, tuple[Tensor, ...] | None] = field(default_factory=dict)
     positions: Tensor | None = None
+    fewer: bool = False
     hides_padding: bool = False
 
     def is_complete(self, layers: int) -> bool:

@@ -92,6 +92,7 @@ class EntryTracker:
     worse: dict[int, tuple[int, int]] = field(default_factory=dict)
     _decoded: list[list[tuple[Tensor, Tensor]]] = field(default_factory=list)
     _last: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    _seen: list[Tensor] = field(default_factory=list)
 
     def add_pass(self, record: ForwardPass) -> list[Bool[Tensor, "row kept_head entry"]]:
         """Match the entries attended to in a forward pass with the prompt's, and return which are attended to.
@@ -101,13 +102,14 @@ class EntryTracker:
         layers = range(len(self.full))
         entries = [record.previous_entries(layer) for layer in layers]
         attended, by_mask = zip(*(_attended_entries(record, layer) for layer in layers), strict=True)
-        if self._is_unchanged(entries) and all(bool(seen.all()) for seen in attended):
+        if self._is_unchanged(entries) and self._sees_the_same(attended):
             self.masks.append([F.pad(mask, (0, self._new_count), value=True) for mask in self.masks[-1]])
             self.held += [self._append_new_positions(self.held[-1])] if self.held else []
         else:
             self._match(entries, attended, by_mask)
         self._decoded.append([record.new_entries(layer) for layer in layers])
         self._last = [(record.key[layer], record.value[layer]) for layer in layers]
+        self._seen = [F.pad(seen, (0, self._new_count), value=True) for seen in attended]
         return list(attended)
 
     @property
@@ -121,6 +123,10 @@ class EntryTracker:
             torch.equal(tensor, previous) for layer, last in zip(entries, self._last, strict=True)
             for tensor, previous in zip(layer, last, strict=True)
         )  # fmt: skip
+
+    def _sees_the_same(self, attended: Sequence[Tensor]) -> bool:
+        """Return whether the entries attended to are the previous pass's and those of its new tokens."""
+        return all(torch.equal(seen, before) for seen, before in zip(attended, self._seen, strict=True))
 
     def _match(self, entries: Layers, attended: Sequence[Tensor], by_mask: Sequence[Tensor]) -> None:
         """Match all entries with those of the prompt and the decoded tokens, and add the masks of the pass.

@@ -221,9 +221,11 @@ def recover_positions(
     for external_layer, full_layer in reversed(pair_layers(external, full, row, numbers)):
         rolled = [entries.roll(-padding, dims=1) for entries in full_layer] if padding else full_layer
         entries, heads = external_layer[0].shape[1], len(external_layer[0])
+        whole = entries == full_layer[0].shape[1]
         if [len(hint) for hint in hints] != [entries] * heads:
-            hints = [torch.full((entries,), NOWHERE, device=external_layer[0].device)] * heads
-        matched = [_match_head(*head) for head in zip(*external_layer, *rolled, hints, strict=True)]
+            places = torch.arange(entries, device=external_layer[0].device)
+            hints = [(places - padding) % entries if whole else torch.full_like(places, NOWHERE)] * heads
+        matched = [_match_head(*head, whole=whole) for head in zip(*external_layer, *rolled, hints, strict=True)]
         hints = [index for index, _, _ in matched]
         positions = tuple(_positions(index, full_layer[0].shape[1], padding, count_padding) for index in hints)
         layers.append(RecoveredLayer(positions, *(tuple(head[kind] for head in matched) for kind in (1, 2))))
@@ -246,11 +248,14 @@ def _match_head(
     full_key: Float[Tensor, "full_entry d_key"],
     full_value: Float[Tensor, "full_entry d_value"],
     hints: Int[Tensor, " entry"],
+    *,
+    whole: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (entry,) the index of the full-cache entry of each entry of a head, and its key and value distances.
 
     An entry that resembles none is `NOWHERE`. Of full-cache entries that are equally near, the one of `hints` is
-    taken, which the layer after it has at the same place, else the first.
+    taken, which the layer after it has at the same place, else the first. In a `whole` cache, that holds as many
+    entries as there were, it is taken unless another is much nearer, or some other entry's.
     """
     indices = _equal_indices(key, value, full_key, full_value, hints)
     distances = [torch.zeros(len(key), device=key.device) for _ in range(2)]
@@ -259,13 +264,34 @@ def _match_head(
         scaled, full_scaled = _scale(key[unmatched], value[unmatched], full_key, full_value)
         free = torch.ones(len(full_key), dtype=torch.bool, device=key.device)
         free[indices[indices != NOWHERE]] = False
-        nearest = _Nearest(scaled, full_scaled, free, hints[unmatched]).indices()
-        for distance, vectors, full_vectors in zip(distances, scaled, full_scaled, strict=True):
-            distance[unmatched] = torch.linalg.vector_norm(vectors - full_vectors[nearest], dim=-1)
-        strange = torch.fmin(distances[0][unmatched], distances[1][unmatched]) > STRANGE_DISTANCE
-        strange |= ~(key[unmatched].any(dim=-1) | value[unmatched].any(dim=-1))  # nothing resembles nothing
-        indices[unmatched] = nearest.masked_fill(strange, NOWHERE)
+        nearest = _Nearest(scaled, full_scaled, free, hints[unmatched], whole=whole).indices()
+        strange = torch.fmin(*_distances(scaled, full_scaled, nearest)) > STRANGE_DISTANCE
+        nothing = ~(key[unmatched].any(dim=-1) | value[unmatched].any(dim=-1))  # resembles nothing
+        indices[unmatched] = nearest.masked_fill(strange | nothing, NOWHERE)
+        if whole:
+            _fill_places(indices, hints, unmatched[strange & ~nothing], unmatched[nothing])
+        nearest = torch.where(indices[unmatched] == NOWHERE, nearest, indices[unmatched])
+        for distance, found in zip(distances, _distances(scaled, full_scaled, nearest), strict=True):
+            distance[unmatched] = found
     return indices, distances[0], distances[1]
+
+
+def _distances(scaled: Sequence[Tensor], full_scaled: Sequence[Tensor], index: Int[Tensor, " entry"]) -> list[Tensor]:
+    """Return the distances of [keys, values] from the full cache's entries at the given indices."""
+    return [torch.linalg.vector_norm(own - full[index], dim=-1) for own, full in zip(scaled, full_scaled, strict=True)]
+
+
+def _fill_places(indices: Tensor, hints: Tensor, strange: Int[Tensor, " strange"], nothing: Tensor) -> None:
+    """Give entries of a whole cache that resemble none the places that are left: their own where it is, else any.
+
+    `indices` are changed; `strange` are the entries, and `nothing` those that keep none.
+    """
+    own = strange[~torch.isin(hints[strange], indices)]
+    indices[own] = hints[own]
+    left = strange[indices[strange] == NOWHERE]
+    places = torch.arange(len(indices), device=indices.device)
+    taken = torch.cat([indices, hints[nothing]])
+    indices[left] = places[~torch.isin(places, taken)][: len(left)]
 
 
 def _equal_indices(
@@ -325,9 +351,19 @@ class _Nearest:
         scaled, full_scaled: [keys, values] of the entries, and of the full cache, scaled.
         free: (full_entry,) True for the full cache's entries that may be taken.
         hints: (entry,) the full-cache entry to prefer where several are equally near; `NOWHERE` for none.
+        whole: whether it is to be preferred where it is nearly as near, too.
     """
 
-    def __init__(self, scaled: Sequence[Tensor], full_scaled: Sequence[Tensor], free: Tensor, hints: Tensor) -> None:
+    def __init__(
+        self,
+        scaled: Sequence[Tensor],
+        full_scaled: Sequence[Tensor],
+        free: Tensor,
+        hints: Tensor,
+        *,
+        whole: bool = False,
+    ) -> None:
+        self.slack = _FARTHER if whole else 1
         self.scaled = scaled
         self.full_scaled = full_scaled
         self.free = free.clone()
@@ -385,7 +421,8 @@ class _Nearest:
             later = (place + 1 > free[index].long()).nonzero().squeeze(-1)  # the first tie is another one's
             reached = (ties[later] & free).cumsum(dim=-1, dtype=torch.int32) == place[later].unsqueeze(-1) + 1
             index[later] = torch.where(reached.any(dim=-1), reached.to(torch.uint8).argmax(dim=-1), index[later])
-            hinted = (hints != NOWHERE) & ties.gather(1, hints.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+            of_hint = cost.gather(1, hints.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+            hinted = (hints != NOWHERE) & (of_hint <= self.slack * best.squeeze(-1) + _TIE_TOLERANCE)
             costs.append(best.squeeze(-1))
             indices.append(torch.where(hinted, hints, index))
             free[indices[-1]] = False

@@ -14,7 +14,7 @@ from tests.audit.test_planted_faults_are_told_apart import audited
 ALONE = ["single", "block"]
 IN_CACHE = "keys stand at their places in the cache, new tokens after them"
 FAULTS = {
-    "UnrotatedWithAnotherBase": ("positions", 0, "keys of new tokens are not rotated to their positions"),
+    "UnrotatedWithAnotherBase": ("positions", 0, "keys of new tokens are those of no position"),
     "UnrotatedEarly": ("positions", 0, "new tokens stand 1 position too early"),
     "RollingWithAnotherBase": (
         "rotation",

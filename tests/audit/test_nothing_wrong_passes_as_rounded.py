@@ -114,7 +114,7 @@ def test_what_is_allowed_allows_nothing_else() -> None:
         return planted.rounded(loaded, input_ids, attention_mask)
 
     prompts = [pk.Prompt("short", token_ids(40), 0), pk.Prompt("long", token_ids(60), 0)]
-    asked = {"steps": 2, "losses": False, "progress": False, "situations": ["single"]}
+    asked = {"steps": 2, "losses": False, "plain_use": False, "progress": False, "situations": ["single"]}
     codes = {
         allow: pk.audit(model("llama"), prompts, evict, allow=list(allow), **asked).exit_code
         for allow in ((), ("idle",), ("lossy",), ("idle", "lossy"))
