@@ -259,10 +259,11 @@ class AuditedRun(Record):
     def _first_difference(self) -> Fault | None:
         """Return the first difference of entries or decoding that is a fault; None without any.
 
-        Rounding is none, and where entries match none nothing else must differ for `unknown` to be allowed.
+        Rounding is none, and where entries match none nothing else must differ for `unknown` to be allowed. What differs
+        from the plain model on the same entries does not follow from these, and is named first.
         """
         wrong = self._wrong_differences()
-        unmatched = [] if not wrong and UNKNOWN in self.allowed else self._unmatched
+        unmatched = self._unmatched if not (wrong and self.own_steps) and (wrong or UNKNOWN not in self.allowed) else []
         return min([*wrong, *unmatched], key=Fault.sort_key_in_run, default=None)
 
     @property

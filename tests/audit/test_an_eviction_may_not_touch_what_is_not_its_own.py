@@ -360,7 +360,7 @@ def test_damage_in_plain_use_leaves_no_loss() -> None:
             scale_weights(loaded)
         return planted.right(loaded, input_ids, attention_mask)
 
-    result = audited("llama", evict, situations=["single"], losses=True)
+    result = audited("llama", evict, situations=["single"], losses=True, plain_use=True)
     assert not result.losses
     assert result.lossless == "it changed the model (weights of lm_head.weight)"
     model.cache_clear()
