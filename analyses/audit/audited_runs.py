@@ -259,11 +259,12 @@ class AuditedRun(Record):
     def _first_difference(self) -> Fault | None:
         """Return the first difference of entries or decoding that is a fault; None without any.
 
-        Rounding is none, and where entries match none nothing else must differ for `unknown` to be allowed. What differs
-        from the plain model on the same entries does not follow from these, and is named first.
+        Rounding is none. Entries that match none are passed over where these are allowed and nothing else differs, and
+        where something does that the plain model on the same entries does not do.
         """
         wrong = self._wrong_differences()
-        unmatched = self._unmatched if not (wrong and self.own_steps) and (wrong or UNKNOWN not in self.allowed) else []
+        passed = bool(self.own_steps) if wrong else UNKNOWN in self.allowed
+        unmatched = [] if passed else self._unmatched
         return min([*wrong, *unmatched], key=Fault.sort_key_in_run, default=None)
 
     @property

@@ -331,7 +331,7 @@ class ExternalRun:
         lengths = self._layer_lengths(cache)
         if min(lengths, default=self.situation.entries) == self.situation.entries:
             return False
-        return int(cache.get_seq_length()) == self.situation.entries
+        return self._said_length(cache) == self.situation.entries
 
     def _check_not_relative(self, layer: tuple[Tensor, Tensor]) -> None:
         """Raise UnreadableCacheError for first-layer keys that stand right before the new tokens, wherever these are.
@@ -483,7 +483,11 @@ class ExternalRun:
     def _holds_all(self, cache: Cache, entries: int) -> bool:
         """Return whether all entries so far are in a cache, by what it shows or, where it hides them, what it says."""
         shown = set(self._layer_lengths(cache)) == {entries}
-        return shown or (self.hides_all and int(cache.get_seq_length()) == entries)
+        return shown or (self.hides_all and self._said_length(cache) == entries)
+
+    def _said_length(self, cache: Cache) -> int:
+        """Return the number of entries that a cache, or its first measured layer, says it holds."""
+        return int((cache.layers[self.places[0]] if self.places else cache).get_seq_length())
 
     def _logits(self, cache: Cache, chunk: int, what: str = "") -> Tensor:
         """Return the logits (row, new, vocab) of a chunk's forward pass, by the eviction's own decoding if it has any.
