@@ -29,6 +29,8 @@ _BASES = tuple(10 ** (exponent / 100) for exponent in range(200, 801))
 """Rotary bases that are tried, a fortieth apart."""
 _SAME_BASE = 0.002
 """Largest relative difference of two bases that are one."""
+_AS_NEAR = 1.02
+"""Ratio of the distances that two bases leave up to which the rounder one is taken."""
 _OUTLYING = 8
 """Ratio of an entry's error to the median one above which it is another change than rounding."""
 _ALONG = 0.7
@@ -138,23 +140,22 @@ def _rotation_words(shifts: Tensor, before: Tensor, chosen: Tensor) -> str:
     return "rotated, each by a number of positions of its own"
 
 
-def describe_base(
+def find_base(
     keys: Float[Tensor, "entry d_key"],
     full: Float[Tensor, "entry d_key"],
     positions: Int[Tensor, " entry"],
     frequencies: Float[Tensor, " frequency"],
-) -> str:
-    """Return in words the base that keys were rotated with instead of the model's; empty if none explains them.
+    likely: float = 0.0,
+) -> float:
+    """Return the base that keys were rotated with instead of the model's; 0 if none explains them.
 
-    `full` are the full cache's keys at `positions`. Empty, too, where the model's `frequencies` are not the powers of
-    one base, as after scaling for long contexts.
+    `full` are the full cache's keys at `positions`. 0, too, where the model's `frequencies` are not the powers of one
+    base, as after scaling for long contexts. A `likely` base that explains the keys is returned as it is.
     """
-    pairs = len(frequencies)
+    pairs, model_base = len(frequencies), _model_base(frequencies)
+    if not model_base:
+        return 0.0
     exponents = -torch.arange(pairs, dtype=torch.float64) / pairs
-    model_base = float(frequencies[1].double() ** -pairs) if pairs > 1 else 0.0
-    if not model_base or not torch.allclose(model_base**exponents, frequencies.cpu().double(), rtol=1e-3):
-        return ""
-
     model_frequencies, places = frequencies.cpu().double(), positions.cpu().double().unsqueeze(-1)
     own, known = (_complex_pairs(side.cpu(), pairs) for side in (keys, full))
     unturned = float(torch.linalg.vector_norm(full[:, 2 * pairs :].double() - keys[:, 2 * pairs :].double()))
@@ -165,11 +166,47 @@ def describe_base(
         turned = known * torch.polar(torch.ones_like(angle), angle)
         return math.hypot(float(torch.linalg.vector_norm(turned - own)), unturned)
 
+    most = _MUCH_NEARER * distance(model_base)
+    if likely and distance(likely) <= most:
+        return likely
     best = min(_BASES, key=distance)
-    for step in (1.005, 1.0005):  # finer and finer around the best so far
-        best = min((best * step**count for count in range(-5, 6)), key=distance)
-    explained = distance(best) <= _MUCH_NEARER * distance(model_base) and abs(best / model_base - 1) > _SAME_BASE
-    return f"rotated with base {float(f'{best:.3g}'):,.0f}, the model's is {model_base:,.0f}" if explained else ""
+    for step in range(5):  # finer and finer around the best so far
+        best = min((best * (1 + 0.005 / 10**step) ** count for count in range(-5, 6)), key=distance)
+    round_ones = (float(f"{best:.{digits}g}") for digits in (1, 2, 3))
+    best = next((base for base in round_ones if distance(base) <= _AS_NEAR * distance(best)), best)
+    return best if distance(best) <= most and abs(best / model_base - 1) > _SAME_BASE else 0.0
+
+
+def _model_base(frequencies: Float[Tensor, " frequency"]) -> float:
+    """Return the base whose powers the frequencies are; 0 without one."""
+    pairs = len(frequencies)
+    base = float(frequencies[1].double() ** -pairs) if pairs > 1 else 0.0
+    exponents = -torch.arange(pairs, dtype=torch.float64) / pairs
+    return base if base and torch.allclose(base**exponents, frequencies.cpu().double(), rtol=1e-3) else 0.0
+
+
+def describe_base(base: float, frequencies: Float[Tensor, " frequency"]) -> str:
+    """Return in words that keys were rotated with a base; empty for 0."""
+    words = f"rotated with base {float(f'{base:.3g}'):,.0f}, the model's is {_model_base(frequencies):,.0f}"
+    return words if base else ""
+
+
+def excess_angles(
+    keys: Float[Tensor, "entry d_key"],
+    full: Float[Tensor, "entry d_key"],
+    positions: Int[Tensor, " entry"],
+    frequencies: Float[Tensor, " frequency"],
+) -> Float[Tensor, "entry frequency"] | None:
+    """Return by how many radians keys are rotated too far; None where neither positions nor a base explain it.
+
+    `full` are the full cache's keys at `positions`.
+    """
+    shifts = excess_rotations(keys, full, frequencies, 2 * len(full))
+    if shifts is not None:
+        return shifts.unsqueeze(-1) * frequencies.to(shifts.device)
+    base, pairs = find_base(keys, full, positions, frequencies), len(frequencies)
+    wrong = base ** (-torch.arange(pairs, dtype=torch.float64) / pairs) if base else frequencies.double()
+    return positions.unsqueeze(-1) * (wrong - frequencies.double().cpu()).float() if base else None
 
 
 def round_towards_zero(numbers: Tensor, dtype: torch.dtype) -> Tensor:

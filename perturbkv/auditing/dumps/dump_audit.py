@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from perturbkv import memory, theory
 from perturbkv.analyses.audit.cache_entries import Integers
 from perturbkv.analyses.audit.dump_verdict import DumpAudit, DumpedRequest, DumpFault, dump_floors
 from perturbkv.analyses.measurements import Floats
+from perturbkv.auditing.changes import excess_angles
 from perturbkv.auditing.dumps.dump_entries import (
+    LEAST_BLOCK,
     DumpReader,
     Entries,
     EntryDistances,
@@ -32,9 +36,12 @@ from perturbkv.auditing.dumps.dump_entries import (
 from perturbkv.auditing.dumps.dump_file import REMOVED, Dump, LayerDump, Request
 from perturbkv.auditing.dumps.matching import LayerReference, duplicate_faults, find_faults, join_faults
 from perturbkv.auditing.dumps.plain_entries import (
+    Computation,
     PlainEntries,
     StoredCache,
+    StoredEntries,
     arrange_by_token,
+    by_token,
     token_logprobs,
     unrotate_to_tokens,
 )
@@ -55,6 +62,8 @@ _LEAST_LOGPROB_FLOOR = 1e-3
 """Least noise floor of a log-probability, in nats."""
 _MOST_LOGPROB = 2.0
 """Largest difference of a log-probability that coarser entries explain, in nats."""
+_UNEXPLAINED = 0.1
+"""Largest share of entries that differ which an explanation of all may leave."""
 _FARTHER = 2
 """Ratio of a layer's median distance to the one that the engine's rounding gives, above which the type is another."""
 
@@ -107,6 +116,21 @@ def audit_dump(
     return audit
 
 
+@dataclass(frozen=True)
+class _Reading:
+    """A reading of a request's tokens by the model whose attention reads the dumped entries.
+
+    Attributes:
+        layers: keys and values (kv_head, token, width) that it computed for each layer.
+        logprobs: the tokens' log-probabilities.
+        faultless: whether entries that differ were replaced by computed ones.
+    """
+
+    layers: Sequence[Pair]
+    logprobs: Tensor
+    faultless: bool
+
+
 @dataclass
 class _RequestComparison:
     """The comparison of a request's entries, layer by layer.
@@ -116,8 +140,10 @@ class _RequestComparison:
         compared, differing: numbers of entries so far.
         distances, differing_distances, perturbations, kept: per layer, as in `DumpedRequest`.
         in_cache: whether keys stand at 0, 1, … in the cache; None where no key has shown it.
-        readings: caches of the dumped entries from which the model read the tokens once more, and the tokens'
-            log-probabilities.
+        stored: the dumped entries of all layers, where they were read once more.
+        replaced: layer -> keys and values that differ (kind, kv_head, token).
+        readings: those of the tokens from the dumped entries.
+        faults: those found so far.
     """
 
     request: Request
@@ -128,7 +154,14 @@ class _RequestComparison:
     perturbations: list[Floats] = field(default_factory=list)
     kept: list[tuple[Integers, ...]] = field(default_factory=list)
     in_cache: bool | None = None
-    readings: list[tuple[StoredCache, Tensor]] = field(default_factory=list)
+    stored: StoredEntries = field(default_factory=StoredEntries)
+    replaced: dict[int, Tensor] = field(default_factory=dict)
+    readings: list[_Reading] = field(default_factory=list)
+    faults: list[DumpFault] = field(default_factory=list)
+
+    def known(self, index: int, plain: Pair, faultless: bool = False) -> list[Pair]:
+        """Return the plain model's keys and values of a layer, then those of the readings; `faultless` ones alone."""
+        return [plain, *(one.layers[index] for one in self.readings if one.faultless or not faultless)]
 
     def add_layer(self, positions: Tensor, measured: EntryDistances, stored: EntryDistances, far: Tensor) -> None:
         """Add one layer's entries.
@@ -177,6 +210,8 @@ class _DumpComparison:
         floors_allowed: how many noise floors an entry may differ by.
         stored: names of the types that entries are stored in.
         unexplained_layers: layers with median distances that the types do not explain.
+        following: layers with entries that follow from faults below.
+        coarse: whether entries have fewer bits than the model's.
     """
 
     def __init__(self, adapter: Adapter, dump: Dump, plain: PlainEntries) -> None:
@@ -190,15 +225,20 @@ class _DumpComparison:
         self.floors_allowed = dump_floors(dtype_name(adapter.dtype))
         self.stored = ""
         self.unexplained_layers: set[int] = set()
+        self.following: set[int] = set()
+        self.coarse = False
 
     def add_layer(self, index: int) -> None:
         """Compare the entries of the next layer, which is number `index`."""
         layer, plain = self.dump.layer(index), self.plain.layer(index)
         explained = self._explained_distances(layer)
         if index == 0:
-            self._examine_first_layer(layer, plain, read_again=any(explained))
+            self._examine_first_layer(layer)
+            self.coarse = any(explained) or bool(self.plain.expected)
+            self._read_again(self.requests if any(explained) else [])
         stored = self._entries(index, layer)
-        references = self._nearest_references(index, stored, plain)
+        typical = self._typical_distances(index, explained)
+        references = self._nearest_references(index, stored, plain, typical)
         truncated = self._record_rounding(layer, index, stored, references, explained)
         entries, scaled = self._divide_by_factors(index, stored, references, truncated)
         measured = {name: measure_distances(own, references[name]) for name, own in entries.items()}
@@ -206,54 +246,136 @@ class _DumpComparison:
         explained = (explained[0] * (1 + truncated[0]), explained[1] * (1 + truncated[1]))
         limits = self._layer_limits(index, median_distances(list(measured.values())), explained)
         reference = LayerReference(
-            references, plain, frozenset(request.id for request in self.dump.requests if request.finished),
+            references, {name: self._known(name, index, full) for name, full in plain.items()},
+            frozenset(request.id for request in self.dump.requests if request.finished),
             lambda: self._other_layers(index), self.adapter.frequencies,
-            lambda block: self.reader.alternatives(layer, block),
+            lambda block: self.reader.alternatives(layer, block), layer.largest,
         )  # fmt: skip
         for name, own in entries.items():
             expected = self.plain.expected.get(name)
             allowed = limits if expected is None else expected[index].limits(own.positions, limits)
             far = allowed.differing_entries(own, measured[name])
-            self.faults += duplicate_faults(name, index, own)
-            self.faults += find_faults(name, index, own, far.any(dim=0), reference, allowed)
-            far |= measured[name].present & torch.tensor(scaled, device=far.device)[:, None, None]
             request = self.requests[name]
+            if request.differing:
+                faultless = request.known(index, plain[name], faultless=True)
+                without = measure_distances(own, nearest_entries(own, faultless, typical))
+                if bool((allowed.differing_entries(own, without) & ~far).any()):
+                    self.following.add(index)
+            found = [
+                *duplicate_faults(name, index, own), *find_faults(name, index, own, far.any(dim=0), reference, allowed)
+            ]  # fmt: skip
+            request.faults += self._find_computation(request, index, own, far, found, allowed)
+            far |= measured[name].present & torch.tensor(scaled, device=far.device)[:, None, None]
             request.add_layer(own.positions, measured[name], measure_distances(stored[name], references[name]), far)
             request.perturbations.append(self._output_perturbation(name, index, stored[name], plain[name]))
+            if bool(far.any()):
+                self._read_faults(request, index, own, references[name], far)
         if layer.earlier_rounding:
             self.faults.append(DumpFault("", "rounded", " and ".join(layer.earlier_rounding), layers=(index,)))
-        self._read_again({name for name, request in self.requests.items() if request.differing}, layer)
 
-    def _examine_first_layer(self, layer: LayerDump, plain: Mapping[str, Pair], *, read_again: bool) -> None:
-        """Find the dump's types and layout; with `read_again` recompute all requests with the dumped entries."""
+    def _known(self, name: str, index: int, plain: Pair) -> list[Pair]:
+        """Return what is known of a request's keys and values in a layer, the plain model's first."""
+        return self.requests[name].known(index, plain) if name in self.requests else [plain]
+
+    def _examine_first_layer(self, layer: LayerDump) -> None:
+        """Find the dump's types and layout."""
         dtypes = {dtype_name(tensor.dtype) for tensors in layer.tensors for tensor in tensors}
         self.stored = self.dump.dtype or ", ".join(sorted(dtypes))
         if layer.block_tensors:
-            self.faults += self.reader.recognise_layout(layer, plain)
-        if read_again:
-            self._read_again(set(self.requests), layer)
+            self.faults += self.reader.recognise_layout(
+                layer, [self.plain.layer(index) for index in range(self.dump.layers)]
+            )
 
-    def _read_again(self, names: set[str], layer: LayerDump) -> None:
+    def _read_again(self, names: Iterable[str]) -> None:
         """Recompute requests, unless done before, with the dumped entries in place of the model's own.
 
         An engine attends to its own entries: with fewer bits they differ more from layer to layer, and after a fault
-        so do all layers above. Dumped entries have the type of `layer`, any of the dump's.
+        so do all layers above.
         """
-        stored: dict[str, list[Pair]] = {name: [] for name in sorted(names) if not self.requests[name].readings}
-        if not stored:
-            return
+        requests = [self.requests[name] for name in sorted(names) if not self.requests[name].readings]
         like = torch.empty(0, dtype=self.adapter.dtype, device=self.adapter.device)
-        for index in range(self.dump.layers):
-            entries = self._entries(index, self.dump.layer(index))
-            for name, layers in stored.items():
-                layers.append(arrange_by_token(entries[name], len(self.requests[name].request.token_ids), like))
-        dtype = layer.tensors[0][0].dtype
-        for name, layers in stored.items():
-            for replace_outliers in (False, True):
-                cache = StoredCache(layers, dtype, replace_outliers)
-                logprobs = token_logprobs(self.adapter, self.requests[name].request.token_ids, cache=cache)
-                if cache.replaced or not replace_outliers:
-                    self.requests[name].readings.append((cache, logprobs))
+        for index in range(self.dump.layers if requests else 0):
+            layer = self.dump.layer(index)
+            entries = self._entries(index, layer)
+            for request in requests:
+                tokens = len(request.request.token_ids)
+                request.stored.add(arrange_by_token(entries[request.request.id], tokens, like), layer)
+        for request in requests:
+            self._read(request)
+
+    def _read(
+        self, request: _RequestComparison, computation: Computation | None = None, faultless: bool = False
+    ) -> _Reading:
+        """Read a request's tokens from its dumped entries, computed as told, and record the reading."""
+        cache = StoredCache(request.stored, request.replaced if faultless else {}, computation or Computation())
+        with computation.attention(self.adapter) if computation else nullcontext():
+            logprobs = token_logprobs(self.adapter, request.request.token_ids, cache=cache)
+        layers = [cache.computed_entries(index) for index in range(self.dump.layers)]
+        request.readings.append(_Reading(layers, logprobs, faultless))
+        return request.readings[-1]
+
+    def _read_faults(self, request: _RequestComparison, index: int, own: Entries, reference: Pair, far: Tensor) -> None:
+        """Read a request again after a layer with entries that are `far` from its reference.
+
+        With these entries in place; with keys and queries that are rotated as these keys are, in this layer or from it
+        on; and, where something follows from rounding or from faults, without the entries that differ.
+        """
+        self._read_again([request.request.id])
+        tokens = len(request.request.token_ids)
+        empty = torch.zeros(far.shape[1], tokens, dtype=torch.bool, device=far.device)
+        request.replaced[index] = torch.stack([by_token(kind, own.positions, empty.clone()) for kind in far])
+        rotated = [fault for fault in request.faults if fault.kind == "rotation"]
+        if {fault.layers for fault in rotated} == {(index,)}:  # the first layer of such a fault
+            head = rotated[0].heads[0]
+            there = own.positions[head] != REMOVED
+            positions = own.positions[head][there]
+            excess = excess_angles(
+                own.keys[head][there], reference[0][head][positions].float(), positions, self.adapter.frequencies
+            )
+            if excess is not None:
+                angles = excess.new_zeros(tokens, excess.shape[-1]).index_copy(0, positions, excess)
+                for layers in ({index}, set(range(index, self.dump.layers))):
+                    self._read(request, Computation(frozenset(layers), angles))
+        if self.coarse or self.following:
+            request.readings = [one for one in request.readings if not one.faultless]
+            self._read(request, faultless=True)
+
+    def _find_computation(
+        self,
+        request: _RequestComparison,
+        index: int,
+        own: Entries,
+        far: Bool[Tensor, "2 kv_head entry"],
+        found: list[DumpFault],
+        limits: Limits,
+    ) -> list[DumpFault]:
+        """Return the faults found in a layer, or the one of the computation below it that explains them.
+
+        Such a fault is looked for above layers without any other, where the entries are none that is known.
+        """
+        below = {fault.kind for fault in request.faults}
+        if index == 0 or not found or {fault.kind for fault in found} - {"changed", "unknown"} or below - {"context"}:
+            return found
+        name, entries = request.request.id, far.any(dim=0)
+        tokens = torch.unique(own.positions[entries])
+        first, last = int(tokens[0]), int(tokens[-1])
+        heads = tuple(entries.any(dim=1).nonzero().flatten().tolist())
+        blocks = tuple(dict.fromkeys(block for fault in found for block in fault.blocks))
+        where = (first, last, blocks, (index,), heads, int(entries.sum()))
+        if not below and 1 < self.adapter.kv_heads < self.adapter.heads:
+            self._read_again([name])
+            readings = list(request.readings)
+            for layers in ({index - 1}, set(range(index - 1, self.dump.layers))):
+                reading = self._read(request, Computation(frozenset(layers), regrouped=True))
+            left = limits.differing_entries(own, measure_distances(own, reading.layers[index])).any(dim=0)
+            if int(left.sum()) <= _UNEXPLAINED * int(entries.sum()):
+                words = f"query head i of the layer below read key/value head i mod {self.adapter.kv_heads}"
+                return [DumpFault(name, "grouping", words, *where)]
+            request.readings = readings
+        before, after = first, len(request.request.token_ids) - 1 - last
+        if len(tokens) > (1 - _UNEXPLAINED) * (last - first + 1) and max(before, after) >= LEAST_BLOCK <= len(tokens):
+            return [DumpFault(name, "context", "right in layer 0, above it computed after other text", *where)]
+        return found
 
     def _entries(self, index: int, layer: LayerDump) -> dict[str, Entries]:
         """Return the entries of all live requests in one layer, keys at their tokens' positions.
@@ -271,18 +393,17 @@ class _DumpComparison:
         return entries
 
     def _nearest_references(
-        self, index: int, entries: Mapping[str, Entries], plain: Mapping[str, Pair]
+        self, index: int, entries: Mapping[str, Entries], plain: Mapping[str, Pair], typical: Sequence[float]
     ) -> Mapping[str, Pair]:
         """Return, per request and token, the reference that is nearest to the dumped entries.
 
         References are the plain model's entries, and those that it computed from dumped entries, where it did.
+        `typical` are distances of keys and of values that are right.
         """
-        readings = {
-            name: [cache.computed_entries(index) for cache, _ in request.readings]
-            for name, request in self.requests.items()
+        return {
+            name: nearest_entries(entries[name], self._known(name, index, full), typical) if name in entries else full
+            for name, full in plain.items()
         }
-        return {name: nearest_entries(entries[name], [full, *readings[name]]) if readings.get(name) else full
-                for name, full in plain.items()}  # fmt: skip
 
     def _record_rounding(
         self,
@@ -367,6 +488,12 @@ class _DumpComparison:
         keys, values = (max(*named, *(explained_distance(one.dtype) for one in tensors)) for tensors in layer.tensors)
         return keys if keys > model else 0.0, values if values > model else 0.0
 
+    def _typical_distances(self, index: int, explained: Sequence[float]) -> list[float]:
+        """Return the distances of a layer's keys and values that floors, types or the engine's rounding explain."""
+        expected = (self.plain.expected_distance(index, kind) or 0.0 for kind in range(2))
+        floors = (self.floors_allowed * float(floor) for floor in self.plain.floors[index])
+        return [max(three) for three in zip(explained, expected, floors, strict=True)]
+
     def _output_perturbation(self, name: str, index: int, own: Entries, full: Pair) -> Floats:
         """Return the relative perturbation (head,) of the last token's outputs by the dumped entries.
 
@@ -405,18 +532,20 @@ class _DumpComparison:
             if request.compared:
                 requests.append(request.result(distance, floor))
         dump, heads = self.dump, self.dump.layers * self.dump.kv_heads
+        following = self.following.difference(*(fault.layers for fault in faults))
         faults = join_faults(faults, {name: request.compared / heads for name, request in self.requests.items()})
         return DumpAudit(
             dump=str(dump.path), engine=dump.engine, about=provenance(self.adapter, {}, len(dump.requests)),
             layers=dump.layers, requests=tuple(requests), faults=tuple(faults), layout=str(self.reader.layout or ""),
             named_layout=str(dump.layout or ""), stored=self.stored, typical=np.array(self.typical),
             floors=self.plain.floors, limits=np.array(self.limits),
+            following=tuple(sorted(following)),
         )  # fmt: skip
 
     def _join_coarse(self) -> Iterator[DumpFault]:
         """Yield the faults, with those of changed entries in layers that the types do not explain as one."""
         changed: set[int] = set()
-        for fault in self.faults:
+        for fault in (*self.faults, *(fault for request in self.requests.values() for fault in request.faults)):
             if fault.kind == "changed" and not self.plain.expected and self.unexplained_layers.issuperset(fault.layers):
                 changed |= set(fault.layers)
             else:
@@ -453,7 +582,7 @@ class _DumpComparison:
         engine = torch.tensor([request.logprobs[index] for index in given], dtype=torch.float64)
         plain, *others = (token_logprobs(self.adapter, request.token_ids, parts)[given] for parts in _PARTS)
         floor = max(_LEAST_LOGPROB_FLOOR, *(float((plain - other).abs().amax()) for other in others))
-        model = torch.stack([plain, *(logprobs[given] for _, logprobs in comparison.readings)])
+        model = torch.stack([plain, *(one.logprobs[given] for one in comparison.readings)])
         above, below = engine - model.amax(dim=0), model.amin(dim=0) - engine
         distances = torch.maximum(above, below).clamp(min=0).nan_to_num(torch.inf)
         return float(distances.amax()), floor, given[int(distances.argmax())]
