@@ -64,6 +64,8 @@ _MOST_LOGPROB = 2.0
 """Largest difference of a log-probability that coarser entries explain, in nats."""
 _UNEXPLAINED = 0.1
 """Largest share of entries that differ which an explanation of all may leave."""
+_WITHOUT_CAUSE = {"changed", "unknown"}
+"""Kinds of faults that name no cause."""
 _FARTHER = 2
 """Ratio of a layer's median distance to the one that the engine's rounding gives, above which the type is another."""
 
@@ -114,6 +116,12 @@ def audit_dump(
         measured = measure_losses(adapter, [prompts[name] for name in cut], list(cut.values()), resources)
         audit = replace(audit, losses=measured.losses)
     return audit
+
+
+def _renamed(fault: DumpFault, kind: str, what: str) -> DumpFault:
+    """Return a fault in the same place, of another kind."""
+    place = (fault.first, fault.last, fault.blocks, fault.layers, fault.heads, fault.count)
+    return DumpFault(fault.request, kind, what, *place)
 
 
 @dataclass(frozen=True)
@@ -349,32 +357,36 @@ class _DumpComparison:
         found: list[DumpFault],
         limits: Limits,
     ) -> list[DumpFault]:
-        """Return the faults found in a layer, or the one of the computation below it that explains them.
+        """Return the faults found in a layer; where they have no cause, with that in the computation below it.
 
-        Such a fault is looked for above layers without any other, where the entries are none that is known.
+        Such a cause is looked for above layers without any fault.
         """
-        below = {fault.kind for fault in request.faults}
-        if index == 0 or not found or {fault.kind for fault in found} - {"changed", "unknown"} or below - {"context"}:
+        if context := [fault for fault in request.faults if fault.kind == "context"]:
+            first, last = min(fault.first for fault in context), max(fault.last for fault in context)
+            return [
+                _renamed(fault, "context", context[0].what)
+                if first <= fault.first <= fault.last <= last and fault.kind in _WITHOUT_CAUSE
+                else fault
+                for fault in found
+            ]
+        if index == 0 or not found or request.faults or {fault.kind for fault in found} - _WITHOUT_CAUSE:
             return found
-        name, entries = request.request.id, far.any(dim=0)
-        tokens = torch.unique(own.positions[entries])
-        first, last = int(tokens[0]), int(tokens[-1])
-        heads = tuple(entries.any(dim=1).nonzero().flatten().tolist())
-        blocks = tuple(dict.fromkeys(block for fault in found for block in fault.blocks))
-        where = (first, last, blocks, (index,), heads, int(entries.sum()))
-        if not below and 1 < self.adapter.kv_heads < self.adapter.heads:
-            self._read_again([name])
+        if 1 < self.adapter.kv_heads < self.adapter.heads:
+            self._read_again([request.request.id])
             readings = list(request.readings)
             for layers in ({index - 1}, set(range(index - 1, self.dump.layers))):
                 reading = self._read(request, Computation(frozenset(layers), regrouped=True))
-            left = limits.differing_entries(own, measure_distances(own, reading.layers[index])).any(dim=0)
-            if int(left.sum()) <= _UNEXPLAINED * int(entries.sum()):
+            left = limits.differing_entries(own, measure_distances(own, reading.layers[index]))
+            if int(left.sum()) <= _UNEXPLAINED * int(far.sum()):
                 words = f"query head i of the layer below read key/value head i mod {self.adapter.kv_heads}"
-                return [DumpFault(name, "grouping", words, *where)]
+                return [_renamed(fault, "grouping", words) for fault in found]
             request.readings = readings
-        before, after = first, len(request.request.token_ids) - 1 - last
-        if len(tokens) > (1 - _UNEXPLAINED) * (last - first + 1) and max(before, after) >= LEAST_BLOCK <= len(tokens):
-            return [DumpFault(name, "context", "right in layer 0, above it computed after other text", *where)]
+        tokens = torch.unique(own.positions[far.any(dim=0)])
+        first, last = int(tokens[0]), int(tokens[-1])
+        beside = max(first, len(request.request.token_ids) - 1 - last)
+        if index == 1 and min(beside, len(tokens)) >= LEAST_BLOCK > (last - first + 1 - len(tokens)):
+            words = "right in layer 0, above it computed after other text"
+            return [_renamed(fault, "context", words) for fault in found]
         return found
 
     def _entries(self, index: int, layer: LayerDump) -> dict[str, Entries]:
@@ -468,7 +480,7 @@ class _DumpComparison:
         medians = [  # of a layer that the types do not explain, what they do explain counts
             most / 2 if odd else median for median, most, odd in zip(typical, explained, unexplained, strict=True)
         ]
-        limits = Limits.of_layer(floors, medians, self.floors_allowed)
+        limits = Limits.of_layer(floors, medians, self.floors_allowed, explained)
         single = (np.nan, np.nan) if self.plain.expected else (float(limits.single[0]), float(limits.single[1]))
         self.typical.append(typical)
         self.limits.append(single)

@@ -170,16 +170,26 @@ class Limits:
     together: tuple[float, float]
 
     @classmethod
-    def of_layer(cls, floors: Sequence[float], medians: Sequence[float], allowed: int) -> Self:
+    def of_layer(
+        cls,
+        floors: Sequence[float],
+        medians: Sequence[float],
+        allowed: int,
+        explained: Sequence[float] = (0.0, 0.0),
+    ) -> Self:
         """Return the limits of a layer's entries.
 
         Args:
             floors: noise floors of keys and of values.
             medians: median distances of keys and of values; one above `LARGEST_MEDIAN` is no rounding and not counted.
             allowed: how many noise floors an entry may differ by.
+            explained: the largest medians that types explain; rounding moves no entry farther than ε/2.
         """
         by_median = [MEDIANS * median if median <= LARGEST_MEDIAN else 0.0 for median in medians]
-        single = [max(allowed * floor, limit) for floor, limit in zip(floors, by_median, strict=True)]
+        single = [
+            max(allowed * floor, limit, most / _ROUNDING / 2)
+            for floor, limit, most in zip(floors, by_median, explained, strict=True)
+        ]
         together = [
             min(one, max(_GROUP_FLOORS * floor, limit))
             for one, floor, limit in zip(single, floors, by_median, strict=True)
