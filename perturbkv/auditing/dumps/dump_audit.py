@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -248,7 +249,7 @@ class _DumpComparison:
         typical = self._typical_distances(index, explained)
         references = self._nearest_references(index, stored, plain, typical)
         truncated = self._record_rounding(layer, index, stored, references, explained)
-        entries, scaled = self._divide_by_factors(index, stored, references, truncated)
+        entries, scaled = self._divide_by_factors(index, layer, stored, references, truncated)
         measured = {name: measure_distances(own, references[name]) for name, own in entries.items()}
         # rounding towards zero moves numbers twice as far as rounding to the nearest
         explained = (explained[0] * (1 + truncated[0]), explained[1] * (1 + truncated[1]))
@@ -273,11 +274,12 @@ class _DumpComparison:
                 *duplicate_faults(name, index, own), *find_faults(name, index, own, far.any(dim=0), reference, allowed)
             ]  # fmt: skip
             request.faults += self._find_computation(request, index, own, far, found, allowed)
+            differing = far.clone()
             far |= measured[name].present & torch.tensor(scaled, device=far.device)[:, None, None]
             request.add_layer(own.positions, measured[name], measure_distances(stored[name], references[name]), far)
             request.perturbations.append(self._output_perturbation(name, index, stored[name], plain[name]))
             if bool(far.any()):
-                self._read_faults(request, index, own, references[name], far)
+                self._read_faults(request, index, own, references[name], differing)
         if layer.earlier_rounding:
             self.faults.append(DumpFault("", "rounded", " and ".join(layer.earlier_rounding), layers=(index,)))
 
@@ -325,11 +327,13 @@ class _DumpComparison:
     def _read_faults(self, request: _RequestComparison, index: int, own: Entries, reference: Pair, far: Tensor) -> None:
         """Read a request again after a layer with entries that are `far` from its reference.
 
-        With these entries in place; with keys and queries that are rotated as these keys are, in this layer or from it
-        on; and, where something follows from rounding or from faults, without the entries that differ.
+        `own` are without a common factor. With the dumped entries in place; with keys and queries that are rotated as
+        these keys are, in this layer or from it on; and, where something follows from rounding or from faults, without
+        the entries that differ.
         """
         self._read_again([request.request.id])
         tokens = len(request.request.token_ids)
+        request.stored.divided[index] = arrange_by_token(own, tokens, request.stored.layers[index][0])
         empty = torch.zeros(far.shape[1], tokens, dtype=torch.bool, device=far.device)
         request.replaced[index] = torch.stack([by_token(kind, own.positions, empty.clone()) for kind in far])
         rotated = [fault for fault in request.faults if fault.kind == "rotation"]
@@ -443,21 +447,44 @@ class _DumpComparison:
         return truncated
 
     def _divide_by_factors(
-        self, index: int, entries: Mapping[str, Entries], references: Mapping[str, Pair], truncated: Sequence[bool]
+        self,
+        index: int,
+        layer: LayerDump,
+        entries: Mapping[str, Entries],
+        references: Mapping[str, Pair],
+        truncated: Sequence[bool],
     ) -> tuple[dict[str, Entries], list[bool]]:
         """Return a layer's entries without the constant that all keys, or values, were multiplied by; and which were.
 
         Such a constant is recorded as a fault, but for numbers that were rounded towards zero, which explains it.
+        Numbers that the type cuts off are none.
         """
-        factors = [common_factor(kind, entries, references) for kind in range(2)]
-        for name, factor, rounded in zip(("keys", "values"), factors, truncated, strict=True):
-            if factor != 1 and not rounded:
-                self.faults.append(DumpFault("", "scale", f"all {name} multiplied by {factor:.2g}", layers=(index,)))
+        most = [largest if largest.ndim == 0 else largest.unsqueeze(-1) for _, largest in layer.largest]
+        cut = {
+            name: (keys.clamp(min=-most[0], max=most[0]), values.clamp(min=-most[1], max=most[1]))
+            for name, (keys, values) in references.items()
+        }
+        factors = [common_factor(kind, entries, cut) for kind in range(2)]
+        for kind, (name, factor) in enumerate(zip(("keys", "values"), factors, strict=True)):
+            if factor != 1 and not truncated[kind]:
+                words = f"all {name} multiplied by {factor:.2g}{self._scale_owner(index, kind)}"
+                self.faults.append(DumpFault("", "scale", words, layers=(index,)))
         divided = {
             name: replace(own, keys=own.keys / factors[0], values=own.values / factors[1])
             for name, own in entries.items()
         }
         return divided, [factor != 1 for factor in factors]
+
+    def _scale_owner(self, index: int, kind: int) -> str:
+        """Return in words the one other layer with the scale that the dump gives a layer's keys or values, if any."""
+        own = self._scales[index][kind]
+        same = [layer for layer, both in self._scales.items() if layer != index and torch.equal(both[kind], own)]
+        return f", their scale is layer {same[0]}'s" if len(same) == 1 else ""
+
+    @cached_property
+    def _scales(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """Scales of keys and of values, by layer."""
+        return {index: self.dump.layer(index).scales for index in range(self.dump.layers)}
 
     def _layer_limits(self, index: int, typical: tuple[float, float], explained: Sequence[float]) -> Limits:
         """Return the limits of a layer's entries, given their median distances and those that the types explain.

@@ -186,11 +186,13 @@ class StoredEntries:
         layers: keys and values (kv_head, token, width) of each layer; NaN where a token has no entry.
         scales: of keys and of values, of each layer, as in `LayerDump`.
         dtype: type of the stored numbers.
+        divided: layer -> its entries without a factor that all were multiplied by.
     """
 
     layers: list[Pair] = field(default_factory=list)
     scales: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     dtype: torch.dtype = torch.float32
+    divided: dict[int, Pair] = field(default_factory=dict)
 
     def add(self, pair: Pair, layer: LayerDump) -> None:
         """Add one layer's entries, which were read from `layer`."""
@@ -233,8 +235,9 @@ class StoredCache(DynamicCache):  # type: ignore[misc]
         key_states = self.computation.rotate(layer_idx, key_states, self.get_seq_length(layer_idx))
         end = super().update(key_states, value_states, layer_idx, *args, **kwargs)[0].shape[2]
         first, both = end - key_states.shape[2], []
+        layers = self.stored.divided if layer_idx in self.replaced else self.stored.layers
         for kind, new in enumerate((key_states[0], value_states[0])):
-            stored = self.stored.layers[layer_idx][kind][:, first:end]
+            stored = layers[layer_idx][kind][:, first:end]
             wrong = ~stored.isfinite().all(dim=-1)
             if layer_idx in self.replaced:
                 wrong |= self.replaced[layer_idx][kind][:, first:end].to(wrong.device)
