@@ -58,11 +58,13 @@ def excess_rotations(
     most: int,
     *,
     rounded: bool = False,
+    near: float = 0.0,
 ) -> Int[Tensor, " entry"] | None:
     """Return the number of positions by which each key is rotated too far, between −most and most.
 
     `full` are the full cache's keys of the same tokens. None where such rotations do not explain every key, where one
-    is NaN, and without frequencies; with `rounded` they explain a key that they bring much nearer. Component i pairs
+    is NaN, and without frequencies; with `rounded` they explain a key that they bring much nearer, else one that they
+    bring as `near`, over its length, as what its rounding leaves. Component i pairs
     with i + len(frequencies), as in `perturbkv.cache.entries.rotate_keys`.
     """
     half = len(frequencies)
@@ -78,7 +80,7 @@ def excess_rotations(
     unrotated = torch.linalg.vector_norm(keys[:, 2 * half :].double() - full[:, 2 * half :].double(), dim=-1)
     distance = torch.hypot(torch.linalg.vector_norm(pairs - rotated, dim=-1), unrotated)
     before = torch.hypot(torch.linalg.vector_norm(pairs - full_pairs, dim=-1), unrotated)
-    limit = before * _ROTATED_NEARER if rounded else NEAR * torch.linalg.vector_norm(full.double(), dim=-1)
+    limit = before * _ROTATED_NEARER if rounded else max(NEAR, near) * torch.linalg.vector_norm(full.double(), dim=-1)
     return shifts[best] if bool((distance <= limit)[shifts[best] != 0 if rounded else slice(None)].all()) else None
 
 
@@ -101,14 +103,15 @@ def describe_rotation(
     most: int,
     *,
     rounded: bool = False,
+    near: float = 0.0,
 ) -> str:
     """Return a description of the rotation between the keys and the full cache's; empty if none explains it.
 
     `keys` are those of a head in the order of its cache, `full` those of the full cache at `positions`; `most` is the
-    largest number of positions that is tried. With `rounded` keys may be rounded, too.
+    largest number of positions that is tried. With `rounded` keys may be rounded, too; `near` as in `excess_rotations`.
     """
     chosen = _spread(len(keys), _MOST_TESTED, keys.device)
-    shifts = excess_rotations(keys[chosen], full[chosen], frequencies, most, rounded=rounded)
+    shifts = excess_rotations(keys[chosen], full[chosen], frequencies, most, rounded=rounded, near=near)
     if shifts is None and not rounded:
         shifts = excess_rotations(_deinterleave(keys[chosen]), _deinterleave(full[chosen]), frequencies, most)
         return "rotated with neighbouring components as pairs" if shifts is not None and bool(shifts.any()) else ""
@@ -196,12 +199,13 @@ def excess_angles(
     full: Float[Tensor, "entry d_key"],
     positions: Int[Tensor, " entry"],
     frequencies: Float[Tensor, " frequency"],
+    near: float,
 ) -> Float[Tensor, "entry frequency"] | None:
     """Return by how many radians keys are rotated too far; None where neither positions nor a base explain it.
 
-    `full` are the full cache's keys at `positions`.
+    `full` are the full cache's keys at `positions`; `near` as in `excess_rotations`.
     """
-    shifts = excess_rotations(keys, full, frequencies, 2 * len(full))
+    shifts = excess_rotations(keys, full, frequencies, 2 * len(full), near=near)
     if shifts is not None:
         return shifts.unsqueeze(-1) * frequencies.to(shifts.device)
     base, pairs = find_base(keys, full, positions, frequencies), len(frequencies)

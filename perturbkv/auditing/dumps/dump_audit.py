@@ -279,7 +279,7 @@ class _DumpComparison:
             request.add_layer(own.positions, measured[name], measure_distances(stored[name], references[name]), far)
             request.perturbations.append(self._output_perturbation(name, index, stored[name], plain[name]))
             if bool(far.any()):
-                self._read_faults(request, index, own, references[name], differing)
+                self._read_faults(request, index, own, references[name], differing, limits.together[0])
         if layer.earlier_rounding:
             self.faults.append(DumpFault("", "rounded", " and ".join(layer.earlier_rounding), layers=(index,)))
 
@@ -324,12 +324,14 @@ class _DumpComparison:
         request.readings.append(_Reading(layers, logprobs, faultless))
         return request.readings[-1]
 
-    def _read_faults(self, request: _RequestComparison, index: int, own: Entries, reference: Pair, far: Tensor) -> None:
+    def _read_faults(
+        self, request: _RequestComparison, index: int, own: Entries, reference: Pair, far: Tensor, near: float
+    ) -> None:
         """Read a request again after a layer with entries that are `far` from its reference.
 
-        `own` are without a common factor. With the dumped entries in place; with keys and queries that are rotated as
-        these keys are, in this layer or from it on; and, where something follows from rounding or from faults, without
-        the entries that differ.
+        `own` are without a common factor; `near` is what rounding leaves of a key. With the dumped entries in place;
+        with keys and queries that are rotated as these keys are, in this layer or from it on; and, where something
+        follows from rounding or from faults, without the entries that differ.
         """
         self._read_again([request.request.id])
         tokens = len(request.request.token_ids)
@@ -342,7 +344,7 @@ class _DumpComparison:
             there = own.positions[head] != REMOVED
             positions = own.positions[head][there]
             excess = excess_angles(
-                own.keys[head][there], reference[0][head][positions].float(), positions, self.adapter.frequencies
+                own.keys[head][there], reference[0][head][positions].float(), positions, self.adapter.frequencies, near
             )
             if excess is not None:
                 angles = excess.new_zeros(tokens, excess.shape[-1]).index_copy(0, positions, excess)

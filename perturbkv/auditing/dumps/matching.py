@@ -6,6 +6,7 @@ tokens of all requests; then among other heads, layers, layouts and changes of i
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,10 +37,12 @@ _TIE = 0.1
 """Difference of two distances, in units of the limit, up to which an entry is as near to one token as to the other."""
 _MOST_OWNERS = 2
 """Requests whose entries in a run are named."""
-_BY_GRAVITY = ("stale", "request", "token", "shifted")
+_BY_GRAVITY = ("stale", "request", "token")
 """Kinds of moved entries, the gravest first: it names a run that holds several."""
 _NEARLY_ALL = 0.9
 """Share of entries that counts as all of them."""
+_MOSTLY = 0.5
+"""Share of entries that counts as most of them."""
 _INFINITE = ("infinite", "keys or values that are infinite or NaN")
 """Kind and words of entries that are no numbers; others of their block that are of no token are counted with them."""
 _FARTHEST_ROUNDED = 0.5
@@ -306,6 +309,8 @@ class _FaultSearch:
         far = [kind for kind in range(2) if not self._is_near(self.own[kind], self.expected[kind], self.near[kind])]
         if not far:
             return None
+        if shifted := self._find_shift(far):
+            return shifted
         names = sorted(  # entries that several requests share are its own, or those of one that has not ended
             self.reference.references, key=lambda name: (name != self.request, name in self.reference.finished)
         )
@@ -315,9 +320,15 @@ class _FaultSearch:
         by_request = (part.min(dim=-1) for part in torch.split(distances, lengths, dim=-1))
         nearest, tokens = (torch.stack(each) for each in zip(*by_request, strict=True))  # (request, kv_head, entry)
         differing = self.run.differing[:, some]
+        strange = torch.stack(
+            [_relative_distances(self.own[kind], self.expected[kind])[:, some] > self.near[kind] for kind in far]
+        ).any(dim=0)
         matched = differing & (nearest.amin(dim=0) <= 1)
         if float(matched.sum()) <= _NEARLY_ALL * float(differing.sum()):
             return None
+        if float((matched & strange).sum()) <= _MOSTLY * float(matched.sum()):
+            return None  # most are changed, and in their place
+        matched &= strange
         of_request = matched & (nearest <= nearest.amin(dim=0) + _TIE)
         what = "entries" if len(far) == 2 else ("keys", "values")[far[0]]
         positions = self.run.positions[some].expand_as(matched)
@@ -333,6 +344,18 @@ class _FaultSearch:
         others = ["others"] if bool(of_request.any()) else []
         gravest = min((kind for kind, _ in found), key=_BY_GRAVITY.index, default="")
         return (gravest, ", and ".join([*(words for _, words in found), *others])) if found else None
+
+    def _find_shift(self, far: Sequence[int]) -> tuple[str, str] | None:
+        """Find how many tokens away the keys (0) or values (1) `far` from those expected are: fewer than a block."""
+        last, known = self.full[0].shape[1] - 1, self.reference.known[self.request]
+        shifts = sorted(range(1 - LEAST_BLOCK, LEAST_BLOCK), key=abs)[1:]
+        for shift, full in itertools.product(shifts, known):
+            moved = self._entries_at(full, (self.run.positions + shift).clamp(min=0, max=last))
+            if all(self._is_near(self.own[kind], moved[kind], self.near[kind]) for kind in far):
+                what = "entries" if len(far) == 2 else ("keys", "values")[far[0]]
+                words = f"{plural(abs(shift), 'position')} {'later' if shift > 0 else 'earlier'}"
+                return "shifted", f"{what} of the token {words}"
+        return None
 
     def _distances_to_tokens(
         self, kind: int, names: Sequence[str], some: Int[Tensor, " entry"]
@@ -367,10 +390,6 @@ class _FaultSearch:
         moved = tokens - positions
         if not bool(moved.any()):
             return None  # only a few of the entries differ
-        shift = int(moved.mode().values)
-        if 0 < abs(shift) < LEAST_BLOCK and float((moved == shift).float().mean()) > _NEARLY_ALL:
-            positions_away = plural(abs(shift), "position")
-            return "shifted", f"{what} of the token {positions_away} {'later' if shift > 0 else 'earlier'}"
         return "token", f"{whose} of the same request"
 
     def _find_place(self) -> tuple[str, str] | None:
@@ -425,7 +444,7 @@ class _FaultSearch:
         most = 2 * max(int(self.full[0].shape[1]), 1)
         frequencies = self.reference.frequencies
         keys = self.own[0][0], self.expected[0][0], self.run.positions, frequencies
-        words = describe_rotation(*keys, most)
+        words = describe_rotation(*keys, most, near=self.limits[0])
         if not words:
             words = describe_base(find_base(*keys, self.likely_base()), frequencies)
         return ("rotation", f"keys {words}") if words else None
