@@ -218,6 +218,23 @@ def test_entries_that_were_computed_after_other_text_are_one_fault(kept: int, tm
     assert (fault.kind, fault.first, fault.last, fault.layers) == ("context", kept, len(IDS) - 13, (1, 2, 3))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("reads", [True, False], ids=["reads what it stores", "stores a copy"])
+def test_an_engine_with_another_base_has_one_fault(reads: bool, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Queries and keys are rotated with it; by the model's own frequencies, changed while it reads."""
+    rotary, pairs = engine().model.model.rotary_emb, len(engine().frequencies)
+    plain = rotary.inv_freq
+    rotary.inv_freq = 5e5 ** (-torch.arange(pairs) / pairs)
+    try:
+        entries = served(lambda layer, right: right[layer], set(), dtype if reads else torch.float32)
+    finally:
+        rotary.inv_freq = plain
+    found = dumped(entries, tmp_path / "dump", dtype)
+    (fault,) = found.faults
+    assert (fault.kind, fault.layers, found.following) == ("rotation", (0,), (1, 2, 3)), found.summary
+    assert found.summary.endswith("rotated with base 500,000, the model's is 10,000; 3 layers after it follow")
+
+
 def test_a_computation_without_a_known_cause_is_unknown_and_first(tmp_path: Path) -> None:
     """Attention that is twice as sharp in layer 1."""
     sharp = engine().attentions[1]

@@ -85,8 +85,8 @@ def audit_dump(
     """Compare a dump with the plain model's cache of the same tokens.
 
     Memory holds the plain model's entries of all requests and one layer of the dump; for requests with coarser types or
-    faults also their dumped entries and up to two more caches. `losses`: whether the loss is measured where entries are
-    removed; `progress` is called per layer.
+    faults also their dumped entries and up to eight more caches. `losses`: whether the loss is measured where entries
+    are removed; `progress` is called per layer.
 
     Raises UnreadableCacheError for a dump of another model's shape, DatasetError for tokens that the model lacks.
     """
@@ -348,11 +348,16 @@ class _DumpComparison:
             )
             if excess is not None:
                 angles = excess.new_zeros(tokens, excess.shape[-1]).index_copy(0, positions, excess)
-                for layers in ({index}, set(range(index, self.dump.layers))):
-                    self._read(request, Computation(frozenset(layers), angles))
+                for layers, copied in self._faulty_layers(index):
+                    self._read(request, Computation(layers, angles, copied=copied))
         if self.coarse or self.following:
             request.readings = [one for one in request.readings if not one.faultless]
             self._read(request, faultless=True)
+
+    def _faulty_layers(self, index: int) -> Iterator[tuple[frozenset[int], bool]]:
+        """Yield layers that compute otherwise, this one or all from it on, and whether attention reads no rounding."""
+        for layers in (frozenset({index}), frozenset(range(index, self.dump.layers))):
+            yield from ((layers, copied) for copied in ((False, True) if self.coarse else (False,)))
 
     def _find_computation(
         self,
@@ -380,10 +385,12 @@ class _DumpComparison:
         if 1 < self.adapter.kv_heads < self.adapter.heads:
             self._read_again([request.request.id])
             readings = list(request.readings)
-            for layers in ({index - 1}, set(range(index - 1, self.dump.layers))):
-                reading = self._read(request, Computation(frozenset(layers), regrouped=True))
-            left = limits.differing_entries(own, measure_distances(own, reading.layers[index]))
-            if int(left.sum()) <= _UNEXPLAINED * int(far.sum()):
+            left = []
+            for layers, copied in self._faulty_layers(index - 1):
+                reading = self._read(request, Computation(layers, regrouped=True, copied=copied))
+                computed = measure_distances(own, reading.layers[index])
+                left.append(int(limits.differing_entries(own, computed).sum()))
+            if min(left) <= _UNEXPLAINED * int(far.sum()):
                 words = f"query head i of the layer below read key/value head i mod {self.adapter.kv_heads}"
                 return [_renamed(fault, "grouping", words) for fault in found]
             request.readings = readings

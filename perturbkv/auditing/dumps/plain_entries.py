@@ -149,11 +149,13 @@ class Computation:
         layers: those layers.
         angles: by how many radians queries and keys are rotated too far; None: by none.
         regrouped: whether query head i reads key/value head i mod H_kv, where heads that stand together share one.
+        copied: whether attention reads what was computed, of which only a copy was rounded and stored.
     """
 
     layers: frozenset[int] = frozenset()
     angles: Float[Tensor, "token frequency"] | None = None
     regrouped: bool = False
+    copied: bool = False
 
     def rotate(self, layer: int, part: Float[Tensor, "... token width"], first: int) -> Tensor:
         """Return the queries or keys of the tokens from `first` on, rotated as far as in this layer."""
@@ -241,7 +243,8 @@ class StoredCache(DynamicCache):  # type: ignore[misc]
             wrong = ~stored.isfinite().all(dim=-1)
             if layer_idx in self.replaced:
                 wrong |= self.replaced[layer_idx][kind][:, first:end].to(wrong.device)
-            read = torch.where(wrong.unsqueeze(-1), self.stored.round(layer_idx, kind, new), stored)
+            rounded = new if self.computation.copied else self.stored.round(layer_idx, kind, new)
+            read = torch.where(wrong.unsqueeze(-1) | self.computation.copied, rounded, stored)
             both.append(torch.cat([self.read[layer_idx][kind], read], dim=1) if first else read)
         self.read[layer_idx] = (both[0], both[1])
         return both[0].unsqueeze(0), both[1].unsqueeze(0)
