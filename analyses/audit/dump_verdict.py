@@ -29,6 +29,7 @@ DUMP_FAULTS: Mapping[str, str] = {
     "duplicate": "a token's entries several times",
     "swapped": "keys where values belong",
     "scale": "keys or values times a constant",
+    "clipped": "keys or values clipped at the largest number of the type that they are stored in",
     "request": "entries of another request",
     "stale": "entries of a request that has ended",
     "token": "entries of other tokens of the same request",
@@ -38,6 +39,8 @@ DUMP_FAULTS: Mapping[str, str] = {
     "rotation": "keys rotated to other positions, or with another base",
     "layout": "entries in another layout than the one named",
     "rounded": "keys or values that went through fewer bits than the type that is named, or rounded towards zero",
+    "grouping": "entries computed by attention whose query heads read other key/value heads than their own",
+    "context": "entries that are right in the first layer, and above it computed after other text",
     "changed": "keys or values that differ otherwise",
     "coarse": "entries that are all farther from the plain model's than rounding explains",
     "unknown": "entries of no token of the dump",
@@ -188,7 +191,7 @@ class DumpAudit(Result):
     about: dict[str, str] = column("model, dtype, device, versions")
     layers: int = column("layers of the model")
     requests: tuple[DumpedRequest, ...] = column("the requests that were compared")
-    faults: tuple[DumpFault, ...] = column("faults, those in most layers first")
+    faults: tuple[DumpFault, ...] = column("faults, the lowest layer's earliest first")
     layout: str = column("axes of the block tensors in which entries were found; empty in a dump of rows")
     named_layout: str = column("layout that the dump names; empty where it names none")
     stored: str = column("type of the stored numbers")
@@ -203,6 +206,10 @@ class DumpAudit(Result):
     )
     losses: tuple[AuditLoss, ...] = column(
         "the loss of the entries that are gone, then of controls that hold as much", default=()
+    )
+    following: tuple[int, ...] = column(
+        "layers without faults of their own that follow from faults below: the model computes them from those entries",
+        default=(),
     )
 
     @cached_property
@@ -235,7 +242,10 @@ class DumpAudit(Result):
             clause = self._exact_clause()
         elif self.verdict == DIFFERS:
             more = len(self.faults) - 1
-            clause = self.faults[0].clause(self.layers) + (f"; and {plural(more, 'more fault')}" if more else "")
+            follow = len(self.following)
+            clause = self.faults[0].clause(self.layers)
+            clause += f"; {plural(follow, 'layer')} after it {'follows' if follow == 1 else 'follow'}" if follow else ""
+            clause += f"; and {plural(more, 'more fault')}" if more else ""
         return escape_line(f"{self.verdict}: {clause}")
 
     @property

@@ -29,6 +29,8 @@ _BASES = tuple(10 ** (exponent / 100) for exponent in range(200, 801))
 """Rotary bases that are tried, a fortieth apart."""
 _SAME_BASE = 0.002
 """Largest relative difference of two bases that are one."""
+_AS_NEAR = 1.02
+"""Ratio of the distances that two bases leave up to which the rounder one is taken."""
 _SAME_FACTOR = 1e-3
 """Largest relative difference of two factors that are one."""
 _CLIPPED = 0.07
@@ -60,11 +62,13 @@ def excess_rotations(
     most: int,
     *,
     rounded: bool = False,
+    near: float = 0.0,
 ) -> Int[Tensor, " entry"] | None:
     """Return the number of positions by which each key is rotated too far, between −most and most.
 
     `full` are the full cache's keys of the same tokens. None where such rotations do not explain every key, where one
-    is NaN, and without frequencies; with `rounded` they explain a key that they bring much nearer. Component i pairs
+    is NaN, and without frequencies; with `rounded` they explain a key that they bring much nearer, else one that they
+    bring as `near`, over its length, as what its rounding leaves. Component i pairs
     with i + len(frequencies), as in `perturbkv.cache.entries.rotate_keys`.
     """
     half = len(frequencies)
@@ -80,7 +84,7 @@ def excess_rotations(
     unrotated = torch.linalg.vector_norm(keys[:, 2 * half :].double() - full[:, 2 * half :].double(), dim=-1)
     distance = torch.hypot(torch.linalg.vector_norm(pairs - rotated, dim=-1), unrotated)
     before = torch.hypot(torch.linalg.vector_norm(pairs - full_pairs, dim=-1), unrotated)
-    limit = before * _ROTATED_NEARER if rounded else NEAR * torch.linalg.vector_norm(full.double(), dim=-1)
+    limit = before * _ROTATED_NEARER if rounded else max(NEAR, near) * torch.linalg.vector_norm(full.double(), dim=-1)
     return shifts[best] if bool((distance <= limit)[shifts[best] != 0 if rounded else slice(None)].all()) else None
 
 
@@ -103,14 +107,15 @@ def describe_rotation(
     most: int,
     *,
     rounded: bool = False,
+    near: float = 0.0,
 ) -> str:
     """Return a description of the rotation between the keys and the full cache's; empty if none explains it.
 
     `keys` are those of a head in the order of its cache, `full` those of the full cache at `positions`; `most` is the
-    largest number of positions that is tried. With `rounded` keys may be rounded, too.
+    largest number of positions that is tried. With `rounded` keys may be rounded, too; `near` as in `excess_rotations`.
     """
     chosen = _spread(len(keys), _MOST_TESTED, keys.device)
-    shifts = excess_rotations(keys[chosen], full[chosen], frequencies, most, rounded=rounded)
+    shifts = excess_rotations(keys[chosen], full[chosen], frequencies, most, rounded=rounded, near=near)
     if shifts is None and not rounded:
         shifts = excess_rotations(_deinterleave(keys[chosen]), _deinterleave(full[chosen]), frequencies, most)
         return "rotated with neighbouring components as pairs" if shifts is not None and bool(shifts.any()) else ""
@@ -142,23 +147,22 @@ def _rotation_words(shifts: Tensor, before: Tensor, chosen: Tensor) -> str:
     return "rotated, each by a number of positions of its own"
 
 
-def describe_base(
+def find_base(
     keys: Float[Tensor, "entry d_key"],
     full: Float[Tensor, "entry d_key"],
     positions: Int[Tensor, " entry"],
     frequencies: Float[Tensor, " frequency"],
-) -> str:
-    """Return in words the base that keys were rotated with instead of the model's; empty if none explains them.
+    likely: float = 0.0,
+) -> float:
+    """Return the base that keys were rotated with instead of the model's; 0 if none explains them.
 
-    `full` are the full cache's keys at `positions`. Empty, too, where the model's `frequencies` are not the powers of
-    one base, as after scaling for long contexts.
+    `full` are the full cache's keys at `positions`. 0, too, where the model's `frequencies` are not the powers of one
+    base, as after scaling for long contexts. A `likely` base that explains the keys is returned as it is.
     """
-    pairs = len(frequencies)
+    pairs, model_base = len(frequencies), _model_base(frequencies)
+    if not model_base:
+        return 0.0
     exponents = -torch.arange(pairs, dtype=torch.float64) / pairs
-    model_base = float(frequencies[1].double() ** -pairs) if pairs > 1 else 0.0
-    if not model_base or not torch.allclose(model_base**exponents, frequencies.cpu().double(), rtol=1e-3):
-        return ""
-
     model_frequencies, places = frequencies.cpu().double(), positions.cpu().double().unsqueeze(-1)
     own, known = (_complex_pairs(side.cpu(), pairs) for side in (keys, full))
     unturned = float(torch.linalg.vector_norm(full[:, 2 * pairs :].double() - keys[:, 2 * pairs :].double()))
@@ -169,11 +173,48 @@ def describe_base(
         turned = known * torch.polar(torch.ones_like(angle), angle)
         return math.hypot(float(torch.linalg.vector_norm(turned - own)), unturned)
 
+    most = _MUCH_NEARER * distance(model_base)
+    if likely and distance(likely) <= most:
+        return likely
     best = min(_BASES, key=distance)
-    for step in (1.005, 1.0005):  # finer and finer around the best so far
-        best = min((best * step**count for count in range(-5, 6)), key=distance)
-    explained = distance(best) <= _MUCH_NEARER * distance(model_base) and abs(best / model_base - 1) > _SAME_BASE
-    return f"rotated with base {float(f'{best:.3g}'):,.0f}, the model's is {model_base:,.0f}" if explained else ""
+    for step in range(5):  # finer and finer around the best so far
+        best = min((best * (1 + 0.005 / 10**step) ** count for count in range(-5, 6)), key=distance)
+    round_ones = (float(f"{best:.{digits}g}") for digits in (1, 2, 3))
+    best = next((base for base in round_ones if distance(base) <= _AS_NEAR * distance(best)), best)
+    return best if distance(best) <= most and abs(best / model_base - 1) > _SAME_BASE else 0.0
+
+
+def _model_base(frequencies: Float[Tensor, " frequency"]) -> float:
+    """Return the base whose powers the frequencies are; 0 without one."""
+    pairs = len(frequencies)
+    base = float(frequencies[1].double() ** -pairs) if pairs > 1 else 0.0
+    exponents = -torch.arange(pairs, dtype=torch.float64) / pairs
+    return base if base and torch.allclose(base**exponents, frequencies.cpu().double(), rtol=1e-3) else 0.0
+
+
+def describe_base(base: float, frequencies: Float[Tensor, " frequency"]) -> str:
+    """Return in words that keys were rotated with a base; empty for 0."""
+    words = f"rotated with base {float(f'{base:.3g}'):,.0f}, the model's is {_model_base(frequencies):,.0f}"
+    return words if base else ""
+
+
+def excess_angles(
+    keys: Float[Tensor, "entry d_key"],
+    full: Float[Tensor, "entry d_key"],
+    positions: Int[Tensor, " entry"],
+    frequencies: Float[Tensor, " frequency"],
+    near: float,
+) -> Float[Tensor, "entry frequency"] | None:
+    """Return by how many radians keys are rotated too far; None where neither positions nor a base explain it.
+
+    `full` are the full cache's keys at `positions`; `near` as in `excess_rotations`.
+    """
+    shifts = excess_rotations(keys, full, frequencies, 2 * len(full), near=near)
+    if shifts is not None:
+        return shifts.unsqueeze(-1) * frequencies.to(shifts.device)
+    base, pairs = find_base(keys, full, positions, frequencies), len(frequencies)
+    wrong = base ** (-torch.arange(pairs, dtype=torch.float64) / pairs) if base else frequencies.double()
+    return positions.unsqueeze(-1) * (wrong - frequencies.double().cpu()).float() if base else None
 
 
 def round_towards_zero(numbers: Tensor, dtype: torch.dtype) -> Tensor:

@@ -380,7 +380,7 @@ def _angles(position: Int[Tensor, " kept"], frequencies: Tensor) -> Float[Tensor
     return (position.to(work).unsqueeze(-1) * copy_to_device(frequencies, position.device, work)).to(WORK)
 
 
-def rotate_keys(keys: Float[Tensor, "entry d_key"], angle: Float[Tensor, "entry frequency"]) -> Tensor:
+def rotate_keys(keys: Float[Tensor, "... entry d_key"], angle: Float[Tensor, "entry frequency"]) -> Tensor:
     """Return the keys rotated by `angle` radians, with components paired as in transformers' `rotate_half`.
 
     Components after the rotary ones are unchanged, as in Phi-3, where only a part of a head is rotary.

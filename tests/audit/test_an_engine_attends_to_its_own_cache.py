@@ -249,7 +249,8 @@ def test_what_follows_from_a_fault_while_serving_is_no_fault_of_its_own(tmp_path
         (fault.kind, fault.what, fault.first, fault.last, list(fault.layers), list(fault.heads))
         for fault in result.faults
     ] == [("shifted", "keys of the token 1 position earlier", 1, len(IDS) - 1, [1], [1])]
-    assert result.summary == "differs: request a, tokens 1 to 52, layer 1, head 1: keys of the token 1 position earlier"
+    words = "request a, tokens 1 to 52, layer 1, head 1: keys of the token 1 position earlier; 1 layer after it follows"
+    assert result.summary == f"differs: {words}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16])

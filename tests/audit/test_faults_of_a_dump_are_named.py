@@ -141,7 +141,7 @@ FAULTS: dict[str, tuple[Made, str, str]] = {
     "a scale in one layer alone": (
         Made(in_one_layer(lambda layer, keys, values, blocks: keys[blocks["a"][2]].mul_(0.5), 1)), "scale", "by 0.5"
     ),
-    "another layer's entries": (Made(of_next_layer), "layer", "entries of layer 2"),
+    "another layer's entries": (Made(of_next_layer), "layer", "entries of layer n + 1 in layer n"),
     "keys rotated five positions too far": (Made(turned(5)), "rotation", "rotated by 5 more positions"),
     "keys rotated twice": (Made(turned(None)), "rotation", "rotated again, each by its own position"),
     "all keys rotated with another base": (Made(other_base(5e5)), "rotation", "base 500,000"),
@@ -323,7 +323,11 @@ def store_as(layout: str) -> Callable[[Tensor, Tensor], dict[str, Tensor]]:
     stores: dict[str, Callable[[Tensor, Tensor], dict[str, Tensor]]] = {
         "vllm": lambda k, v: {"cache": torch.cat([k, v], dim=-1).transpose(1, 2)},
         "vllm-nhd": lambda k, v: {"cache": torch.cat([k, v], dim=-1)},
-        "vllm-cpu": lambda k, v: {"keys": k.permute(0, 2, 3, 1), "values": v.transpose(1, 2)},
+        "vllm-cpu": lambda k, v: {
+            "cache": torch.cat([k.permute(0, 2, 3, 1).flatten(2), v.transpose(1, 2).flatten(2)], dim=-1).unflatten(
+                -1, (k.shape[1], -1)
+            )
+        },
         "flash-attn": together,
         "flashinfer": lambda k, v: {"cache": torch.stack([k, v], dim=1)},
         "flashinfer-hnd": lambda k, v: {"cache": torch.stack([k.transpose(1, 2), v.transpose(1, 2)], dim=1)},

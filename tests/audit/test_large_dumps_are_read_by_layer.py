@@ -82,7 +82,8 @@ def test_a_block_may_be_two_floors_away_where_all_others_are_equal(floors: float
     distance = torch.zeros(1, 48)
     distance[:, 32:] = floors
     entries = Entries(zeros, zeros, positions, torch.full((48,), -1))
-    measured = EntryDistances(torch.stack([distance, zeros[..., 0]]), torch.ones(1, 48, dtype=torch.bool))
+    both = torch.stack([distance, zeros[..., 0]])
+    measured = EntryDistances(both, torch.ones(1, 48, dtype=torch.bool), torch.ones_like(both))
     assert int(limits.differing_entries(entries, measured).any(dim=0).sum()) == differ
 
 

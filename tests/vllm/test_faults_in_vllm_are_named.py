@@ -46,7 +46,7 @@ def two(text: tuple[int, ...]) -> tuple[EngineRequest, EngineRequest]:
 
 
 def kinds(audit: DumpAudit) -> dict[str, tuple[str, int, int, list[int]]]:
-    """Kind of fault -> request, first and last token, blocks, of the fault in most layers."""
+    """Kind of fault -> request, first and last token, blocks, of its fault in the lowest layer."""
     assert audit.verdict == "differs"
     return {
         fault.kind: (fault.request, fault.first, fault.last, list(fault.blocks)) for fault in reversed(audit.faults)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from perturbkv import memory, theory
 from perturbkv.analyses.audit.cache_entries import Integers
 from perturbkv.analyses.audit.dump_verdict import DumpAudit, DumpedRequest, DumpFault, dump_floors
 from perturbkv.analyses.measurements import Floats
+from perturbkv.auditing.changes import excess_angles
 from perturbkv.auditing.dumps.dump_entries import (
+    LEAST_BLOCK,
     DumpReader,
     Entries,
     EntryDistances,
@@ -32,9 +37,12 @@ from perturbkv.auditing.dumps.dump_entries import (
 from perturbkv.auditing.dumps.dump_file import REMOVED, Dump, LayerDump, Request
 from perturbkv.auditing.dumps.matching import LayerReference, duplicate_faults, find_faults, join_faults
 from perturbkv.auditing.dumps.plain_entries import (
+    Computation,
     PlainEntries,
     StoredCache,
+    StoredEntries,
     arrange_by_token,
+    by_token,
     token_logprobs,
     unrotate_to_tokens,
 )
@@ -55,6 +63,10 @@ _LEAST_LOGPROB_FLOOR = 1e-3
 """Least noise floor of a log-probability, in nats."""
 _MOST_LOGPROB = 2.0
 """Largest difference of a log-probability that coarser entries explain, in nats."""
+_UNEXPLAINED = 0.1
+"""Largest share of entries that differ which an explanation of all may leave."""
+_WITHOUT_CAUSE = {"changed", "unknown"}
+"""Kinds of faults that name no cause."""
 _FARTHER = 2
 """Ratio of a layer's median distance to the one that the engine's rounding gives, above which the type is another."""
 
@@ -73,8 +85,8 @@ def audit_dump(
     """Compare a dump with the plain model's cache of the same tokens.
 
     Memory holds the plain model's entries of all requests and one layer of the dump; for requests with coarser types or
-    faults also their dumped entries and up to two more caches. `losses`: whether the loss is measured where entries are
-    removed; `progress` is called per layer.
+    faults also their dumped entries and up to eight more caches. `losses`: whether the loss is measured where entries
+    are removed; `progress` is called per layer.
 
     Raises UnreadableCacheError for a dump of another model's shape, DatasetError for tokens that the model lacks.
     """
@@ -108,6 +120,27 @@ def audit_dump(
     return audit
 
 
+def _renamed(fault: DumpFault, kind: str, what: str) -> DumpFault:
+    """Return a fault in the same place, of another kind."""
+    place = (fault.first, fault.last, fault.blocks, fault.layers, fault.heads, fault.count)
+    return DumpFault(fault.request, kind, what, *place)
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """A reading of a request's tokens by the model whose attention reads the dumped entries.
+
+    Attributes:
+        layers: keys and values (kv_head, token, width) that it computed for each layer.
+        logprobs: the tokens' log-probabilities.
+        faultless: whether entries that differ were replaced by computed ones.
+    """
+
+    layers: Sequence[Pair]
+    logprobs: Tensor
+    faultless: bool
+
+
 @dataclass
 class _RequestComparison:
     """The comparison of a request's entries, layer by layer.
@@ -117,8 +150,10 @@ class _RequestComparison:
         compared, differing: numbers of entries so far.
         distances, differing_distances, perturbations, kept: per layer, as in `DumpedRequest`.
         in_cache: whether keys stand at 0, 1, … in the cache; None where no key has shown it.
-        readings: caches of the dumped entries from which the model read the tokens once more, and the tokens'
-            log-probabilities.
+        stored: the dumped entries of all layers, where they were read once more.
+        replaced: layer -> keys and values that differ (kind, kv_head, token).
+        readings: those of the tokens from the dumped entries.
+        faults: those found so far.
     """
 
     request: Request
@@ -129,7 +164,14 @@ class _RequestComparison:
     perturbations: list[Floats] = field(default_factory=list)
     kept: list[tuple[Integers, ...]] = field(default_factory=list)
     in_cache: bool | None = None
-    readings: list[tuple[StoredCache, Tensor]] = field(default_factory=list)
+    stored: StoredEntries = field(default_factory=StoredEntries)
+    replaced: dict[int, Tensor] = field(default_factory=dict)
+    readings: list[_Reading] = field(default_factory=list)
+    faults: list[DumpFault] = field(default_factory=list)
+
+    def known(self, index: int, plain: Pair, faultless: bool = False) -> list[Pair]:
+        """Return the plain model's keys and values of a layer, then those of the readings; `faultless` ones alone."""
+        return [plain, *(one.layers[index] for one in self.readings if one.faultless or not faultless)]
 
     def add_layer(self, positions: Tensor, measured: EntryDistances, stored: EntryDistances, far: Tensor) -> None:
         """Add one layer's entries.
@@ -178,6 +220,8 @@ class _DumpComparison:
         floors_allowed: how many noise floors an entry may differ by.
         stored: names of the types that entries are stored in.
         unexplained_layers: layers with median distances that the types do not explain.
+        following: layers with entries that follow from faults below.
+        coarse: whether entries have fewer bits than the model's.
     """
 
     def __init__(self, adapter: Adapter, dump: Dump, plain: PlainEntries) -> None:
@@ -191,70 +235,173 @@ class _DumpComparison:
         self.floors_allowed = dump_floors(dtype_name(adapter.dtype))
         self.stored = ""
         self.unexplained_layers: set[int] = set()
+        self.following: set[int] = set()
+        self.coarse = False
 
     def add_layer(self, index: int) -> None:
         """Compare the entries of the next layer, which is number `index`."""
         layer, plain = self.dump.layer(index), self.plain.layer(index)
         explained = self._explained_distances(layer)
         if index == 0:
-            self._examine_first_layer(layer, plain, read_again=any(explained))
+            self._examine_first_layer(layer)
+            self.coarse = any(explained) or bool(self.plain.expected)
+            self._read_again(self.requests if any(explained) else [])
         stored = self._entries(index, layer)
-        references = self._nearest_references(index, stored, plain)
+        typical = self._typical_distances(index, explained)
+        references = self._nearest_references(index, stored, plain, typical)
         truncated = self._record_rounding(layer, index, stored, references, explained)
-        entries, scaled = self._divide_by_factors(index, stored, references, truncated)
+        entries, scaled = self._divide_by_factors(index, layer, stored, references, truncated)
         measured = {name: measure_distances(own, references[name]) for name, own in entries.items()}
         # rounding towards zero moves numbers twice as far as rounding to the nearest
         explained = (explained[0] * (1 + truncated[0]), explained[1] * (1 + truncated[1]))
         limits = self._layer_limits(index, median_distances(list(measured.values())), explained)
         reference = LayerReference(
-            references, plain, frozenset(request.id for request in self.dump.requests if request.finished),
+            references, {name: self._known(name, index, full) for name, full in plain.items()},
+            frozenset(request.id for request in self.dump.requests if request.finished),
             lambda: self._other_layers(index), self.adapter.frequencies,
-            lambda block: self.reader.alternatives(layer, block),
+            lambda block: self.reader.alternatives(layer, block), layer.largest,
         )  # fmt: skip
         for name, own in entries.items():
             expected = self.plain.expected.get(name)
             allowed = limits if expected is None else expected[index].limits(own.positions, limits)
             far = allowed.differing_entries(own, measured[name])
-            self.faults += duplicate_faults(name, index, own)
-            self.faults += find_faults(name, index, own, far.any(dim=0), reference, allowed)
-            far |= measured[name].present & torch.tensor(scaled, device=far.device)[:, None, None]
             request = self.requests[name]
+            if request.differing:
+                faultless = request.known(index, plain[name], faultless=True)
+                without = measure_distances(own, nearest_entries(own, faultless, typical))
+                if bool((allowed.differing_entries(own, without) & ~far).any()):
+                    self.following.add(index)
+            found = [
+                *duplicate_faults(name, index, own), *find_faults(name, index, own, far.any(dim=0), reference, allowed)
+            ]  # fmt: skip
+            request.faults += self._find_computation(request, index, own, far, found, allowed)
+            differing = far.clone()
+            far |= measured[name].present & torch.tensor(scaled, device=far.device)[:, None, None]
             request.add_layer(own.positions, measured[name], measure_distances(stored[name], references[name]), far)
             request.perturbations.append(self._output_perturbation(name, index, stored[name], plain[name]))
+            if bool(far.any()):
+                self._read_faults(request, index, own, references[name], differing, limits.together[0])
         if layer.earlier_rounding:
             self.faults.append(DumpFault("", "rounded", " and ".join(layer.earlier_rounding), layers=(index,)))
-        self._read_again({name for name, request in self.requests.items() if request.differing}, layer)
 
-    def _examine_first_layer(self, layer: LayerDump, plain: Mapping[str, Pair], *, read_again: bool) -> None:
-        """Find the dump's types and layout; with `read_again` recompute all requests with the dumped entries."""
+    def _known(self, name: str, index: int, plain: Pair) -> list[Pair]:
+        """Return what is known of a request's keys and values in a layer, the plain model's first."""
+        return self.requests[name].known(index, plain) if name in self.requests else [plain]
+
+    def _examine_first_layer(self, layer: LayerDump) -> None:
+        """Find the dump's types and layout."""
         dtypes = {dtype_name(tensor.dtype) for tensors in layer.tensors for tensor in tensors}
         self.stored = self.dump.dtype or ", ".join(sorted(dtypes))
         if layer.block_tensors:
-            self.faults += self.reader.recognise_layout(layer, plain)
-        if read_again:
-            self._read_again(set(self.requests), layer)
+            self.faults += self.reader.recognise_layout(
+                layer, [self.plain.layer(index) for index in range(self.dump.layers)]
+            )
 
-    def _read_again(self, names: set[str], layer: LayerDump) -> None:
+    def _read_again(self, names: Iterable[str]) -> None:
         """Recompute requests, unless done before, with the dumped entries in place of the model's own.
 
         An engine attends to its own entries: with fewer bits they differ more from layer to layer, and after a fault
-        so do all layers above. Dumped entries have the type of `layer`, any of the dump's.
+        so do all layers above.
         """
-        stored: dict[str, list[Pair]] = {name: [] for name in sorted(names) if not self.requests[name].readings}
-        if not stored:
-            return
+        requests = [self.requests[name] for name in sorted(names) if not self.requests[name].readings]
         like = torch.empty(0, dtype=self.adapter.dtype, device=self.adapter.device)
-        for index in range(self.dump.layers):
-            entries = self._entries(index, self.dump.layer(index))
-            for name, layers in stored.items():
-                layers.append(arrange_by_token(entries[name], len(self.requests[name].request.token_ids), like))
-        dtype = layer.tensors[0][0].dtype
-        for name, layers in stored.items():
-            for replace_outliers in (False, True):
-                cache = StoredCache(layers, dtype, replace_outliers)
-                logprobs = token_logprobs(self.adapter, self.requests[name].request.token_ids, cache=cache)
-                if cache.replaced or not replace_outliers:
-                    self.requests[name].readings.append((cache, logprobs))
+        for index in range(self.dump.layers if requests else 0):
+            layer = self.dump.layer(index)
+            entries = self._entries(index, layer)
+            for request in requests:
+                tokens = len(request.request.token_ids)
+                request.stored.add(arrange_by_token(entries[request.request.id], tokens, like), layer)
+        for request in requests:
+            self._read(request)
+
+    def _read(
+        self, request: _RequestComparison, computation: Computation | None = None, faultless: bool = False
+    ) -> _Reading:
+        """Read a request's tokens from its dumped entries, computed as told, and record the reading."""
+        cache = StoredCache(request.stored, request.replaced if faultless else {}, computation or Computation())
+        with computation.attention(self.adapter) if computation else nullcontext():
+            logprobs = token_logprobs(self.adapter, request.request.token_ids, cache=cache)
+        layers = [cache.computed_entries(index) for index in range(self.dump.layers)]
+        request.readings.append(_Reading(layers, logprobs, faultless))
+        return request.readings[-1]
+
+    def _read_faults(
+        self, request: _RequestComparison, index: int, own: Entries, reference: Pair, far: Tensor, near: float
+    ) -> None:
+        """Read a request again after a layer with entries that are `far` from its reference.
+
+        `own` are without a common factor; `near` is what rounding leaves of a key. With the dumped entries in place;
+        with keys and queries that are rotated as these keys are, in this layer or from it on; and, where something
+        follows from rounding or from faults, without the entries that differ.
+        """
+        self._read_again([request.request.id])
+        tokens = len(request.request.token_ids)
+        request.stored.divided[index] = arrange_by_token(own, tokens, request.stored.layers[index][0])
+        empty = torch.zeros(far.shape[1], tokens, dtype=torch.bool, device=far.device)
+        request.replaced[index] = torch.stack([by_token(kind, own.positions, empty.clone()) for kind in far])
+        rotated = [fault for fault in request.faults if fault.kind == "rotation"]
+        if {fault.layers for fault in rotated} == {(index,)}:  # the first layer of such a fault
+            head = rotated[0].heads[0]
+            there = own.positions[head] != REMOVED
+            positions = own.positions[head][there]
+            excess = excess_angles(
+                own.keys[head][there], reference[0][head][positions].float(), positions, self.adapter.frequencies, near
+            )
+            if excess is not None:
+                angles = excess.new_zeros(tokens, excess.shape[-1]).index_copy(0, positions, excess)
+                for layers, copied in self._faulty_layers(index):
+                    self._read(request, Computation(layers, angles, copied=copied))
+        if self.coarse or self.following:
+            request.readings = [one for one in request.readings if not one.faultless]
+            self._read(request, faultless=True)
+
+    def _faulty_layers(self, index: int) -> Iterator[tuple[frozenset[int], bool]]:
+        """Yield layers that compute otherwise, this one or all from it on, and whether attention reads no rounding."""
+        for layers in (frozenset({index}), frozenset(range(index, self.dump.layers))):
+            yield from ((layers, copied) for copied in ((False, True) if self.coarse else (False,)))
+
+    def _find_computation(
+        self,
+        request: _RequestComparison,
+        index: int,
+        own: Entries,
+        far: Bool[Tensor, "2 kv_head entry"],
+        found: list[DumpFault],
+        limits: Limits,
+    ) -> list[DumpFault]:
+        """Return the faults found in a layer; where they have no cause, with that in the computation below it.
+
+        Such a cause is looked for above layers without any fault.
+        """
+        if context := [fault for fault in request.faults if fault.kind == "context"]:
+            first, last = min(fault.first for fault in context), max(fault.last for fault in context)
+            return [
+                _renamed(fault, "context", context[0].what)
+                if first <= fault.first <= fault.last <= last and fault.kind in _WITHOUT_CAUSE
+                else fault
+                for fault in found
+            ]
+        if index == 0 or not found or request.faults or {fault.kind for fault in found} - _WITHOUT_CAUSE:
+            return found
+        if 1 < self.adapter.kv_heads < self.adapter.heads:
+            self._read_again([request.request.id])
+            readings = list(request.readings)
+            left = []
+            for layers, copied in self._faulty_layers(index - 1):
+                reading = self._read(request, Computation(layers, regrouped=True, copied=copied))
+                computed = measure_distances(own, reading.layers[index])
+                left.append(int(limits.differing_entries(own, computed).sum()))
+            if min(left) <= _UNEXPLAINED * int(far.sum()):
+                words = f"query head i of the layer below read key/value head i mod {self.adapter.kv_heads}"
+                return [_renamed(fault, "grouping", words) for fault in found]
+            request.readings = readings
+        tokens = torch.unique(own.positions[far.any(dim=0)])
+        first, last = int(tokens[0]), int(tokens[-1])
+        beside = max(first, len(request.request.token_ids) - 1 - last)
+        if index == 1 and min(beside, len(tokens)) >= LEAST_BLOCK > (last - first + 1 - len(tokens)):
+            words = "right in layer 0, above it computed after other text"
+            return [_renamed(fault, "context", words) for fault in found]
+        return found
 
     def _entries(self, index: int, layer: LayerDump) -> dict[str, Entries]:
         """Return the entries of all live requests in one layer, keys at their tokens' positions.
@@ -272,18 +419,17 @@ class _DumpComparison:
         return entries
 
     def _nearest_references(
-        self, index: int, entries: Mapping[str, Entries], plain: Mapping[str, Pair]
+        self, index: int, entries: Mapping[str, Entries], plain: Mapping[str, Pair], typical: Sequence[float]
     ) -> Mapping[str, Pair]:
         """Return, per request and token, the reference that is nearest to the dumped entries.
 
         References are the plain model's entries, and those that it computed from dumped entries, where it did.
+        `typical` are distances of keys and of values that are right.
         """
-        readings = {
-            name: [cache.computed_entries(index) for cache, _ in request.readings]
-            for name, request in self.requests.items()
+        return {
+            name: nearest_entries(entries[name], self._known(name, index, full), typical) if name in entries else full
+            for name, full in plain.items()
         }
-        return {name: nearest_entries(entries[name], [full, *readings[name]]) if readings.get(name) else full
-                for name, full in plain.items()}  # fmt: skip
 
     def _record_rounding(
         self,
@@ -311,21 +457,44 @@ class _DumpComparison:
         return truncated
 
     def _divide_by_factors(
-        self, index: int, entries: Mapping[str, Entries], references: Mapping[str, Pair], truncated: Sequence[bool]
+        self,
+        index: int,
+        layer: LayerDump,
+        entries: Mapping[str, Entries],
+        references: Mapping[str, Pair],
+        truncated: Sequence[bool],
     ) -> tuple[dict[str, Entries], list[bool]]:
         """Return a layer's entries without the constant that all keys, or values, were multiplied by; and which were.
 
         Such a constant is recorded as a fault, but for numbers that were rounded towards zero, which explains it.
+        Numbers that the type cuts off are none.
         """
-        factors = [common_factor(kind, entries, references) for kind in range(2)]
-        for name, factor, rounded in zip(("keys", "values"), factors, truncated, strict=True):
-            if factor != 1 and not rounded:
-                self.faults.append(DumpFault("", "scale", f"all {name} multiplied by {factor:.2g}", layers=(index,)))
+        most = [largest if largest.ndim == 0 else largest.unsqueeze(-1) for _, largest in layer.largest]
+        cut = {
+            name: (keys.clamp(min=-most[0], max=most[0]), values.clamp(min=-most[1], max=most[1]))
+            for name, (keys, values) in references.items()
+        }
+        factors = [common_factor(kind, entries, cut) for kind in range(2)]
+        for kind, (name, factor) in enumerate(zip(("keys", "values"), factors, strict=True)):
+            if factor != 1 and not truncated[kind]:
+                words = f"all {name} multiplied by {factor:.2g}{self._scale_owner(index, kind)}"
+                self.faults.append(DumpFault("", "scale", words, layers=(index,)))
         divided = {
             name: replace(own, keys=own.keys / factors[0], values=own.values / factors[1])
             for name, own in entries.items()
         }
         return divided, [factor != 1 for factor in factors]
+
+    def _scale_owner(self, index: int, kind: int) -> str:
+        """Return in words the one other layer with the scale that the dump gives a layer's keys or values, if any."""
+        own = self._scales[index][kind]
+        same = [layer for layer, both in self._scales.items() if layer != index and torch.equal(both[kind], own)]
+        return f", their scale is layer {same[0]}'s" if len(same) == 1 else ""
+
+    @cached_property
+    def _scales(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """Scales of keys and of values, by layer."""
+        return {index: self.dump.layer(index).scales for index in range(self.dump.layers)}
 
     def _layer_limits(self, index: int, typical: tuple[float, float], explained: Sequence[float]) -> Limits:
         """Return the limits of a layer's entries, given their median distances and those that the types explain.
@@ -348,7 +517,7 @@ class _DumpComparison:
         medians = [  # of a layer that the types do not explain, what they do explain counts
             most / 2 if odd else median for median, most, odd in zip(typical, explained, unexplained, strict=True)
         ]
-        limits = Limits.of_layer(floors, medians, self.floors_allowed)
+        limits = Limits.of_layer(floors, medians, self.floors_allowed, explained)
         single = (np.nan, np.nan) if self.plain.expected else (float(limits.single[0]), float(limits.single[1]))
         self.typical.append(typical)
         self.limits.append(single)
@@ -367,6 +536,12 @@ class _DumpComparison:
         model = explained_distance(self.adapter.dtype)
         keys, values = (max(*named, *(explained_distance(one.dtype) for one in tensors)) for tensors in layer.tensors)
         return keys if keys > model else 0.0, values if values > model else 0.0
+
+    def _typical_distances(self, index: int, explained: Sequence[float]) -> list[float]:
+        """Return the distances of a layer's keys and values that floors, types or the engine's rounding explain."""
+        expected = (self.plain.expected_distance(index, kind) or 0.0 for kind in range(2))
+        floors = (self.floors_allowed * float(floor) for floor in self.plain.floors[index])
+        return [max(three) for three in zip(explained, expected, floors, strict=True)]
 
     def _output_perturbation(self, name: str, index: int, own: Entries, full: Pair) -> Floats:
         """Return the relative perturbation (head,) of the last token's outputs by the dumped entries.
@@ -406,18 +581,20 @@ class _DumpComparison:
             if request.compared:
                 requests.append(request.result(distance, floor))
         dump, heads = self.dump, self.dump.layers * self.dump.kv_heads
+        following = self.following.difference(*(fault.layers for fault in faults))
         faults = join_faults(faults, {name: request.compared / heads for name, request in self.requests.items()})
         return DumpAudit(
             dump=str(dump.path), engine=dump.engine, about=provenance(self.adapter, {}, len(dump.requests)),
             layers=dump.layers, requests=tuple(requests), faults=tuple(faults), layout=str(self.reader.layout or ""),
             named_layout=str(dump.layout or ""), stored=self.stored, typical=np.array(self.typical),
             floors=self.plain.floors, limits=np.array(self.limits),
+            following=tuple(sorted(following)),
         )  # fmt: skip
 
     def _join_coarse(self) -> Iterator[DumpFault]:
         """Yield the faults, with those of changed entries in layers that the types do not explain as one."""
         changed: set[int] = set()
-        for fault in self.faults:
+        for fault in (*self.faults, *(fault for request in self.requests.values() for fault in request.faults)):
             if fault.kind == "changed" and not self.plain.expected and self.unexplained_layers.issuperset(fault.layers):
                 changed |= set(fault.layers)
             else:
@@ -454,7 +631,7 @@ class _DumpComparison:
         engine = torch.tensor([request.logprobs[index] for index in given], dtype=torch.float64)
         plain, *others = (token_logprobs(self.adapter, request.token_ids, parts)[given] for parts in _PARTS)
         floor = max(_LEAST_LOGPROB_FLOOR, *(float((plain - other).abs().amax()) for other in others))
-        model = torch.stack([plain, *(logprobs[given] for _, logprobs in comparison.readings)])
+        model = torch.stack([plain, *(one.logprobs[given] for one in comparison.readings)])
         above, below = engine - model.amax(dim=0), model.amin(dim=0) - engine
         distances = torch.maximum(above, below).clamp(min=0).nan_to_num(torch.inf)
         return float(distances.amax()), floor, given[int(distances.argmax())]

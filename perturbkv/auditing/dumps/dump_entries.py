@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
@@ -58,8 +57,8 @@ _LEAST_TRUNCATED = 0.2
 """Least share of numbers for which rounding towards zero and to the nearest differ."""
 _TRIED = 64
 """Entries by which a layout is recognised."""
-_DIRECTION = 0.95
-"""Least cosine of an entry with the model's, by which it is recognised."""
+_DIRECTION, _SAME_DIRECTION = 0.95, 0.99
+"""Least cosine of an entry with the model's, by which it is recognised; and with any of all the model's."""
 _RECOGNISED, _SURE = 0.25, 0.9
 """Least share of tried entries that are recognised in a layout that may be right, and in one that is for certain."""
 _TIE = 0.05
@@ -97,10 +96,12 @@ class EntryDistances:
     Attributes:
         distance: of keys and of values; infinite where an entry is NaN or infinite.
         present: whether there is an entry.
+        norm: of the plain model's entries, over the same, at least 1.
     """
 
     distance: Float[Tensor, "kind kv_head entry"]
     present: Bool[Tensor, "kv_head entry"]
+    norm: Float[Tensor, "kind kv_head entry"]
 
 
 def measure_distances(entries: Entries, plain: Pair) -> EntryDistances:
@@ -108,12 +109,12 @@ def measure_distances(entries: Entries, plain: Pair) -> EntryDistances:
 
     `plain` are keys and values (kv_head, token, width). The distance is 0 where there is no entry.
     """
-    present = entries.positions != REMOVED
-    distances = [
-        entry_distances(own, _at_positions(full, entries.positions), full).masked_fill(~present, 0)
-        for own, full in zip(entries.pair, plain, strict=True)
-    ]
-    return EntryDistances(torch.stack(distances), present)
+    present, distances, norms = entries.positions != REMOVED, [], []
+    for own, full in zip(entries.pair, plain, strict=True):
+        expected = _at_positions(full, entries.positions)
+        distances.append(entry_distances(own, expected, full).masked_fill(~present, 0))
+        norms.append(entry_distances(expected, torch.zeros_like(expected), full).clamp(min=1))
+    return EntryDistances(torch.stack(distances), present, torch.stack(norms))
 
 
 def _at_positions(
@@ -129,16 +130,18 @@ def mean_distance(entries: Entries, plain: Pair) -> float:
     return float(measured.distance[:, measured.present].clamp(max=1).mean())
 
 
-def nearest_entries(entries: Entries, references: Sequence[Pair]) -> Pair:
+def nearest_entries(entries: Entries, references: Sequence[Pair], typical: Sequence[float]) -> Pair:
     """Return, of each token, the keys and values of the reference that is nearest to its entries, over all heads.
 
-    Each of the `references` has keys and values (kv_head, token, width) of all tokens.
+    Each of the `references` has keys and values (kv_head, token, width) of all tokens. Keys, or values, much farther
+    than is `typical` of right ones count all alike: the reference is that of the other ones.
     """
     if len(references) == 1:
         return references[0]
     distances = []
     for reference in references:
-        both = measure_distances(entries, reference).distance.sum(dim=0).clamp(max=_FARTHEST)
+        distance = measure_distances(entries, reference).distance.clamp(max=_FARTHEST)
+        both = (distance / (distance + distance.new_tensor(typical)[:, None, None])).sum(dim=0)
         by_token = both.new_zeros(len(both), reference[0].shape[1])
         distances.append(by_token.scatter_add(1, entries.positions.clamp(min=0), both).sum(dim=0))
     nearest = torch.stack(distances).argmin(dim=0)
@@ -167,16 +170,26 @@ class Limits:
     together: tuple[float, float]
 
     @classmethod
-    def of_layer(cls, floors: Sequence[float], medians: Sequence[float], allowed: int) -> Self:
+    def of_layer(
+        cls,
+        floors: Sequence[float],
+        medians: Sequence[float],
+        allowed: int,
+        explained: Sequence[float] = (0.0, 0.0),
+    ) -> Self:
         """Return the limits of a layer's entries.
 
         Args:
             floors: noise floors of keys and of values.
             medians: median distances of keys and of values; one above `LARGEST_MEDIAN` is no rounding and not counted.
             allowed: how many noise floors an entry may differ by.
+            explained: the largest medians that types explain; rounding moves no entry farther than ε/2.
         """
         by_median = [MEDIANS * median if median <= LARGEST_MEDIAN else 0.0 for median in medians]
-        single = [max(allowed * floor, limit) for floor, limit in zip(floors, by_median, strict=True)]
+        single = [
+            max(allowed * floor, limit, most / _ROUNDING / 2)
+            for floor, limit, most in zip(floors, by_median, explained, strict=True)
+        ]
         together = [
             min(one, max(_GROUP_FLOORS * floor, limit))
             for one, floor, limit in zip(single, floors, by_median, strict=True)
@@ -184,11 +197,17 @@ class Limits:
         return cls((single[0], single[1]), (together[0], together[1]))
 
     def differing_entries(self, entries: Entries, measured: EntryDistances) -> Bool[Tensor, "2 kv_head entry"]:
-        """Return which keys, and which values, differ, by themselves or with their block or neighbours."""
+        """Return which keys, and which values, differ, by themselves or with their block or neighbours.
+
+        One limit for all is that of entries of up to the head's norm: rounding moves longer ones farther.
+        """
         size = entries.block_size if entries.block_size >= LEAST_BLOCK else 2 * LEAST_BLOCK
         tokens = measured.present.shape[1]
         differing = []
-        for distance, single, together in zip(measured.distance, self.single, self.together, strict=True):
+        for kind, (single, together) in enumerate(zip(self.single, self.together, strict=True)):
+            distance = measured.distance[kind]
+            if not isinstance(single, Tensor):
+                distance = distance / measured.norm[kind]
             present = distance.masked_fill(~measured.present, torch.nan)
             groups = nn.functional.pad(present, (0, -tokens % size), value=torch.nan).reshape(len(present), -1, size)
             many = groups.isfinite().sum(dim=-1) >= LEAST_BLOCK
@@ -343,28 +362,35 @@ class DumpReader:
         in_order = torch.arange(positions.shape[1]).expand_as(positions)
         return torch.where(positions == NOWHERE, in_order.clamp(max=plain[0].shape[1] - 1), positions)
 
-    def recognise_layout(self, layer: LayerDump, plain: Mapping[str, Pair]) -> list[DumpFault]:
+    def recognise_layout(self, layer: LayerDump, plain: Sequence[Mapping[str, Pair]]) -> list[DumpFault]:
         """Find the layout of the blocks where none is named, or where entries in the named one are none of the model's.
 
-        `plain` are the plain model's entries of each request in this layer. Returns the fault of another layout than
-        the named one. Raises UnreadableCacheError where no layout of the tensors shows the model's entries.
+        `plain` are the plain model's entries of each request in every layer, this one's first. Returns the fault of
+        another layout than the named one. Raises UnreadableCacheError where no layout of the tensors shows the model's
+        entries, keys and values of every head; a named one may hold those of other places.
         """
         named = self.dump.layout
-        shares = {named: self._recognised_share(layer, named, plain)} if named else {}
-        if named and shares[named] >= _SURE:
+        share = float(self._recognised_shares(layer, named, plain[0]).mean()) if named else 0.0
+        if share >= _SURE:
             return []
-        for layout in self._all_layouts(layer):
-            shares[layout] = self._recognised_share(layer, layout, plain)
-        best = max(shares, key=lambda layout: shares[layout], default=None)
-        if best is None or shares[best] < _RECOGNISED:
-            if named and not self._are_finite(layer, named, plain):  # infinite entries say nothing about a layout
+        shares = {layout: self._recognised_shares(layer, layout, plain[0]) for layout in self._all_layouts(layer)}
+        best = self._best_layout(layer, shares, plain[0])
+        if best is None:
+            # infinite entries say nothing about a layout
+            if named and (share >= _RECOGNISED or self._hold_others(layer, named, plain)):
                 return []
             tried = f"'{named}' or any other layout" if named else "any layout"
+            half = [
+                f"{name} are found as '{found}', alone"
+                for kind, name in enumerate(("keys", "values"))
+                for found in shares
+                if float(shares[found][kind].amin()) >= _SURE
+            ]
             raise UnreadableCacheError(
                 f"{self.dump.path}: nothing was compared: read as {tried}, its blocks hold none of the model's "
-                "entries of these tokens; is it this model's cache?"
+                f"entries of these tokens{': ' + half[0] if half else ''}; is it this model's cache?"
             )
-        if named and shares[named] >= _RECOGNISED and shares[named] >= shares[best] - _TIE:
+        if named and share >= float(self._recognised_shares(layer, best, plain[0]).mean()) - _TIE:
             return []
         self.layout = best
         if not named:
@@ -372,14 +398,39 @@ class DumpReader:
         everywhere = tuple(range(self.dump.layers))
         return [DumpFault("", "layout", f"written as '{best}', named '{named}'", layers=everywhere)]
 
-    def _are_finite(self, layer: LayerDump, layout: Layout, plain: Mapping[str, Pair]) -> bool:
-        """Return whether all numbers of the live requests' entries are finite, or the layout does not fit."""
+    def _best_layout(
+        self, layer: LayerDump, shares: Mapping[Layout, Tensor], plain: Mapping[str, Pair]
+    ) -> Layout | None:
+        """Return the layout in which most entries are recognised, some in every head; None if there is none.
+
+        Of one tensor, whose keys may be in another order than its values, also a layout of each.
+        """
+        found = [layout for layout, share in shares.items() if float(share.amin()) >= _RECOGNISED]
+        if not found and shares and len(layer.block_tensors) == 1:
+            by_kind = [{layout: float(share[kind].mean()) for layout, share in shares.items()} for kind in range(2)]
+            keys, values = (max(each, key=each.__getitem__) for each in by_kind)
+            mixed = Layout(keys.keys, values.values)
+            return mixed if float(self._recognised_shares(layer, mixed, plain).amin()) >= _RECOGNISED else None
+        return max(found, key=lambda layout: float(shares[layout].mean()), default=None)
+
+    def _hold_others(self, layer: LayerDump, layout: Layout, plain: Sequence[Mapping[str, Pair]]) -> bool:
+        """Return whether entries are infinite, or some have the direction of entries of the model at other places."""
         try:
             blocks = layer.split(layout, self.dump.sizes)
         except ConfigError:
-            return True
-        entries = [self._request_entries(request, layer, blocks, plain) for request in self.live]
-        return all(bool(part.isfinite().all()) for own in entries for part in own.pair)
+            return False
+        for request in self.live:
+            own = self._request_entries(request, layer, blocks, plain[0])
+            if not all(bool(part.isfinite().all()) for part in own.pair):
+                return True
+            known = [part.flatten(0, 1).float() for layer in plain for pair in layer.values() for part in pair]
+            unit = nn.functional.normalize(torch.cat(known), dim=-1)
+            for part in own.pair:
+                some = part.flatten(0, 1)[torch.linspace(0, part[..., 0].numel() - 1, _TRIED).long()]
+                cosines = (nn.functional.normalize(some, dim=-1) @ unit.T).amax(dim=-1)
+                if float((cosines >= _SAME_DIRECTION).float().mean()) >= _RECOGNISED:
+                    return True
+        return False
 
     def _all_layouts(self, layer: LayerDump) -> Iterator[Layout]:
         """Yield all layouts that fit the block tensors."""
@@ -390,17 +441,20 @@ class DumpReader:
             return
         yield from (Layout(keys, values) for keys in both[0] for values in both[1])
 
-    def _recognised_share(self, layer: LayerDump, layout: Layout, plain: Mapping[str, Pair]) -> float:
-        """Return the share of some entries that have the direction of the model's entries of the same tokens.
+    def _recognised_shares(
+        self, layer: LayerDump, layout: Layout, plain: Mapping[str, Pair]
+    ) -> Float[Tensor, "2 kv_head"]:
+        """Return, of keys and values of every head, the share with the direction of the model's of the same tokens.
 
-        Keys in the place of values, and values in that of keys, count too; lengths do not. 0 for a layout that does not
-        fit, and without entries.
+        Of some entries. Keys in the place of values, and values in that of keys, count too; lengths do not. 0 for a
+        layout that does not fit, and without entries.
         """
+        none = torch.zeros(2, self.dump.kv_heads)
         try:
             blocks = layer.split(layout, self.dump.sizes)
         except ConfigError:
-            return 0.0
-        shares: list[float] = []
+            return none
+        shares = []
         for request in self.live:
             own = self._request_entries(request, layer, blocks, plain)
             there = (own.positions[0] != REMOVED).nonzero().squeeze(-1)
@@ -409,12 +463,12 @@ class DumpReader:
             some = there[torch.linspace(0, len(there) - 1, min(_TRIED, len(there))).long()]
             dumped = own.keys[:, some], own.values[:, some]
             full = [part[:, own.positions[0, some]].float() for part in plain[request.id]]
-            cosines = (
+            near = (
                 torch.stack([torch.cosine_similarity(*pair, dim=-1) for pair in zip(dumped, both, strict=True)])
                 for both in (full, full[::-1])  # as they are, and with keys and values in each other's place
             )
-            shares.append(max(float((cosine >= _DIRECTION).float().mean()) for cosine in cosines))
-        return float(np.mean(shares)) if shares else 0.0
+            shares.append(max(((one >= _DIRECTION).float().mean(dim=-1) for one in near), key=lambda one: one.mean()))
+        return torch.stack(shares).mean(dim=0) if shares else none
 
     def alternatives(self, layer: LayerDump, block: int) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield (axes, keys, values (kv_head, token, width)) of a block by its id, were its axes in another order."""

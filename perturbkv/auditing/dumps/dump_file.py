@@ -22,6 +22,7 @@ from torch import Tensor
 from perturbkv.auditing.dumps.layouts import BLOCK, TOKEN, Groups, Layout, Sizes, arrange
 from perturbkv.cache.external_cache import Layers
 from perturbkv.configs.audit_settings import DUMP_HEADER
+from perturbkv.devices import dtype_name
 from perturbkv.errors import ConfigError, UnreadableCacheError
 from perturbkv.models.adapter import Adapter
 from perturbkv.user_files import FileKind
@@ -81,6 +82,15 @@ class LayerDump:
         blocks = [(self.block_tensors[0], self.block_tensors[-1])] if self.block_tensors else []
         keys, values = zip(*blocks, *(row[:2] for row in self.rows.values()), strict=True)
         return keys, values
+
+    @property
+    def largest(self) -> list[tuple[str, Tensor]]:
+        """Of keys and of values, the name of their type and its largest number, times the scale."""
+        dtypes = (tensors[0].dtype for tensors in self.tensors)
+        return [
+            (dtype_name(dtype), torch.finfo(dtype).max * scale)
+            for dtype, scale in zip(dtypes, self.scales, strict=True)
+        ]
 
     def split(
         self, layout: Layout, sizes: Sizes

@@ -1,8 +1,8 @@
 """Layouts of the tensors that engines keep keys and values in, written as axes: `kv block token head dim`.
 
 The axes are the block, the token inside it, the key/value head, the component (`dim`), and `kv`, which holds keys
-first where both are in one tensor. Axes in parentheses are one dimension of the tensor. `|` separates a layout of keys
-from another one of values. Where blocks hold one token, there is no axis `token`.
+first where both are in one tensor. Axes in parentheses are one dimension of the tensor; where all are, it may have any
+shape. `|` separates a layout of keys from another one of values. Where blocks hold one token, there is no axis `token`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _GROUP = re.compile(r"\(([^()]*)\)|(\S+)")
 NAMED: Mapping[str, str] = {
     "vllm": "block head token (kv dim)",
     "vllm-nhd": "block token head (kv dim)",
-    "vllm-cpu": "block head dim token | block head token dim",
+    "vllm-cpu": "(block head kv dim token) | (block head kv token dim)",
     "flash-attn": "kv block token head dim",
     "flashinfer": "block kv token head dim",
     "flashinfer-hnd": "block kv head token dim",
@@ -55,7 +55,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout: dimensions of the tensor of keys and of that of values; equal where both are in one tensor.
+    """A layout: dimensions of the tensor of keys and of that of values, which may be one tensor.
 
     Example:
         >>> str(Layout.parse("block  kv (head token dim)"))
@@ -69,8 +69,10 @@ class Layout:
     def parse(cls, text: str) -> Layout:
         """Return the layout of a text: axes, or a name of `NAMED`. Raises ConfigError for any other text."""
         parts = [_parse_groups(part, text) for part in NAMED.get(text, text).split("|")]
-        if len(parts) > 2 or (len(parts) == 2 and any(KV in sum(part, ()) for part in parts)):
-            raise ConfigError(f"expected a layout of keys and, after |, of values without {KV}, got '{text}'")
+        if len(parts) > 2 or len({KV in sum(part, ()) for part in parts}) > 1:
+            raise ConfigError(
+                f"expected a layout of keys and, after |, of values, both with {KV} or none, got '{text}'"
+            )
         return cls(parts[0], parts[-1])
 
     @property
@@ -90,8 +92,7 @@ class Layout:
         Raises ConfigError where a tensor's shape does not fit the layout.
         """
         if self.in_one_tensor:
-            both = arrange(tensors[0], self.keys, sizes)
-            return both[0], both[1]
+            return arrange(tensors[0], self.keys, sizes)[0], arrange(tensors[0], self.values, sizes)[1]
         return arrange(tensors[0], self.keys, sizes), arrange(tensors[1], self.values, sizes)
 
 

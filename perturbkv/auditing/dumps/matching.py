@@ -6,9 +6,11 @@ tokens of all requests; then among other heads, layers, layouts and changes of i
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import cast
 
 import torch
@@ -16,7 +18,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from perturbkv.analyses.audit.dump_verdict import DumpFault, token_range
-from perturbkv.auditing.changes import describe_base, describe_quantisation, describe_rotation, describe_rounding
+from perturbkv.auditing.changes import (
+    describe_base,
+    describe_quantisation,
+    describe_rotation,
+    describe_rounding,
+    find_base,
+)
 from perturbkv.auditing.dumps.dump_entries import LEAST_BLOCK, Entries, Limits, Pair
 from perturbkv.auditing.dumps.dump_file import REMOVED
 from perturbkv.display import plural
@@ -29,14 +37,18 @@ _TIE = 0.1
 """Difference of two distances, in units of the limit, up to which an entry is as near to one token as to the other."""
 _MOST_OWNERS = 2
 """Requests whose entries in a run are named."""
-_BY_GRAVITY = ("stale", "request", "token", "shifted")
+_BY_GRAVITY = ("stale", "request", "token")
 """Kinds of moved entries, the gravest first: it names a run that holds several."""
 _NEARLY_ALL = 0.9
 """Share of entries that counts as all of them."""
+_MOSTLY = 0.5
+"""Share of entries that counts as most of them."""
 _INFINITE = ("infinite", "keys or values that are infinite or NaN")
 """Kind and words of entries that are no numbers; others of their block that are of no token are counted with them."""
 _FARTHEST_ROUNDED = 0.5
 """Relative distance up to which rounding may have moved an entry."""
+_MUCH_NEARER = 0.2
+"""Largest share of a distance, up to 1, that an explanation may leave."""
 _MOST_RUNS = 64
 """Runs of differing entries of a request whose change is looked for in each layer."""
 
@@ -47,19 +59,22 @@ class LayerReference:
 
     Attributes:
         references: request -> keys and values, those that its entries are compared with.
-        plain: request -> the plain model's keys and values.
+        known: request -> keys and values of the plain model, and those that it computed from dumped entries.
         finished: requests that have ended.
         other_layers: index of another layer -> its entries, request by request.
         frequencies: of the rotation.
         alternatives: of a block, (layout in words, keys and values (kv_head, token, width)) in every other layout.
+        largest: of keys and of values, the type that they are stored in and its largest number, times the scale: () or
+            (kv_head, 1).
     """
 
     references: Mapping[str, Pair]
-    plain: Mapping[str, Pair]
+    known: Mapping[str, Sequence[Pair]]
     finished: frozenset[str]
     other_layers: Callable[[], Iterator[tuple[int, Mapping[str, Pair]]]]
     frequencies: Float[Tensor, " frequency"]
     alternatives: Callable[[int], Iterator[tuple[str, Tensor, Tensor]]]
+    largest: Sequence[tuple[str, Tensor]]
 
 
 def duplicate_faults(request: str, layer: int, entries: Entries) -> list[DumpFault]:
@@ -156,10 +171,21 @@ def find_faults(
     if not bool(far.any()):
         return []
     found = []
+    head = int(far.sum(dim=1).argmax())
+    chosen = far[head].nonzero().squeeze(-1)
+
+    @cache
+    def likely_base() -> float:
+        """Return the base of all keys that differ in the head with most of them."""
+        positions = entries.positions[head, chosen]
+        full = reference.references[request][0][head, positions].float()
+        return find_base(entries.keys[head, chosen], full, positions, reference.frequencies)
+
+    search = partial(_FaultSearch, request, layer, reference, limits.together, likely_base)
     for run in _runs(entries, far):
         described: dict[tuple[str, str], Tensor] = {}
         for mask in run.fault_masks():
-            kind, what = _FaultSearch(request, run.select(mask), reference, limits.together).describe()
+            kind, what = search(run.select(mask)).describe()
             if kind == "unknown" and _INFINITE in described:  # counted with those of its block
                 kind, what = _INFINITE
             described[kind, what] = described.get((kind, what), torch.zeros_like(mask)) | mask
@@ -178,18 +204,28 @@ class _FaultSearch:
     Each `_find_…` returns a kind, a key of `DUMP_FAULTS`, and words; None where it does not explain the entries.
 
     Attributes:
-        request: the request's id.
+        request, layer: the request's id, and the layer's index.
         run: the entries.
         reference: the plain model's entries in this layer.
         limits: of keys and of values, distances up to which they do not differ.
+        likely_base: gives the base with which all keys of the layer were rotated; 0 where there is none.
         near: of keys and of values, distances up to which they may be others of the model's.
         own: the run's keys and values.
         full: those of the request's tokens in all heads, with which they are compared.
         expected: those that belong in the run's place.
     """
 
-    def __init__(self, request: str, run: _Run, reference: LayerReference, limits: tuple[float, float]) -> None:
-        self.request, self.run, self.reference, self.limits = request, run, reference, limits
+    def __init__(
+        self,
+        request: str,
+        layer: int,
+        reference: LayerReference,
+        limits: tuple[float, float],
+        likely_base: Callable[[], float],
+        run: _Run,
+    ) -> None:
+        self.request, self.layer, self.run, self.reference, self.limits = request, layer, run, reference, limits
+        self.likely_base = likely_base
         self.near = max(NEAR, limits[0]), max(NEAR, limits[1])
         self.own: Pair = (run.keys, run.values)
         full = reference.references[request]
@@ -209,8 +245,8 @@ class _FaultSearch:
         zero = [name for part, name in zip(differing, ("keys", "values"), strict=True) if not bool(part.any())]
         if zero:
             return "missing", "all zero: never written" if len(zero) == 2 else f"{zero[0]} all zero"
-        tests = (self._find_rounding, self._find_factor, self._find_rotation, self._find_swap, self._find_tokens,
-                 self._find_heads, self._find_layout, self._find_layer)  # fmt: skip
+        tests = (self._find_clipping, self._find_factor, self._find_rotation, self._find_tokens, self._find_place,
+                 self._find_rounding, self._find_layout)  # fmt: skip
         return next((found for test in tests if (found := test())), None) or self._describe_distance()
 
     def _differing_kinds(self) -> Iterator[tuple[int, str, Tensor, Tensor]]:
@@ -222,7 +258,7 @@ class _FaultSearch:
 
     def _describe_distance(self) -> tuple[str, str]:
         """Return how far entries are that are near those expected; else that they are of no token."""
-        if not self._are_near(self.own, self.expected):
+        if not all(self._is_near(*each) for each in zip(self.own, self.expected, self.near, strict=True)):
             return "unknown", "entries of no token of the dump"
         far = [
             f"{name} {100 * self._distance(own, expected):.2g} % away"
@@ -242,15 +278,18 @@ class _FaultSearch:
         near = _relative_distances(own, expected) <= limit
         return bool(near[self.run.differing[heads]].float().mean() > _NEARLY_ALL)
 
-    def _are_near(self, own: Pair, expected: Pair, heads: slice = slice(None)) -> bool:
-        """Return whether nearly all keys and nearly all values that differ are near those expected, in `heads`."""
-        return all(self._is_near(*each, heads) for each in zip(own, expected, self.near, strict=True))
-
-    def _find_swap(self) -> tuple[str, str] | None:
-        """Find keys in the place of values, and values in that of keys."""
-        plain = self._entries_at(self.reference.plain[self.request], self.run.positions)
-        swapped = any(self._are_near(self.own, (values, keys)) for keys, values in (self.expected, plain))
-        return ("swapped", "keys where values belong, and values where keys do") if swapped else None
+    def _find_clipping(self) -> tuple[str, str] | None:
+        """Find keys or values that were clipped at the largest number of the type that they are stored in."""
+        words = []
+        for kind, name, own, expected in self._differing_kinds():
+            dtype, largest = self.reference.largest[kind]
+            most = largest if largest.ndim == 0 else largest[list(self.run.heads)].unsqueeze(-1)
+            clipped = expected.clamp(min=-most, max=most)
+            rest = max(self.limits[kind], _MUCH_NEARER * min(1, self._distance(own, expected)))
+            if torch.equal(clipped, expected) or not self._is_near(own, clipped, rest):
+                return None
+            words.append(f"{name} clipped at the largest number of {dtype}")
+        return ("clipped", " and ".join(words)) if words else None
 
     def _find_factor(self) -> tuple[str, str] | None:
         """Find a constant that keys or values were multiplied by."""
@@ -258,7 +297,7 @@ class _FaultSearch:
         for kind, name, own, expected in self._differing_kinds():
             dumped, full = own[self.run.differing], expected[self.run.differing]
             factor = float((dumped * full).sum() / full.square().sum().clamp(min=torch.finfo(torch.float32).tiny))
-            rest = max(self.limits[kind], 0.2 * min(1, self._distance(own, expected)))  # what division may leave
+            rest = max(self.limits[kind], _MUCH_NEARER * min(1, self._distance(own, expected)))
             if not factor or not self._is_near(own / factor, expected, rest):
                 return None
             short = f"{factor:.3g}"
@@ -270,6 +309,8 @@ class _FaultSearch:
         far = [kind for kind in range(2) if not self._is_near(self.own[kind], self.expected[kind], self.near[kind])]
         if not far:
             return None
+        if shifted := self._find_shift(far):
+            return shifted
         names = sorted(  # entries that several requests share are its own, or those of one that has not ended
             self.reference.references, key=lambda name: (name != self.request, name in self.reference.finished)
         )
@@ -279,9 +320,15 @@ class _FaultSearch:
         by_request = (part.min(dim=-1) for part in torch.split(distances, lengths, dim=-1))
         nearest, tokens = (torch.stack(each) for each in zip(*by_request, strict=True))  # (request, kv_head, entry)
         differing = self.run.differing[:, some]
+        strange = torch.stack(
+            [_relative_distances(self.own[kind], self.expected[kind])[:, some] > self.near[kind] for kind in far]
+        ).any(dim=0)
         matched = differing & (nearest.amin(dim=0) <= 1)
         if float(matched.sum()) <= _NEARLY_ALL * float(differing.sum()):
             return None
+        if float((matched & strange).sum()) <= _MOSTLY * float(matched.sum()):
+            return None  # most are changed, and in their place
+        matched &= strange
         of_request = matched & (nearest <= nearest.amin(dim=0) + _TIE)
         what = "entries" if len(far) == 2 else ("keys", "values")[far[0]]
         positions = self.run.positions[some].expand_as(matched)
@@ -298,21 +345,35 @@ class _FaultSearch:
         gravest = min((kind for kind, _ in found), key=_BY_GRAVITY.index, default="")
         return (gravest, ", and ".join([*(words for _, words in found), *others])) if found else None
 
+    def _find_shift(self, far: Sequence[int]) -> tuple[str, str] | None:
+        """Find how many tokens away the keys (0) or values (1) `far` from those expected are: fewer than a block."""
+        last, known = self.full[0].shape[1] - 1, self.reference.known[self.request]
+        shifts = sorted(range(1 - LEAST_BLOCK, LEAST_BLOCK), key=abs)[1:]
+        for shift, full in itertools.product(shifts, known):
+            moved = self._entries_at(full, (self.run.positions + shift).clamp(min=0, max=last))
+            if all(self._is_near(self.own[kind], moved[kind], self.near[kind]) for kind in far):
+                what = "entries" if len(far) == 2 else ("keys", "values")[far[0]]
+                words = f"{plural(abs(shift), 'position')} {'later' if shift > 0 else 'earlier'}"
+                return "shifted", f"{what} of the token {words}"
+        return None
+
     def _distances_to_tokens(
         self, kind: int, names: Sequence[str], some: Int[Tensor, " entry"]
     ) -> Float[Tensor, "kv_head entry token"]:
         """Return the distances of some keys (`kind` 0) or values (1) of the run to those of all tokens, over `near`.
 
-        The tokens are those of the requests `names`, one after the other; the nearer of their reference and of the
-        plain model's own entries counts.
+        The tokens are those of the requests `names`, one after the other; the nearest of all that are known of each
+        counts.
         """
         rows, own = list(self.run.heads), self.own[kind][:, some]
+        most = max(len(self.reference.known[name]) for name in names)
         distances = []
-        for known in (self.reference.references, self.reference.plain):
-            every = torch.cat([known[name][kind][rows].float() for name in names], dim=1)
+        for reading in range(most):
+            known = [self.reference.known[name] for name in names]
+            every = torch.cat([pairs[min(reading, len(pairs) - 1)][kind][rows].float() for pairs in known], dim=1)
             unit = every.square().sum(dim=-1).mean(dim=-1).sqrt()[:, None, None]
             distances.append(torch.cdist(own, every) / (unit * self.near[kind]))
-        return torch.minimum(*distances)
+        return torch.stack(distances).amin(dim=0)
 
     def _describe_move(
         self, request: str, what: str, tokens: Int[Tensor, " matched"], positions: Int[Tensor, " matched"]
@@ -329,53 +390,81 @@ class _FaultSearch:
         moved = tokens - positions
         if not bool(moved.any()):
             return None  # only a few of the entries differ
-        shift = int(moved.mode().values)
-        if 0 < abs(shift) < LEAST_BLOCK and float((moved == shift).float().mean()) > _NEARLY_ALL:
-            positions_away = plural(abs(shift), "position")
-            return "shifted", f"{what} of the token {positions_away} {'later' if shift > 0 else 'earlier'}"
         return "token", f"{whose} of the same request"
 
-    def _find_heads(self) -> tuple[str, str] | None:
-        """Find, for every head of the run, the head whose entries it has."""
-        candidates = range(len(self.full[0]))
-        sources = []
+    def _find_place(self) -> tuple[str, str] | None:
+        """Find the place in the model, of the same tokens, whose keys or values, or both, these are."""
+        far = [kind for kind in range(2) if not self._is_near(self.own[kind], self.expected[kind], self.near[kind])]
+        found = [place for kind in far if (place := self._find_place_of(kind)) is not None]
+        if not found or len(found) < len(far):
+            return None
+        if len(found) == 2 and found[0] == found[1]:
+            kind, where = found[0]
+            return kind, f"entries {where}" if where else "keys where values belong, and values where keys do"
+        swapped = ("values where keys belong", "keys where values belong")
+        words = [
+            f"{('keys', 'values')[kind]} {place[1]}" if place[1] else swapped[kind]
+            for kind, place in zip(far, found, strict=True)
+        ]
+        return found[0][0], " and ".join(words)
+
+    def _find_place_of(self, kind: int) -> tuple[str, str] | None:
+        """Return the kind of fault and the place of the keys (`kind` 0) or values (1), in words; None without one."""
+        own, near, positions = self.own[kind], self.near[kind], self.run.positions
+        for known in self.reference.known[self.request]:
+            other = self._entries_at(known, positions)[1 - kind]
+            if own.shape == other.shape and self._is_near(own, other, near):
+                return "swapped", ""
+            if moved := self._find_heads(kind, known):
+                return "head", moved
+        for layer, requests in self.reference.other_layers():
+            if self._is_near(own, self._entries_at(requests[self.request], positions)[kind], near):
+                return "layer", f"of layer n {'+' if layer > self.layer else '-'} {abs(layer - self.layer)} in layer n"
+        return None
+
+    def _find_heads(self, kind: int, known: Pair) -> str:
+        """Return in words whose keys (`kind` 0) or values (1) every head of the run has; empty where not found."""
+        full, moved = known[kind][:, self.run.positions].float(), list[str]()
         for row, head in enumerate(self.run.heads):
             one = slice(row, row + 1)
-            own = (self.own[0][one], self.own[1][one])
-            full = (self._entries_at(self.full, self.run.positions, [candidate]) for candidate in candidates)
-            source = next((index for index, expected in enumerate(full) if self._are_near(own, expected, one)), None)
-            if source is None:
-                return None
-            sources.append((head, source))
-        moved = [f"{source} in head {head}" for head, source in sources if head != source]
-        return ("head", f"entries of head {', of head '.join(moved)}") if moved else None
+            sources = [
+                source
+                for source in range(len(full))
+                if self._is_near(self.own[kind][one], full[source : source + 1], self.near[kind], one)
+            ]
+            if not sources:
+                return ""
+            moved += [f"{sources[0]} in head {head}"] if head not in sources else []
+        return f"of head {', of head '.join(moved)}" if moved else ""
 
     def _find_rotation(self) -> tuple[str, str] | None:
         """Find a rotation of the keys in the run's first head, where values are those expected."""
         if not self._is_near(self.own[1], self.expected[1], self.near[1]):
             return None
         most = 2 * max(int(self.full[0].shape[1]), 1)
-        own, expected = self.own[0][0], self.expected[0][0]
-        words = describe_rotation(own, expected, self.run.positions, self.reference.frequencies, most)
+        frequencies = self.reference.frequencies
+        keys = self.own[0][0], self.expected[0][0], self.run.positions, frequencies
+        words = describe_rotation(*keys, most, near=self.limits[0])
         if not words:
-            words = describe_base(own, expected, self.run.positions, self.reference.frequencies)
+            words = describe_base(find_base(*keys, self.likely_base()), frequencies)
         return ("rotation", f"keys {words}") if words else None
 
     def _find_layout(self) -> tuple[str, str] | None:
-        """Find a layout in which the block holds what is expected."""
+        """Find a layout in which the whole block holds what is expected, and in which these entries are others."""
         if self.run.block == REMOVED:
             return None
-        for words, keys, values in self.reference.alternatives(self.run.block):
-            rows = list(self.run.heads)
-            if self._are_near((keys[rows][:, self.run.offsets], values[rows][:, self.run.offsets]), self.expected):
+        first, rows = int(self.run.positions[0] - self.run.offsets[0]), list(self.run.heads)
+        for words, *both in self.reference.alternatives(self.run.block):
+            full = [part[:, first : first + both[0].shape[1]] for part in self.full]
+            moved = [part[rows][:, self.run.offsets] for part in both]
+            if all(torch.equal(*each) for each in zip(moved, self.own, strict=True)):
+                continue
+            near = [
+                _relative_distances(part[:, : known.shape[1]], known) <= limit
+                for part, known, limit in zip(both, full, self.near, strict=True)
+            ]
+            if float(torch.stack(near).float().mean()) > _NEARLY_ALL:
                 return "layout", f"written as '{words}'"
-        return None
-
-    def _find_layer(self) -> tuple[str, str] | None:
-        """Find another layer whose entries these are."""
-        for layer, requests in self.reference.other_layers():
-            if self._are_near(self.own, self._entries_at(requests[self.request], self.run.positions)):
-                return "layer", f"entries of layer {layer}"
         return None
 
     def _find_rounding(self) -> tuple[str, str] | None:
@@ -404,7 +493,7 @@ def _relative_distances(
 
 
 def join_faults(found: Sequence[DumpFault], present: Mapping[str, float]) -> list[DumpFault]:
-    """Return the faults, equal ones of several layers, blocks and heads joined; those in most layers first.
+    """Return the faults, equal ones of several layers, blocks and heads joined; the lowest layer's earliest first.
 
     `present`: request -> number of its entries in a head of a layer. Where a fault is of nearly all of them, in every
     request, it is one of the whole dump.
@@ -421,7 +510,12 @@ def join_faults(found: Sequence[DumpFault], present: Mapping[str, float]) -> lis
     for fault in by_layers.values():
         by_kind.setdefault((fault.kind, fault.what, fault.layers, fault.heads), []).append(fault)
     joined = [fault for alike in by_kind.values() for fault in _join_requests(alike, present)]
-    return sorted(joined, key=lambda fault: (-len(fault.layers), fault.request, fault.first))
+    return sorted(joined, key=_by_cause)
+
+
+def _by_cause(fault: DumpFault) -> tuple[float, int, int, str]:
+    """Return what faults are sorted by: the lowest layer, then the earliest token, then the most layers."""
+    return min(fault.layers, default=math.inf), fault.first, -len(fault.layers), fault.request
 
 
 def _join_requests(alike: Sequence[DumpFault], present: Mapping[str, float]) -> Sequence[DumpFault]:

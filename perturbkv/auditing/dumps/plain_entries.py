@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor, nn
 from transformers import DynamicCache
 
 from perturbkv.analyses.audit.cache_entries import FLOORS
 from perturbkv.analyses.measurements import Floats
 from perturbkv.auditing.dumps.dump_entries import MEDIANS, Entries, Limits, Pair
-from perturbkv.auditing.dumps.dump_file import REMOVED, Dump
+from perturbkv.auditing.dumps.dump_file import REMOVED, Dump, LayerDump
 from perturbkv.auditing.forward_passes import make_situation
 from perturbkv.auditing.reference import decode, entry_distances, prompt_entries, read_prompts
 from perturbkv.auditing.unmeasured import fill_cache
@@ -23,7 +24,8 @@ from perturbkv.cache.entries import rotate_keys
 from perturbkv.cache.external_cache import Layers
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.forward import run_with_cache
-from perturbkv.pipeline.sample.capture import Observer, capture
+from perturbkv.models.interface import AttentionFunction
+from perturbkv.pipeline.sample.capture import Observer, capture, intercept_attention
 
 _TOKENS_PER_PASS = 256
 _COARSE = 0.3
@@ -139,38 +141,113 @@ def _last_query(adapter: Adapter, ids: Tensor, full: Layers) -> tuple[dict[int, 
     return {layer: query[0, :, -1] for layer, query in record.query.items()}, gates
 
 
+@dataclass(frozen=True)
+class Computation:
+    """A fault of what an engine computes: attention that differs from the plain model's in some layers.
+
+    Attributes:
+        layers: those layers.
+        angles: by how many radians queries and keys are rotated too far; None: by none.
+        regrouped: whether query head i reads key/value head i mod H_kv, where heads that stand together share one.
+        copied: whether attention reads what was computed, of which only a copy was rounded and stored.
+    """
+
+    layers: frozenset[int] = frozenset()
+    angles: Float[Tensor, "token frequency"] | None = None
+    regrouped: bool = False
+    copied: bool = False
+
+    def rotate(self, layer: int, part: Float[Tensor, "... token width"], first: int) -> Tensor:
+        """Return the queries or keys of the tokens from `first` on, rotated as far as in this layer."""
+        if self.angles is None or layer not in self.layers:
+            return part
+        return rotate_keys(part, self.angles[first : first + part.shape[-2]].to(part.device))
+
+    def attention(self, adapter: Adapter) -> AbstractContextManager[None]:
+        """Let the model's attention compute so inside the block, but for its keys."""
+        order = (torch.arange(adapter.heads) % adapter.kv_heads).argsort(stable=True)
+        layers = {id(module): layer for layer, module in enumerate(adapter.attentions)}
+
+        def attend(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
+            """Return the attention output, of queries that are rotated or in another order of heads."""
+            layer, (query, key, *others) = layers[id(module)], args
+            query = self.rotate(layer, query, key.shape[-2] - query.shape[-2])
+            if not self.regrouped or layer not in self.layers:
+                return stock(module, query, key, *others, **kwargs)
+            output, weights = stock(module, query[:, order], key, *others, **kwargs)
+            return output[:, :, order.argsort()], weights
+
+        return intercept_attention(adapter, attend)
+
+
+@dataclass
+class StoredEntries:
+    """A request's dumped entries in all layers, by token, with what they were rounded by.
+
+    Attributes:
+        layers: keys and values (kv_head, token, width) of each layer; NaN where a token has no entry.
+        scales: of keys and of values, of each layer, as in `LayerDump`.
+        dtype: type of the stored numbers.
+        divided: layer -> its entries without a factor that all were multiplied by.
+    """
+
+    layers: list[Pair] = field(default_factory=list)
+    scales: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    dtype: torch.dtype = torch.float32
+    divided: dict[int, Pair] = field(default_factory=dict)
+
+    def add(self, pair: Pair, layer: LayerDump) -> None:
+        """Add one layer's entries, which were read from `layer`."""
+        self.layers.append(pair)
+        self.scales.append(layer.scales)
+        self.dtype = layer.tensors[0][0].dtype
+
+    def round(self, index: int, kind: int, new: Float[Tensor, "kv_head token width"]) -> Tensor:
+        """Return keys (`kind` 0) or values (1) of a layer as they would be read after they were stored."""
+        scale = self.scales[index][kind].to(new.device)
+        scale = scale if scale.ndim == 0 else scale.unsqueeze(-1)
+        return ((new / scale).to(self.dtype).to(new.dtype) * scale).to(new.dtype)
+
+
 class StoredCache(DynamicCache):  # type: ignore[misc]
     """A cache whose attention reads entries that were stored before, as an engine's own does.
 
     What the model computes for each layer, given the stored entries of the layers below, is in `computed_entries`.
-    Where a stored entry is NaN or infinite, attention reads the computed one, rounded to `dtype`. With
-    `replace_outliers` also where a stored entry is more than 4 medians of its pass from the computed one: it was
-    overwritten after the engine had read it. `replaced` counts these.
+    Where a stored entry is NaN or infinite, or is one of `replaced`, attention reads the computed one, rounded.
+
+    Attributes:
+        stored: the entries.
+        replaced: layer -> keys and values that were not there when the engine read them (kind, kv_head, token).
+        computation: what the engine computes otherwise.
     """
 
-    def __init__(self, stored: Sequence[Pair], dtype: torch.dtype, replace_outliers: bool) -> None:
+    def __init__(
+        self, stored: StoredEntries, replaced: Mapping[int, Bool[Tensor, "2 kv_head token"]], computation: Computation
+    ) -> None:
         super().__init__()
-        self.stored: list[Pair] = [(keys.clone(), values.clone()) for keys, values in stored]
-        self.dtype: torch.dtype = dtype
-        self.replace_outliers: bool = replace_outliers
-        self.replaced: int = 0
+        self.stored: StoredEntries = stored
+        self.replaced: Mapping[int, Tensor] = replaced
+        self.computation: Computation = computation
+        self.read: dict[int, Pair] = {}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Append keys and values, and return the stored ones of the same tokens (1, kv_head, key, width)."""
+        key_states = self.computation.rotate(layer_idx, key_states, self.get_seq_length(layer_idx))
         end = super().update(key_states, value_states, layer_idx, *args, **kwargs)[0].shape[2]
-        first = end - key_states.shape[2]
-        for stored, new in zip(self.stored[layer_idx], (key_states[0], value_states[0]), strict=True):
-            own = stored[:, first:end]
-            distance = entry_distances(own.float(), new.float(), new)
-            finite = own.isfinite().all(dim=-1)
-            outliers = (distance > MEDIANS * distance[finite].median()) & finite if finite.any() else ~finite
-            self.replaced += int(outliers.sum()) if self.replace_outliers else 0
-            wrong = (outliers & self.replace_outliers) | ~finite
-            own[wrong] = new.to(self.dtype).to(new.dtype)[wrong]
-        own_keys, own_values = (part[None, :, :end] for part in self.stored[layer_idx])
-        return own_keys, own_values
+        first, both = end - key_states.shape[2], []
+        layers = self.stored.divided if layer_idx in self.replaced else self.stored.layers
+        for kind, new in enumerate((key_states[0], value_states[0])):
+            stored = layers[layer_idx][kind][:, first:end]
+            wrong = ~stored.isfinite().all(dim=-1)
+            if layer_idx in self.replaced:
+                wrong |= self.replaced[layer_idx][kind][:, first:end].to(wrong.device)
+            rounded = new if self.computation.copied else self.stored.round(layer_idx, kind, new)
+            read = torch.where(wrong.unsqueeze(-1) | self.computation.copied, rounded, stored)
+            both.append(torch.cat([self.read[layer_idx][kind], read], dim=1) if first else read)
+        self.read[layer_idx] = (both[0], both[1])
+        return both[0].unsqueeze(0), both[1].unsqueeze(0)
 
     def computed_entries(self, index: int) -> Pair:
         """Return the keys and values (kv_head, token, width) that the model computed for a layer."""
@@ -182,14 +259,21 @@ def arrange_by_token(entries: Entries, tokens: int, like: Tensor) -> Pair:
 
     NaN where a token has no entry.
     """
-    there = entries.positions != REMOVED
+    keys, values = (
+        by_token(part, entries.positions, part.new_full((len(part), tokens, part.shape[-1]), torch.nan)).to(like)
+        for part in entries.pair
+    )
+    return keys, values
+
+
+def by_token(
+    part: Shaped[Tensor, "kv_head entry ..."], positions: Int[Tensor, "kv_head entry"], empty: Tensor
+) -> Shaped[Tensor, "kv_head token ..."]:
+    """Return entries, or what is known of each, by the tokens at `positions`; of others what `empty` has."""
+    there = positions != REMOVED
     heads = torch.arange(len(there)).unsqueeze(-1).expand_as(there)
-    both = []
-    for part in (entries.keys, entries.values):
-        full = part.new_full((len(part), tokens, part.shape[-1]), torch.nan)
-        full[heads[there], entries.positions[there]] = part[there]
-        both.append(full.to(like))
-    return both[0], both[1]
+    empty[heads[there], positions[there]] = part[there]
+    return empty
 
 
 def unrotate_to_tokens(entries: Entries, frequencies: Float[Tensor, " frequency"]) -> Entries:
