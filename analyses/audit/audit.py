@@ -352,8 +352,9 @@ class Audit(Result):
         Without a fault plain use goes on at wrong positions.
         """
         if not self.faults:
-            right = self._decoding_clause("the reference")
-            return f"{self._plain_use_clause()}; with position_ids {right}"
+            unknown, rounded = (any(getattr(run, name) for run in self.runs) for name in ("is_unknown", "is_rounded"))
+            rest = self._unknown_clause() if unknown else self._lossy_clause() if rounded else self._exact_clause()
+            return f"{self._plain_use_clause()}; else {rest}"
         first = self.faults[0]
         others = [name for name in dict.fromkeys(fault.situation for fault in self.faults) if name != first.situation]
         also = f"; also in {' and '.join(others)}" if others else ""
@@ -365,7 +366,7 @@ class Audit(Result):
         """Return a clause on where transformers puts the next token."""
         assert self.plain_use is not None
         places = f"{self.plain_use.position:,}, not {self.plain_use.expected:,}"
-        return f"by itself transformers puts the next token at {places} (give position_ids, or a decode)"
+        return f"without position_ids transformers puts the next token at {places} (give them, or a decode)"
 
     def _exact_clause(self) -> str:
         """Return a clause that only evicted entries are lost, with the largest distance from the reference."""

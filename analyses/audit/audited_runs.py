@@ -329,7 +329,7 @@ class AuditedRun(Record):
         return [*wrong, *rest, *self._decoding_difference(compared)]
 
     def _strange_new_tokens(self) -> Iterator[Fault]:
-        """Yield the first step whose new tokens' entries are not the tokens' own, where their rounding is none."""
+        """Yield a fault per step whose new tokens' entries are not the tokens' own, nor these rounded."""
         for step in self.own_steps:
             if step.behind:
                 kind, what = self._cause(step)
@@ -340,7 +340,6 @@ class AuditedRun(Record):
                 what = f"{('keys', 'values')[of]} of new tokens are not the tokens' own"
                 nearly = bool((step.new_error < 2 * MOST_ROUNDED).all())
                 yield self._fault("changed" if nearly else "decoding", what, layer, step=step.step)
-                return
 
     def _fault(self, kind: str, what: str, layer: int = -1, head: int = -1, step: int = -1, entry: int = -1) -> Fault:
         """Return a fault of this run, without its distance."""
@@ -386,7 +385,7 @@ class AuditedRun(Record):
             if not len(differs):
                 continue
             step, layer, head = (*map(int, differs[0]), -1, -1)[:3]  # −1 for an axis that the array does not have
-            kind, what = ("decoding", words) if words else self._cause(steps[step])
+            kind, what = ("decoding", words) if words else self._cause((self.own_steps or steps)[step])
             yield self._fault(kind, what, layer, head, step)
             return
 
@@ -394,9 +393,9 @@ class AuditedRun(Record):
         """Return the cause of a decoding difference as its kind and as text: positions, masks, or unknown."""
         behind = step.behind
         if isnan(behind) and step.fewer:
-            return "decoding", "entries go before the new tokens attend to them"
+            return "decoding", "entries are removed before the new tokens attend to them"
         if isnan(behind):
-            return "positions", "keys of new tokens are those of no position"
+            return "positions", "no rotation explains the keys of new tokens"
         if behind:
             count, side = abs(behind), "early" if behind > 0 else "late"
             return "positions", f"new tokens stand {count:,.0f} {'position' if count == 1 else 'positions'} too {side}"

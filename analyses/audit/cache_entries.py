@@ -106,6 +106,12 @@ class CacheEntries(Record):
         """Kept sets that lack the most recent entry."""
         return sum(self.tokens - 1 not in kept_set for kept_set in self._all_sets)
 
+    @property
+    def held_in_first_layer(self) -> int:
+        """Entries that the first layer holds, whatever they are, the most of its kept sets."""
+        others = self.strangers[0] + self.zeros[0] + self.duplicates[0]
+        return max(len(kept_set) + int(more) for kept_set, more in zip(self.kept_sets[0], others, strict=True))
+
     @derived(dims=("layer",))
     def key_floors(self) -> Floats:
         """Distance of the worst key from the full cache's, in noise floors."""

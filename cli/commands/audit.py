@@ -82,7 +82,7 @@ class AuditOptions(DataOptions):
         str, Option(metavar="NAME", help="Of keys and new tokens: original, in-cache (0, 1, …), auto")
     ] = AUTO
     expect: Annotated[
-        str, Option(metavar="WHAT", help="To be kept: a file of positions, snapkv(b=128)", show_default=False)
+        str, Option(metavar="WHAT", help="Sets it should keep: FILE, or snapkv(b=128)", show_default=False)
     ] = ""
     junit: Annotated[Path | None, Option(metavar="FILE", help="Write a JUnit report for a CI")] = None
     dtype: Annotated[str, Option(metavar="NAME", help="auto, float32, bfloat16, float16")] = "auto"

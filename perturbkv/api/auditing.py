@@ -41,10 +41,11 @@ def audit(
     resources: Resources = _DEFAULT,
     progress: bool = True,
 ) -> Audit:
-    """Test whether an external eviction is broken, or only lossy; `.verdict` is `exact` where it is only lossy.
+    """Test whether an external eviction is broken, or only loses what it evicts.
 
     The reference is the plain model with its full cache and a mask of exactly the entries that the eviction keeps.
-    Other verdicts are `differs` (with `.faults`), `did nothing`, `unreadable` and `not compared`.
+    `.verdict` is `exact` (only evicted entries are lost), `lossy` (entries are rounded, too), `unknown` (some match
+    none), `differs` (with `.faults`), `did nothing`, `unreadable` or `not compared`.
 
     Args:
         model: from `load_model`.
@@ -60,8 +61,8 @@ def audit(
             put new tokens at wrong positions, and it brings no `decode`, the verdict is `differs`.
         allow: what makes no exit code 1: `lossy`, `unknown`, `idle`, `plain-use`.
         positions: `original`, `in-cache` (keys rotated to 0, 1, …, new tokens after them), or `auto`: whichever fits.
-        expect: what it is meant to keep: a file of kept positions, a policy with its budget, `snapkv(b=128)`, or a
-            configuration. Another kept set is then a fault.
+        expect: kept sets that it should have: a file of kept positions, a policy with its budget, `snapkv(b=128)`, or
+            a configuration. Another kept set is then a fault.
         resources: as in `measure`.
         progress: whether a bar is shown.
 
@@ -83,7 +84,7 @@ def audit(
     >>> prompt = pk.Prompt.from_text("Paris is in France. " * 3, model)
     >>> quick = {"situations": ["single"], "losses": False, "progress": False}
     >>> pk.audit(model, prompt, recent, **quick).conclusion().partition(" (")[0]
-    'differs: by itself transformers puts the next token at 8, not 18'
+    'differs: without position_ids transformers puts the next token at 8, not 18'
     >>> pk.audit(model, prompt, recent, allow=["plain-use"], **quick).verdict
     'exact'
     """

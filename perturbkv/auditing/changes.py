@@ -258,14 +258,14 @@ def describe_clipping(entries: Float[Tensor, "entry width"], full: Float[Tensor,
     At least two numbers are beyond it by more than 8 bits round, all of these are at the limit, and most others are
     there up to 8 bits.
     """
-    own, expected = entries.abs().float(), full.abs().float()
-    limit = float(own.amax()) if own.numel() else 0.0
+    own, expected = entries.float() * full.sign(), full.abs().float()
+    limit = float(own.abs().amax()) if own.numel() else 0.0
     beyond = expected > limit * (1 + _CLIPPED)
     coarse = (own - expected).abs() > _CLIPPED * expected.clamp(min=limit * _CLIPPED)
     at_limit = bool((own[beyond] >= limit * (1 - _CLIPPED)).all())
     if int(beyond.sum()) < 2 or not at_limit or float(coarse[~beyond].float().mean()) > 1 - _NEARLY_ALL:
         return ""
-    return f"cut off at {limit:.4g}"
+    return f"clipped at {limit:.4g}"
 
 
 def describe_rounded_scale(entries: Float[Tensor, "entry width"], full: Float[Tensor, "entry width"]) -> str:

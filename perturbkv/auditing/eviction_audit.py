@@ -18,7 +18,7 @@ from perturbkv import memory
 from perturbkv.analyses.audit.audit import Audit, PlainUse
 from perturbkv.analyses.audit.audited_runs import AuditedRun
 from perturbkv.auditing.evictions import PRESS, Eviction, FailedError, RefusedError
-from perturbkv.auditing.expected_sets import expected_sets, hold_against, load_expected
+from perturbkv.auditing.expected_sets import compare_kept_sets, expected_sets, load_expected
 from perturbkv.auditing.external_run import run_eviction
 from perturbkv.auditing.forward_passes import BLOCK, Situation, make_situation, token_count
 from perturbkv.auditing.loss import Sets, measure_losses
@@ -88,22 +88,22 @@ def audit_eviction(
     )  # fmt: skip
     runs: list[AuditedRun] = []
     plain, damage = None, ""
+    sets = expected_sets(adapter, used, load_expected(settings.expect), resources) if meant else []
     try:
         if found := foreign_code(adapter.model):
             raise UnreadableCacheError(
                 f"no plain model is left to compare with: {found}; replace it inside the eviction, not on import"
             )
-        sets = expected_sets(adapter, used, load_expected(settings.expect), resources) if meant else []
         before = ModelState.capture(adapter.model)
         for index, prompt in enumerate(used):
             for run in _audit_prompt(adapter, prompt, eviction, settings, before):
-                held = hold_against(run, sets[index]) if sets else run
-                runs.append(held)  # at once, as a later situation may be unreadable
+                run = compare_kept_sets(run, sets[index], prompt) if sets else run  # noqa: PLW2901
+                runs.append(run)  # at once, as a later situation may be unreadable
             progress()
             if runs[-1].damage:  # there is no reference any more
                 return dataclasses.replace(blank, runs=tuple(runs), lossless=runs[-1].damage)
         if settings.plain_use and isinstance(eviction, Eviction) and not eviction.places_new_tokens:
-            evicted = next((run for run in runs if run.entries and run.entries.evicted), runs[0])
+            evicted = next((run for run in runs if run.entries and run.entries.evicted and not run.row), runs[0])
             prompt = next(prompt for prompt in used if prompt.sample_id == evicted.sample)
             plain, damage = _plain_use_and_damage(adapter, prompt, eviction, evicted, before)
     except UnreadableCacheError as error:
@@ -187,7 +187,7 @@ def _plain_use_and_damage(
     ids = torch.tensor(prompt.token_ids, device=adapter.device)
     single = make_situation("single", ids, ids[-1:], 1)
     if run.positions == IN_CACHE and run.entries is not None:
-        single = dataclasses.replace(single, cached=(max(len(kept) for kept in run.entries.kept_sets[0]),))
+        single = dataclasses.replace(single, cached=(run.entries.held_in_first_layer,))
     plain = None
     try:
         plain = measure_plain_use(adapter, eviction, single)

@@ -12,18 +12,19 @@ from perturbkv.analyses.audit.audited_runs import AuditedRun
 from perturbkv.analyses.audit.cache_entries import Alteration, Integers
 from perturbkv.auditing.loss import Sets, measure_kept_sets
 from perturbkv.auditing.positions_file import KeptFile, read_positions, select_prompt
-from perturbkv.configs.audit_settings import KEPT_SUFFIXES
-from perturbkv.configs.choice import Choice, parse
+from perturbkv.configs.audit_settings import IN_CACHE, KEPT_SUFFIXES
+from perturbkv.configs.choice import parse
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
 from perturbkv.display import plural
 from perturbkv.errors import ConfigError
 from perturbkv.models.adapter import Adapter
+from perturbkv.selection.grid import configuration
 from perturbkv.selection.policies.registry import normalise
 
-_FIELDS = {"b": "budget", "w": "window", "selection": "selection", "granularity": "granularity"}
-"""Option of an expected policy -> field of its configuration; other options are the policy's own."""
+_FIELDS = {"w": "window", "selection": "selection", "granularity": "granularity"}
+"""Option of an expected policy -> field of its configuration, beside b, the budget; others are the policy's own."""
 
 
 def load_expected(source: str | Path | EvictionConfig) -> KeptFile | EvictionConfig:
@@ -37,13 +38,12 @@ def load_expected(source: str | Path | EvictionConfig) -> KeptFile | EvictionCon
     if str(source).endswith(KEPT_SUFFIXES):
         return read_positions(Path(source))
     choice = parse(str(source))
+    if "b" not in choice.options:
+        forms = "a file of kept positions, or a policy with a budget, snapkv(b=128)"
+        raise ConfigError(f"expected {forms}, got '{source}'")
     fields = {_FIELDS[name]: value for name, value in choice.options.items() if name in _FIELDS}
-    if "budget" not in fields:
-        raise ConfigError(
-            f"expected a file of kept positions, or a policy with a budget, snapkv(b=128), got '{source}'"
-        )
-    policy = Choice(choice.name, {name: value for name, value in choice.options.items() if name not in _FIELDS})
-    return normalise(EvictionConfig(policy=policy, **{"selection": "attention", "granularity": "kv", **fields}))
+    policy = choice.drop(("b", *_FIELDS))
+    return configuration(choice["b"], policy=policy, **{"selection": "attention", "granularity": "kv", **fields})
 
 
 def expected_sets(
@@ -66,11 +66,12 @@ def expected_sets(
     return [tuple(tuple(np.flatnonzero(head) for head in layer) for layer in of_prompt) for of_prompt in masks]
 
 
-def hold_against(run: AuditedRun, expected: Sets) -> AuditedRun:
-    """Return the run with the first of its kept sets that is not the one that is meant.
+def compare_kept_sets(run: AuditedRun, expected: Sets, prompt: Prompt) -> AuditedRun:
+    """Return the run, with its first kept set that is not the expected one as `unexpected`.
 
-    Only the first row of a batch holds the whole prompt. Raises ConfigError for sets per query head of a cache that has
-    them per key/value head.
+    Sets with entries that match none are left out, as these have a fault of their own. Where keys stand at their places
+    in the cache, equal tokens have equal entries in the first layer, and any of them is as good. Only the first row of
+    a batch holds the whole prompt. Raises ConfigError for sets per query head of a cache with sets per key/value head.
     """
     if run.entries is None or run.row:
         return run
@@ -78,13 +79,21 @@ def hold_against(run: AuditedRun, expected: Sets) -> AuditedRun:
     if times < 1:
         raise ConfigError(f"expected {len(kept[0])} kept sets per layer, as the cache has, got {len(expected[0])}")
     meant = [[layer[int(head / times)] for head in range(len(kept[0]))] for layer in expected]
-    places = [(layer, head) for layer, sets in enumerate(kept) for head in range(len(sets))]
-    wrong = [place for place in places if not np.array_equal(kept[place[0]][place[1]], meant[place[0]][place[1]])]
+    tokens = np.array(prompt.token_ids)
+
+    def differs(layer: int, head: int) -> bool:
+        own, other = kept[layer][head], meant[layer][head]
+        if run.positions == IN_CACHE and layer == 0:
+            own, other = np.sort(tokens[own]), np.sort(tokens[other])
+        return not np.array_equal(own, other)
+
+    places = [(layer, head) for layer in range(len(kept)) for head in range(len(kept[0]))]
+    wrong = [place for place in places if not run.entries.strangers[place] and differs(*place)]
     if not wrong:
         return run
     layer, head = wrong[0]
     what, entry = _describe(kept[layer][head], layer, head, meant)
-    what += f"; so of {len(wrong):,} of {plural(len(places), 'kept set')}" if len(places) > 1 else ""
+    what += f"; {len(wrong):,} of {plural(len(places), 'kept set')} are not the expected ones"
     return dataclasses.replace(run, unexpected=Alteration(layer, head, "unexpected", what, entry))
 
 

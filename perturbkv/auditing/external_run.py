@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import Cache
 
@@ -75,6 +76,8 @@ _CLEAR_RATIO = 10
 """Ratio of the distances from two conventions of positions above which rounding does not explain which is nearer."""
 _KEYS = 0
 """Index of keys in noise floors (kind, layer)."""
+_ENOUGH_KEYS = 4
+"""Least number of keys of new tokens, over heads, whose common rotation under rounding is no chance."""
 _DEFAULT = AuditSettings()
 
 
@@ -121,7 +124,7 @@ class ExternalRun:
             before the new ones are attended to; empty where the cache holds other numbers of heads than the model.
         original: `prompts` at the prompt's own positions, where keys of `prompts` are moved to places in the cache.
         failed, failed_layer, refused, damage: as in `AuditedRun`; a damaged model has no reference.
-        hides_all: whether the attention gets all entries of a cache that does not show them.
+        hides_all: whether the cache shows fewer entries than its attention gets, which are all.
         unmeasured: per row, what the eviction changed in layers that are not measured.
         reading: how the eviction read the prompts.
     """
@@ -176,8 +179,10 @@ class ExternalRun:
                 self.unmeasured.append(tuple(find_changes(cache, rests, row, padding, least)))
         lengths = self._layer_lengths(cache)
         for chunk in range(len(self.situation.chunks)):
-            record, held = ForwardPass(), self._layer_lengths(cache)
+            record = ForwardPass()
             try:
+                with external_code("looking at its cache raises", FailedError):
+                    held = self._layer_lengths(cache)
                 if chunk and self.situation.cached is not None:
                     with external_code("looking at its cache raises", FailedError):
                         self._expect_new_tokens_after(self._entries_before(cache, chunk))
@@ -186,9 +191,7 @@ class ExternalRun:
             except FailedError as error:
                 self._record_failure(str(error), lengths)
                 return
-            record.fewer = any(
-                record.entries.get(0, 0) < length + len(self.situation.chunks[chunk]) for length in held[:1]
-            )
+            record.fewer = bool(held) and record.entries.get(0, 0) < held[0] + len(self.situation.chunks[chunk])
             hides = (*self.situation.hides_padding, record.hides_padding)
             self.situation = self.tracker.situation = replace(self.situation, hides_padding=hides)
             self._add_pass(record, cache)
@@ -280,16 +283,12 @@ class ExternalRun:
         length = torch.linalg.vector_norm(expected.float(), dim=-1)
         distance = torch.linalg.vector_norm(keys.float() - expected.float(), dim=-1) / length
         if float(distance.amax()) <= FLOORS * float(self.prompts.floors[_KEYS, 0]):
-            return 0.0
+            return self._lag_above(record, reference, row) if rounds else 0.0
         most, frequencies = min(2 * self.situation.entries, _MOST_SHIFT), frequencies_of(self.adapter)
-        for by_rounding in (False, True)[: 1 + rounds]:
-            shifts = excess_rotations(
-                keys.flatten(0, 1), expected.flatten(0, 1), frequencies, most, rounded=by_rounding
-            )
-            if shifts is not None and bool((shifts == shifts[0]).all()):
-                return -float(shifts[0])
-        if rounds and float(distance.median()) <= MOST_ROUNDED:
-            return 0.0
+        if lag := _common_shift(keys, expected, frequencies, most, rounds=rounds):
+            return -lag
+        if rounds and float(distance.median()) <= 2 * MOST_ROUNDED:  # above once, they are unknown
+            return self._lag_above(record, reference, row)
         before = self.adapter.facts.layers[: self.adapter.layer_indices[0]]
         return 0.0 if any(layer.state for layer in before) else float("nan")
 
@@ -298,6 +297,21 @@ class ExternalRun:
         evicted = self.adapter.layer_indices if self.adapter.holds_latents else ()
         return {index: held for index, held in rest.items() if index not in evicted}
 
+    def _lag_above(self, record: ForwardPass, reference: ForwardPass, row: int) -> float:
+        """Return by how many positions a row's new keys lag behind the reference's in the first layer where they do.
+
+        The reference decodes from the same entries, so that its new keys are to be the same in every layer.
+        """
+        most, frequencies = min(2 * self.situation.entries, _MOST_SHIFT), frequencies_of(self.adapter)
+        for layer in range(1, len(self.prompts.full)):
+            expected = reference.new_entries(layer)[0]
+            keys = first_of_groups(record.new_entries(layer), expected.shape[1])[0][row]
+            if lag := _common_shift(
+                keys, expected[row], frequencies, most, rounds=keys.shape[:2].numel() >= _ENOUGH_KEYS
+            ):
+                return -lag
+        return 0.0
+
     def _attended_layers(self, cache: Cache) -> Layers:
         """Return the entries that new tokens attend to.
 
@@ -305,23 +319,24 @@ class ExternalRun:
         eviction reads the prompts once more and decodes a token, and they are those that the attention gets.
         """
         layers: Layers = []
-        says_all = self._says_more_than_it_shows(cache)
+        hides = self.adapter.holds_latents or self._says_more_than_it_shows(cache)
         with suppress(UnreadableCacheError):
             layers = [] if self.adapter.holds_latents else layer_tensors(cache, self.places)
-            if says_all:
-                layers = []
             if layers and not _fit_full_cache(layers, self.prompts.full):
                 return layers
-            distances = self.tracker.convention_distances(layers[0]) if layers else {}
-            if layers and min(distances[IN_CACHE], distances[ORIGINAL]) <= distances[UNROTATED]:
+            distances = self.tracker.convention_distances(layers[0]) if layers and not hides else {}
+            if distances and min(distances[IN_CACHE], distances[ORIGINAL]) <= distances[UNROTATED]:
                 return layers
         record = ForwardPass()
         trial = self.eviction.read(self.adapter.model, self.situation.ids, self.situation.attention_mask)
         with record_pass(self.adapter, record):
             self._logits(trial, 0, "decoding token 0")
         if record.is_complete(len(self.prompts.full)):
-            layers = [record.previous_entries(layer) for layer in range(len(self.prompts.full))]
-            self.hides_all = all(keys.shape[2] == self.situation.entries for keys, _ in layers)
+            seen = [record.previous_entries(layer) for layer in range(len(self.prompts.full))]
+            self.hides_all = all(keys.shape[2] == self.situation.entries for keys, _ in seen)
+            if hides and layers and not self.hides_all:  # it counts what went, too
+                return layers
+            layers = seen
             if _fit_full_cache(layers, self.prompts.full):
                 self._check_not_relative(layers[0])
         return layers
@@ -476,7 +491,7 @@ class ExternalRun:
     def _layer_lengths(self, cache: Cache) -> list[int]:
         """Return the number of entries in each measured layer of a cache; empty where it does not show them."""
         try:
-            return [keys.shape[2] for keys, _ in layer_tensors(cache, self.places)]
+            return [keys.shape[2] for keys, _ in layer_tensors(cache, self.places) if keys.ndim == 4]
         except UnreadableCacheError:
             return []
 
@@ -499,14 +514,33 @@ class ExternalRun:
         if self.eviction.decode is not None:
             return self.eviction.logits(self.adapter.model, cache, ids, decoded, what)
         hides: dict[str, Any] = {}
-        if any(self.situation.padding) and self._holds_all(cache, self.situation.entries + decoded):
-            more = decoded + ids.shape[1]
-            hides = {"attention_mask": F.pad(self.situation.attention_mask, (0, more), value=1)}
         with eviction_code(f"{what} raises"):  # the cache is not ours
+            if any(self.situation.padding) and self._holds_all(cache, self.situation.entries + decoded):
+                more = decoded + ids.shape[1]
+                hides = {"attention_mask": F.pad(self.situation.attention_mask, (0, more), value=1)}
             output = run_with_cache(
                 self.adapter.model, ids, cache, position_ids=self.situation.positions(chunk), **hides
             )
         return output.logits  # type: ignore[no-any-return]
+
+
+def _common_shift(
+    keys: Float[Tensor, "head new d_key"],
+    expected: Float[Tensor, "head new d_key"],
+    frequencies: Tensor,
+    most: int,
+    *,
+    rounds: bool,
+) -> float:
+    """Return the number of positions by which all keys are rotated too far; 0 where no single one explains them.
+
+    `rounds`: whether they may be rounded, too.
+    """
+    for by_rounding in (False, True)[: 1 + rounds]:
+        shifts = excess_rotations(keys.flatten(0, 1), expected.flatten(0, 1), frequencies, most, rounded=by_rounding)
+        if shifts is not None and bool((shifts == shifts[0]).all()):
+            return float(shifts[0])
+    return 0.0
 
 
 def _attend_with(

@@ -415,10 +415,9 @@ class EntryComparison:
         return None
 
     def _mismatch(self, layer: int, head: int) -> tuple[int, int] | None:
-        """Return the positions in the prompt of the first entry's key and value, where a head's are of different ones.
+        """Return the positions in the prompt of the first key and value that are of different entries.
 
-        They are the full cache's, to the bit of any, and where they are rounded of most; None where they are of one, or
-        most keys and values both are near those of one.
+        None where a head's keys and values belong together. Of intact ones a single one counts, of rounded ones most.
         """
         seen = self.attended[layer][head]
         separate = []
@@ -427,7 +426,10 @@ class EntryComparison:
             separate.append(recover_positions([(own, own)], [(known, known)])[0])
         of_keys, of_values = (kept.positions[0] for kept in separate)
         apart = ((of_keys != of_values) & (of_values != NOWHERE)).nonzero().squeeze(-1)
-        exact = not any(bool(kept.key_distance[0].any()) for kept in separate)
+        exact = all(
+            bool((kept.key_distance[0] <= FLOORS * self.floors[kind, layer]).all())
+            for kind, kept in enumerate(separate)
+        )
         known = self._full_entries(self.tracker.full[layer][1], layer, head)
         values = self.tracker.first_entries[layer][1][self.row, head, seen]
         matched = self.layers[layer]

@@ -143,8 +143,8 @@ _BESIDE_EQUAL_WEIGHT = 0.01
 """The same weight where the other distance is 0: a key or a value to the bit tells the entry by itself."""
 _BY_VALUE = 0.1
 """What an entry is farther by whose value is near and whose key is not: with another's value it is its key's."""
-_FARTHER = 2
-"""Ratio of the costs of the next free entry and of the taken one above which only the taken one explains an entry."""
+_CLEARLY_FARTHER = 2
+"""Ratio of costs above which one entry is clearly farther than another."""
 _TIE_TOLERANCE = 1e-3
 """Difference of distances below which two entries are equally near."""
 _FARTHEST = 1e30
@@ -282,11 +282,11 @@ def _distances(scaled: Sequence[Tensor], full_scaled: Sequence[Tensor], index: I
 
 
 def _fill_places(indices: Tensor, hints: Tensor, strange: Int[Tensor, " strange"], nothing: Tensor) -> None:
-    """Give entries of a whole cache that resemble none the places that are left: their own where it is, else any.
+    """Assign places that are left to entries that resemble none: their own if it is free, else the next free one.
 
-    `indices` are changed; `strange` are the entries, and `nothing` those that keep none.
+    `indices` are changed; `strange` are these entries, `nothing` zero ones, which get none and whose own stay free.
     """
-    own = strange[~torch.isin(hints[strange], indices)]
+    own = strange[~torch.isin(hints[strange], indices) & (_cumulative_count(hints[strange]) == 0)]
     indices[own] = hints[own]
     left = strange[indices[strange] == NOWHERE]
     places = torch.arange(len(indices), device=indices.device)
@@ -363,7 +363,7 @@ class _Nearest:
         *,
         whole: bool = False,
     ) -> None:
-        self.slack = _FARTHER if whole else 1
+        self.slack = _CLEARLY_FARTHER if whole else 1
         self.scaled = scaled
         self.full_scaled = full_scaled
         self.free = free.clone()
@@ -390,7 +390,7 @@ class _Nearest:
                 return index
             next_cost, next_index = self._search(waiting, self.free)
             again = self._equals_taken(waiting, index[waiting], cost[waiting] > _BY_VALUE)
-            again &= next_cost > _FARTHER * cost[waiting] + _TIE_TOLERANCE
+            again &= next_cost > _CLEARLY_FARTHER * cost[waiting] + _TIE_TOLERANCE
             waiting, next_cost = waiting[~again], next_cost[~again]
             cost[waiting], index[waiting] = next_cost, next_index[~again]
             waiting = waiting[next_cost <= 2 * STRANGE_DISTANCE]  # the others are like none, whichever is nearest

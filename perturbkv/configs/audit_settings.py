@@ -60,7 +60,7 @@ class AuditSettings:
         allow: keys of `ALLOWED`, which then make no exit code 1.
         positions: a key of `POSITIONS`.
         plain_use: whether plain calls of the model with the cache are tried.
-        expect: what it is meant to keep: a file of kept positions, or a policy with its budget; empty: nothing is.
+        expect: kept sets that it should have: a file, or a policy with its budget; empty: they are not compared.
 
     Raises ConfigError or UnknownNameError for invalid values.
     """

@@ -89,7 +89,7 @@ def test_numbers_that_are_cut_off_are_no_rounding(share: float, verdict: str) ->
     result = audited("llama", evict, situations=["single"])
     assert result.verdict == verdict
     assert [fault.kind for fault in result.faults] == ["clipped"] * (verdict == "differs")
-    assert ("values cut off at" in result.conclusion()) == (verdict == "differs")
+    assert ("values clipped at" in result.conclusion()) == (verdict == "differs")
 
 
 def test_two_numbers_at_a_limit_tell_it_and_one_does_not() -> None:
@@ -97,6 +97,6 @@ def test_two_numbers_at_a_limit_tell_it_and_one_does_not() -> None:
     full = 100 * torch.randn(40, 16, generator=generator)
     full[3, 5], full[30, 2] = 500, -900
     entries = full.clamp(-448, 448).to(torch.float8_e4m3fn).float()
-    assert describe_clipping(entries, full) == "cut off at 448"
-    assert describe_clipping(entries / 2, full / 2) == "cut off at 224"
+    assert describe_clipping(entries, full) == "clipped at 448"
+    assert describe_clipping(entries / 2, full / 2) == "clipped at 224"
     assert describe_clipping(full.clamp(-600, 600).to(torch.float8_e5m2).float(), full) == ""  # one number alone

@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache
 
 import perturbkv as pk
-from perturbkv.errors import ConfigError
+from perturbkv.errors import ConfigError, UnreadableCacheError
 from tests.audit import planted
 from tests.audit.test_planted_faults_are_told_apart import audited, model
 from tests.support.models import token_ids
@@ -69,9 +69,9 @@ def test_what_was_meant_is_exact_and_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (swapped, "layer 0, head 0, entry 5, step 0: it keeps what head 1 was meant to keep; so of 1 of 6 kept sets"),
+        (swapped, "head 0, entry 5, step 0: it keeps what head 1 was meant to keep; 1 of 6 kept sets"),
         (without_sinks, "layer 1, head 0, entry 0, step 0: it lacks 1 entry that should stay and it keeps 1 other"),
-        (of_another_layer, "layer 2, head 0, entry 6, step 0: it keeps what layer 1 was meant to keep; so of 2 of 6"),
+        (of_another_layer, "layer 2, head 0, entry 6, step 0: it keeps what layer 1 was meant to keep; 2 of 6"),
     ],
 )  # fmt: skip
 def test_another_set_is_a_fault_with_its_place(change: Callable[[Sets], Sets], words: str, tmp_path: Path) -> None:
@@ -120,7 +120,29 @@ def test_what_cannot_be_meant_is_refused_in_one_line(expect: str, error: type[Ex
 def test_a_file_of_another_shape_or_prompt_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "meant.json"
     path.write_text(json.dumps({"kept": meant()[:2]}))
-    result = audited("llama", keeping(meant()), situations=["single"], expect=path)
-    assert (result.exit_code, "it has 2 layers, the model 3" in result.conclusion()) == (2, True)
+    with pytest.raises(UnreadableCacheError, match="it has 2 layers, the model 3"):
+        audited("llama", keeping(meant()), situations=["single"], expect=path)
     with pytest.raises(ConfigError, match="expected no prompt to be audited but that of"):
         held_against(meant(), path, token_ids=[5, 6, 7])
+
+
+def test_an_equal_token_is_as_good_where_keys_stand_at_their_places(tmp_path: Path) -> None:
+    """At the start of a cache all keys of one token are equal in the first layer."""
+    sets = [[[*range(N - 8, N)]] * HEADS, [[0, 1, 2, 3, *range(N - 4, N)]] * HEADS, [[*range(N - 8, N)]] * HEADS]
+
+    def evict(loaded: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> DynamicCache:
+        cache, half = keeping(sets)(loaded, input_ids, attention_mask), 4
+        frequencies = 1e4 ** (-torch.arange(half) / half)
+        for layer, kept in zip(cache.layers, sets, strict=True):
+            angle = (torch.arange(8) - torch.tensor(kept[0])).unsqueeze(-1) * frequencies
+            first, second = layer.keys.chunk(2, dim=-1)
+            turned = [first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()]
+            layer.keys = torch.cat(turned, dim=-1)
+        return cache
+
+    path = tmp_path / "meant.json"
+    path.write_text(json.dumps({"kept": sets}))
+    asked = {"steps": 2, "losses": False, "plain_use": False, "progress": False, "situations": ["single"]}
+    result = pk.audit(model("llama"), pk.Prompt("p", token_ids(N, vocab=6), 0), evict, expect=path, **asked)
+    assert result.verdict == "exact", result.conclusion()
+    assert {run.positions for run in result.runs} == {"in-cache"}

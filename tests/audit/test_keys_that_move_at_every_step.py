@@ -14,7 +14,7 @@ from tests.audit.test_planted_faults_are_told_apart import audited
 ALONE = ["single", "block"]
 IN_CACHE = "keys stand at their places in the cache, new tokens after them"
 FAULTS = {
-    "UnrotatedWithAnotherBase": ("positions", 0, "keys of new tokens are those of no position"),
+    "UnrotatedWithAnotherBase": ("positions", 0, "no rotation explains the keys of new tokens"),
     "UnrotatedEarly": ("positions", 0, "new tokens stand 1 position too early"),
     "RollingWithAnotherBase": (
         "rotation",

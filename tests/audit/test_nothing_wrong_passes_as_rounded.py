@@ -123,3 +123,31 @@ def test_what_is_allowed_allows_nothing_else() -> None:
     named = pk.audit(model("llama"), prompts, evict, **asked)
     assert named.conclusion().startswith("did nothing: nothing was evicted of short; elsewhere")
     assert 'message="nothing was evicted"' in named.to_junit()
+
+
+@pytest.mark.parametrize("codec", [None, 8, 4])
+def test_new_keys_of_wrong_positions_above_the_first_layer_are_no_rounding(codec: int | None) -> None:
+    """Each layer above the first rotates new keys by one position more, which moves them by less than half."""
+
+    class Layer(DynamicLayer):
+        def update(self, keys: Tensor, values: Tensor, *more: Any, **named: Any) -> tuple[Tensor, Tensor]:
+            if getattr(self, "late", False):
+                half = keys.shape[-1] // 2
+                angle = 1e4 ** (-torch.arange(half) / half)
+                first, second = keys.chunk(2, dim=-1)
+                turned = [first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()]
+                keys = torch.cat(turned, dim=-1)
+            if codec is not None:
+                keys, values = rounded(keys, codec, False), rounded(values, codec, False)
+            return super().update(keys, values, *more, **named)
+
+    def evict(loaded: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+        cache = Cache(layer_class_to_replicate=Layer)
+        loaded(input_ids=input_ids, past_key_values=cache)
+        for layer in cache.layers[1:]:
+            layer.late = True
+        return cache
+
+    result = audited("llama", evict, allow=SAYS, situations=["block"])
+    assert (result.verdict, result.exit_code) == ("differs", 1), result.conclusion()
+    assert "1 position too late" in result.conclusion()

@@ -43,8 +43,8 @@ def test_what_plain_use_gets_wrong_is_in_the_first_line() -> None:
     result = audited("llama", planted.right, situations=["single"], plain_use=True)
     assert (result.verdict, result.exit_code, result.faults) == ("differs", 1, ())
     assert result.conclusion().startswith(
-        "differs: by itself transformers puts the next token at 20, not 60 (give position_ids, or a decode); with "
-        "position_ids at most "
+        "differs: without position_ids transformers puts the next token at 20, not 60 (give them, or a decode); "
+        "else it loses what its kept sets imply: at most "
     )
     assert 'type="differs"' in result.to_junit()
     allowed = audited("llama", planted.right, situations=["single"], plain_use=True, allow=["plain-use"])
@@ -52,7 +52,7 @@ def test_what_plain_use_gets_wrong_is_in_the_first_line() -> None:
     broken = audited("llama", planted.rotated_again, situations=["single"], plain_use=True)
     first, _, plain = broken.conclusion().partition("; ")
     assert "keys rotated again" in first
-    assert plain == "by itself transformers puts the next token at 20, not 60 (give position_ids, or a decode)"
+    assert plain == "without position_ids transformers puts the next token at 20, not 60 (give them, or a decode)"
 
 
 def test_who_decodes_by_himself_is_not_asked_for_plain_use() -> None:
