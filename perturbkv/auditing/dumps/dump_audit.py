@@ -120,12 +120,6 @@ def audit_dump(
     return audit
 
 
-def _renamed(fault: DumpFault, kind: str, what: str) -> DumpFault:
-    """Return a fault in the same place, of another kind."""
-    place = (fault.first, fault.last, fault.blocks, fault.layers, fault.heads, fault.count)
-    return DumpFault(fault.request, kind, what, *place)
-
-
 @dataclass(frozen=True)
 class _Reading:
     """A reading of a request's tokens by the model whose attention reads the dumped entries.
@@ -376,7 +370,7 @@ class _DumpComparison:
         if context := [fault for fault in request.faults if fault.kind == "context"]:
             first, last = min(fault.first for fault in context), max(fault.last for fault in context)
             return [
-                _renamed(fault, "context", context[0].what)
+                replace(fault, kind="context", what=context[0].what)
                 if first <= fault.first <= fault.last <= last and fault.kind in _WITHOUT_CAUSE
                 else fault
                 for fault in found
@@ -392,15 +386,15 @@ class _DumpComparison:
                 computed = measure_distances(own, reading.layers[index])
                 left.append(int(limits.differing_entries(own, computed).sum()))
             if min(left) <= _UNEXPLAINED * int(far.sum()):
-                words = f"query head i of the layer below read key/value head i mod {self.adapter.kv_heads}"
-                return [_renamed(fault, "grouping", words) for fault in found]
+                words = f"query head i of layer {index - 1} read key/value head i mod {self.adapter.kv_heads}"
+                return [replace(fault, kind="grouping", what=words) for fault in found]
             request.readings = readings
         tokens = torch.unique(own.positions[far.any(dim=0)])
         first, last = int(tokens[0]), int(tokens[-1])
         beside = max(first, len(request.request.token_ids) - 1 - last)
         if index == 1 and min(beside, len(tokens)) >= LEAST_BLOCK > (last - first + 1 - len(tokens)):
-            words = "right in layer 0, above it computed after other text"
-            return [_renamed(fault, "context", words) for fault in found]
+            words = "right in layer 0, from layer 1 on computed after other text"
+            return [replace(fault, kind="context", what=words) for fault in found]
         return found
 
     def _entries(self, index: int, layer: LayerDump) -> dict[str, Entries]:
