@@ -26,6 +26,7 @@ from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
 import perturbkv as pk
+from perturbkv.models.forward import run_with_cache
 from tests.audit import planted
 from tests.audit.test_every_fault_has_its_kind_and_place import FAULTS
 from tests.audit.test_faults_under_rounding_are_found import FOUND
@@ -123,7 +124,7 @@ def on_write(codec: Codec) -> Any:
 
     def evict(loaded: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
         held = Cache(layer_class_to_replicate=Layer)
-        loaded(input_ids=input_ids, past_key_values=held)
+        run_with_cache(loaded, input_ids, held)
         return held
 
     return evict
