@@ -328,7 +328,6 @@ class _FaultSearch:
             return None
         if float((matched & strange).sum()) <= _MOSTLY * float(matched.sum()):
             return None  # most are changed, and in their place
-        matched &= strange
         of_request = matched & (nearest <= nearest.amin(dim=0) + _TIE)
         what = "entries" if len(far) == 2 else ("keys", "values")[far[0]]
         positions = self.run.positions[some].expand_as(matched)
