@@ -416,6 +416,9 @@ class _Nearest:
             cost = cost.nan_to_num(nan=_FARTHEST, posinf=_FARTHEST).masked_fill(~among, torch.inf)
             best = cost.amin(dim=-1, keepdim=True)
             ties, hints = cost <= best + _TIE_TOLERANCE, self.hints[chosen]
+            both = (smaller + _LARGER_DISTANCE_WEIGHT * larger).nan_to_num(nan=_FARTHEST, posinf=_FARTHEST)
+            both = both.masked_fill(~ties, torch.inf)
+            ties &= both <= both.amin(dim=-1, keepdim=True) + _TIE_TOLERANCE  # near in key and value
             index = ties.to(torch.uint8).argmax(dim=-1)
             place = _cumulative_count(index)
             later = (place + 1 > free[index].long()).nonzero().squeeze(-1)  # the first tie is another one's
