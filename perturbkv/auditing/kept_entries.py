@@ -102,7 +102,7 @@ class EntryTracker:
         layers = range(len(self.full))
         entries = [record.previous_entries(layer) for layer in layers]
         attended, by_mask = zip(*(_attended_entries(record, layer) for layer in layers), strict=True)
-        if self._is_unchanged(entries) and self._sees_the_same(attended):
+        if self._is_unchanged(entries, attended):
             self.masks.append([F.pad(mask, (0, self._new_count), value=True) for mask in self.masks[-1]])
             self.held += [self._append_new_positions(self.held[-1])] if self.held else []
         else:
@@ -117,16 +117,14 @@ class EntryTracker:
         """Number of new tokens in the last pass."""
         return int(self._decoded[-1][0][0].shape[2])
 
-    def _is_unchanged(self, entries: Layers) -> bool:
-        """Return whether all layers hold exactly the previous pass's entries, those of its new tokens included."""
-        return bool(self._last) and all(
+    def _is_unchanged(self, entries: Layers, attended: Sequence[Tensor]) -> bool:
+        """Return whether all layers hold and show exactly the previous pass's entries and those of its new tokens."""
+        if not self._last or not all(map(torch.equal, attended, self._seen)):
+            return False
+        return all(
             torch.equal(tensor, previous) for layer, last in zip(entries, self._last, strict=True)
             for tensor, previous in zip(layer, last, strict=True)
         )  # fmt: skip
-
-    def _sees_the_same(self, attended: Sequence[Tensor]) -> bool:
-        """Return whether the entries attended to are the previous pass's and those of its new tokens."""
-        return all(torch.equal(seen, before) for seen, before in zip(attended, self._seen, strict=True))
 
     def _match(self, entries: Layers, attended: Sequence[Tensor], by_mask: Sequence[Tensor]) -> None:
         """Match all entries with those of the prompt and the decoded tokens, and add the masks of the pass.

@@ -62,7 +62,7 @@ def audited(family: str, fault: str = "", **more: Any) -> Audit:
         evict.decode = planted.decode_early  # type: ignore[attr-defined]
     asked = {"steps": 2, "losses": False, "plain_use": False, "progress": False, **more}
     prompt = pk.Prompt("p", token_ids(24, vocab=200), 0)
-    return pk.audit(adapter, prompt, evict, **{"situations": ["single", "block"], **asked})
+    return pk.audit(adapter, prompt, evict, **{"situations": ["single", "block", "batch"], **asked})
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -85,7 +85,7 @@ class LayerDump:
 
     @property
     def largest(self) -> list[tuple[str, Tensor]]:
-        """Of keys and of values, the name of their type and its largest number, times the scale."""
+        """Name of the type of keys, and of values, with its largest number times the scale."""
         dtypes = (tensors[0].dtype for tensors in self.tensors)
         return [
             (dtype_name(dtype), torch.finfo(dtype).max * scale)
