@@ -84,7 +84,7 @@ def audit(
     >>> prompt = pk.Prompt.from_text("Paris is in France. " * 3, model)
     >>> quick = {"situations": ["single"], "losses": False, "progress": False}
     >>> pk.audit(model, prompt, recent, **quick).conclusion().partition(" (")[0]
-    'differs: without position_ids transformers puts the next token at 8, not 18'
+    'differs: without position_ids transformers puts the next token at 8, not 60'
     >>> pk.audit(model, prompt, recent, allow=["plain-use"], **quick).verdict
     'exact'
     """
