@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from perturbkv.scoring.score import Score as Score
     from perturbkv.selection.grid import grid as grid
     from perturbkv.selection.policies.base import Policy as Policy
+    from perturbkv.selection.policies.caches import external as external
     from perturbkv.selection.policies.registry import register_policy as register_policy
     from perturbkv.selection.policies.registry import register_score as register_score
     from perturbkv.storage.answers_file import read_answers as read_answers
@@ -92,6 +93,7 @@ _PUBLIC = {
     "write_dump": "perturbkv.auditing",
     "cliff": "perturbkv.analyses.budget.cliff",
     "divergence": "perturbkv.analyses.quality.divergence",
+    "external": "perturbkv.selection.policies.caches",
     "generate": "perturbkv.api.measuring",
     "grid": "perturbkv.selection.grid",
     "horizon": "perturbkv.analyses.horizon.horizon",

@@ -201,6 +201,19 @@ VARIABLES: dict[str, Variable] = {
     "held_bytes": Variable(
         ("config",), "byte", "the evicted cache as stored, all layers, scales and minima among them", optional=True
     ),
+    "resident_bytes": Variable(
+        ("config",),
+        "byte",
+        "the evicted cache in memory while it is read, 16 bits per number of the model's type",
+        optional=True,
+    ),
+    "own_entries": Variable(
+        ("config",),
+        "1",
+        "of somebody's caches: 0 a kept set, 1 entries that each stand for one of the prompt's, 2 other ones",
+        "uint8",
+        optional=True,
+    ),
     "full_bytes": Variable((), "byte", "the full cache in 16 bits, all layers", optional=True),
     "unmeasured_bytes": Variable(
         (), "byte", "windows and recurrent states that no eviction touches, in held_bytes and full_bytes", optional=True
@@ -334,6 +347,14 @@ KEPT = ("kept_offset", "kept_length", "kept_code")
 """Variables that store which entries were kept, not only how many; optional in a trace."""
 DIGEST = "kept_digest"
 """The variable that identifies equal kept sets in a trace without kept positions."""
+
+OF_KEPT_SETS = (
+    "theta", "theta_hat", "theta_hat_relax", "sigma_stage1", "sigma_topk", "retained_mass", "perturbation_eviction",
+    "perturbation_change",
+)  # fmt: skip
+"""Variables that are NaN for configurations whose entries stand for none of the prompt's (`own_entries` 2)."""
+ISOLATED = ("perturbation_isolated", "perturbation_isolated_l2", "perturbation_isolated_cosine", "effect_isolated")
+"""Variables that are NaN for configurations with entries of their own that were read in a prefill of their own."""
 
 APART = ("perturbation_eviction", "perturbation_change")
 """Parts of the isolated perturbation, in runs of configurations that do more than evict."""

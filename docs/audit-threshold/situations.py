@@ -35,13 +35,13 @@ import perturbkv as pk
 from perturbkv.analyses.audit.audited_runs import AuditedRun
 from perturbkv.analyses.audit.cache_entries import FLOORS
 from perturbkv.auditing import reference
-from perturbkv.auditing.evictions import callable_eviction
 from perturbkv.auditing.external_run import run_eviction
 from perturbkv.auditing.forward_passes import make_situation, token_count
-from perturbkv.auditing.model_state import ModelState
+from perturbkv.cache.model_state import ModelState
 from perturbkv.configs.audit_settings import SITUATIONS
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.forward import run_with_cache
+from perturbkv.selection.external_eviction import callable_eviction
 from tests.audit import planted
 from tests.audit.test_planted_faults_are_told_apart import audited
 from tests.support.models import tiny_adapter

@@ -17,15 +17,14 @@ import perturbkv
 from perturbkv import memory
 from perturbkv.analyses.audit.audit import Audit, PlainUse
 from perturbkv.analyses.audit.audited_runs import AuditedRun
-from perturbkv.auditing.evictions import PRESS, Eviction, FailedError, RefusedError
 from perturbkv.auditing.expected_sets import compare_kept_sets, expected_sets, load_expected
 from perturbkv.auditing.external_run import run_eviction
 from perturbkv.auditing.forward_passes import BLOCK, Situation, make_situation, token_count
 from perturbkv.auditing.loss import Sets, measure_losses
-from perturbkv.auditing.model_state import ModelState, describe_damage, foreign_code
 from perturbkv.auditing.positions import keys_can_move
 from perturbkv.auditing.positions_file import KeptFile, audit_file, select_prompt
 from perturbkv.auditing.reference import check_attention, decode_greedily, prompt_entries
+from perturbkv.cache.model_state import ModelState, describe_damage, foreign_code
 from perturbkv.configs.audit_settings import IN_CACHE, AuditSettings
 from perturbkv.configs.choice import parse
 from perturbkv.configs.layer_types import format_measured
@@ -39,6 +38,7 @@ from perturbkv.models.forward import cache_argument
 from perturbkv.pipeline.sample.capture import Observer, capture
 from perturbkv.pipeline.variants.readers import time_full_prefill
 from perturbkv.schema import MEASURED_LAYERS
+from perturbkv.selection.external_eviction import PRESS, Eviction, FailedError, RefusedError
 from perturbkv.selection.policies import kvpress
 
 POSITIONS_FILE = "positions file"

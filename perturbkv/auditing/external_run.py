@@ -18,7 +18,6 @@ from transformers import Cache
 from perturbkv.analyses.audit.audited_runs import AuditedRun, DecodingStep
 from perturbkv.analyses.audit.cache_entries import FLOORS, MOST_ROUNDED, Alteration, CacheEntries
 from perturbkv.auditing.changes import excess_rotations
-from perturbkv.auditing.evictions import Eviction, FailedError, RefusedError, eviction_code
 from perturbkv.auditing.forward_passes import (
     Attend,
     ForwardPass,
@@ -29,7 +28,6 @@ from perturbkv.auditing.forward_passes import (
     record_reading,
 )
 from perturbkv.auditing.kept_entries import EntryComparison, EntryTracker, first_of_groups, repeat_heads
-from perturbkv.auditing.model_state import ModelState, describe_damage
 from perturbkv.auditing.positions import (
     UNROTATED,
     decode_moving,
@@ -63,12 +61,14 @@ from perturbkv.auditing.unmeasured import (
     window_distances,
 )
 from perturbkv.cache.external_cache import Layers, layer_tensors, pair_layers, recover_positions
+from perturbkv.cache.model_state import ModelState, describe_damage
 from perturbkv.configs.audit_settings import IN_CACHE, ORIGINAL, AuditSettings
 from perturbkv.configs.plugins import external_code
 from perturbkv.errors import UnreadableCacheError
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.forward import run_with_cache
 from perturbkv.models.interface import AttentionFunction
+from perturbkv.selection.external_eviction import Eviction, FailedError, RefusedError, eviction_code
 
 _MOST_SHIFT = 4096
 """Largest number of positions that keys of new tokens are tested to lag behind."""

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from perturbkv.analyses.audit.cache_entries import FLOORS, MOST_ROUNDED, Alteration
 from perturbkv.auditing.changes import are_among
 from perturbkv.auditing.forward_passes import ForwardPass, Situation, record_pass, sees_otherwise
-from perturbkv.auditing.model_state import ModelState
 from perturbkv.auditing.reference import PromptEntries, as_given, attention, entry_distances
 from perturbkv.auditing.unmeasured import Reading, read_contents
 from perturbkv.cache.compact import full_cache
 from perturbkv.cache.external_cache import Layers
+from perturbkv.cache.model_state import ModelState
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.forward import run_with_cache
 from perturbkv.models.interface import AttentionFunction

@@ -48,7 +48,7 @@ from torch.nn.utils.rnn import pad_sequence
 from perturbkv import theory
 from perturbkv.cache.entries import GatheredSet, KeptEntries, close_gaps, positions_before
 from perturbkv.cache.quantisation import quantise_entries
-from perturbkv.cache.stand_in import StandIn, make_stand_in
+from perturbkv.cache.stand_in import BiasedEntries, Correction, StandIn, make_stand_in
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.precision import FULL_BITS, correction_bits, stored_bits
 from perturbkv.configs.resources import Resources
@@ -187,6 +187,14 @@ class FullStep:
         present = [pad_sequence(unpadded, batch_first=True), torch.ones_like(decoded[0][..., 0], dtype=torch.bool)]
         return theory.attention_output(self.query, keys, values, self.softmax, present=torch.cat(present, dim=1))
 
+    def attend_with_bias(self, entries: BiasedEntries) -> Float[Tensor, "head d_value"]:
+        """Return Σ A' V likewise, over entries with a bias each in the prompt's place."""
+        own = zip((entries.keys, entries.values), (self.keys, self.values), strict=True)
+        keys, values = (torch.cat([kind, full[:, self.tokens :]], dim=1) for kind, full in own)
+        bias = torch.nn.functional.pad(entries.bias, (0, keys.shape[1] - entries.bias.shape[1]))
+        weights, _ = self.softmax.weights(theory.decode_logits(self.query, keys, self.softmax) + bias)
+        return theory.weighted_sums(weights.unsqueeze(0), values)[0]
+
 
 class Outputs(NamedTuple):
     """Head outputs before W_O under the full run's query, in float64 (`theory.WORK`), on the query's device.
@@ -208,14 +216,15 @@ class Entries:
 
     Attributes:
         row: keys and values per kept set: indices into the full cache until they are copied, or tensors of their own.
-        bits: bits that they take, with everything that is stored beside them; a number of the full cache takes 16.
+        bits: bits that they take in a file, with everything that is stored beside them; a number of the full cache
+            takes 16. NaN where somebody's code does not tell.
         read_entries: number of them that one decoding query attends to, added up over the kept sets; None: all.
         stand_in: an additional entry per query head, with a bias; None without.
         has_rounded_numbers: whether numbers were rounded, so that large ones may have overflowed.
     """
 
     row: KeptEntries
-    bits: int
+    bits: float
     read_entries: int | None = None
     stand_in: StandIn | None = None
     has_rounded_numbers: bool = False
@@ -224,6 +233,11 @@ class Entries:
     def attended_entries(self) -> int:
         """Number of entries that one decoding query attends to, added up over the kept sets; a latent counts once."""
         return self.row.stored_entries if self.read_entries is None else self.read_entries
+
+    @property
+    def resident_bits(self) -> float:
+        """Number of bits that they take in memory while a query attends to them, at 16 bits per number of the model."""
+        return self.bits
 
 
 class OwnEntries(Entries):
@@ -244,6 +258,11 @@ class StoredEntries(OwnEntries):
 
     kept: KeptEntries = field(kw_only=True)
 
+    @property
+    def resident_bits(self) -> float:
+        """Number of bits in memory, where attention reads rounded numbers back in full."""
+        return entry_bits(self.row)
+
     def outputs(self, step: FullStep) -> Outputs:
         """Return the outputs of the kept set and of these entries at one decode step of the full run."""
         evicted, own, changed = step.attend(self.kept), step.attend(self.row), None
@@ -257,7 +276,7 @@ class StoredEntries(OwnEntries):
 class CorrectedEntries(OwnEntries):
     """A kept set with one more entry per query head, `stand_in`, for the `evicted` entries of the prompt, a mask."""
 
-    stand_in: StandIn = field(kw_only=True)
+    stand_in: Correction = field(kw_only=True)
     evicted: Bool[Tensor, "head key"] = field(kw_only=True)
 
     def outputs(self, step: FullStep) -> Outputs:

@@ -10,6 +10,9 @@ a step, the tail included. The cache holds all entries, and the bounds of each p
 some lines only. Its cache is whole, and each decoding query attends to all of it. A budget b is the most entries that a
 query of the prompt attends to: the local band, which is the window, the first entries, and as many lines as remain
 (METHOD: Lines that a prefill looks along).
+
+*Somebody's.* What a function or a Cache class of somebody's leaves of a prompt (METHOD: Caches that are no subset). Its
+own options say how much that is.
 """
 
 from __future__ import annotations
@@ -105,16 +108,29 @@ class WholeCache(CacheContents):
         return kv_heads * tokens
 
 
+@dataclass(frozen=True)
+class SomebodysCache(CacheContents):
+    """Whatever somebody's code leaves in it: entries of the full cache, or entries of its own."""
+
+    note: str = "somebody's cache holds what its code says; compare by cache share or bytes, not by b."
+
+    def row_entries(self, config: SizedConfig, tokens: int, heads: int, kv_heads: int) -> int:
+        """Return the number of entries of one layer that a row may hold: all of them."""
+        return kv_heads * tokens
+
+
 DEFAULT_STEPS = 8
 """Default number of decode steps (METHOD: the protocol, 2)."""
-EVICTED, PAGES_READ, SPARSE_PREFILL = CacheContents(), PagedCache(), WholeCache()
+EVICTED, PAGES_READ, SPARSE_PREFILL, SOMEBODYS = CacheContents(), PagedCache(), WholeCache(), SomebodysCache()
+CACHE_PREFIX = "cache:"
+"""Beginning of the name of a policy that is somebody's cache."""
 WITHOUT_EVICTION: Mapping[str, CacheContents] = {"quest": PAGES_READ, "vertical-slash": SPARSE_PREFILL}
 """Policy that evicts nothing -> the contents of its cache."""
 
 
 def contents_of(policy: Choice) -> CacheContents:
     """Return the contents of a policy's cache."""
-    return WITHOUT_EVICTION.get(policy.name, EVICTED)
+    return SOMEBODYS if policy.name.startswith(CACHE_PREFIX) else WITHOUT_EVICTION.get(policy.name, EVICTED)
 
 
 def default_steps(policies: Sequence[Choice]) -> int:

@@ -18,7 +18,7 @@ _SPACE = re.compile(r"\s*")
 _NAME = re.compile(r"[^\s(),=\"']+")
 _QUOTED = re.compile(r"\"[^\"]*\"|'[^']*'")
 _WORDS = {"true": True, "false": False, "none": None}
-_NAME_PREFIX = re.compile(r".*\.py|kvpress|given")
+_NAME_PREFIX = re.compile(r".*\.py|kvpress|given|cache")
 """Texts that form one name together with the colon and the text after it."""
 DEEPEST = 16
 """Deepest nesting of calls."""
@@ -122,10 +122,10 @@ def split_outside_brackets(text: str, separator: str) -> list[str]:
 def split_policy_and_selection(text: str) -> list[str]:
     """Split `policy:selection` into [policy, selection]; a text without a selection gives a list of one.
 
-    A colon within one name does not split: `my_file.py:MyScore`.
+    Colons within one name do not split: `my_file.py:MyScore`, `cache:my_file.py:evict`.
     """
     first, *rest = split_outside_brackets(text, ":")
-    if rest and _NAME_PREFIX.fullmatch(first):
+    while rest and _NAME_PREFIX.fullmatch(first.rpartition(":")[2]):
         first, *rest = f"{first}:{rest[0]}", *rest[1:]
     return [first, ":".join(rest)] if rest else [first]
 

@@ -112,16 +112,17 @@ def commands_for_signed(score: type) -> str:
     )
 
 
-def class_digest(kind: type) -> str:
-    """Return a version digest of an external class: of its source file, or of its own source where it has no file.
+def class_digest(kind: Any) -> str:
+    """Return a version digest of an external class or function: of its source file, or its own where it has no file.
 
     Where no source is known, as of a class typed at a prompt, it is a digest of its methods' bytecode.
     """
-    path = inspect.getsourcefile(kind) if kind.__module__ not in ("__main__", None) else None
     try:
+        path = inspect.getsourcefile(kind) if kind.__module__ not in ("__main__", None) else None
         source = Path(path).read_bytes() if path else inspect.getsource(kind).encode()
     except (OSError, TypeError):
-        functions = [vars(kind)[name] for name in sorted(vars(kind)) if inspect.isfunction(vars(kind)[name])]
+        own = [vars(kind)[name] for name in sorted(vars(kind))]
+        functions = [value for value in (kind, *own) if inspect.isfunction(value)]
         codes = [function.__code__ for function in functions]
         source = b"".join(code.co_code + repr(code.co_consts).encode() for code in codes)
     return hashlib.sha256(source).hexdigest()[:16]

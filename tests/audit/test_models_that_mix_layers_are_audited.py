@@ -17,12 +17,12 @@ from transformers import DynamicCache
 import perturbkv as pk
 from perturbkv.analyses.audit.audit import Audit
 from perturbkv.auditing import audit_eviction, reference
-from perturbkv.auditing.evictions import PRESS, Eviction
 from perturbkv.auditing.forward_passes import make_situation
 from perturbkv.configs.audit_settings import AuditSettings
 from perturbkv.errors import ConfigError, ModelError
 from perturbkv.models import recurrent_states
 from perturbkv.models.adapter import Adapter
+from perturbkv.selection.external_eviction import PRESS, Eviction
 from tests.audit import planted
 from tests.support.hybrids import hybrid_adapter
 from tests.support.models import tiny_adapter, token_ids

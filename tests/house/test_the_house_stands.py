@@ -308,7 +308,7 @@ def test_only_capture_and_the_proof_register_hooks_and_an_audit_puts_attention_b
         "perturbkv.models.proof.rotary",
         "perturbkv.pipeline.sample.capture",
     ]
-    assert found("ALL_ATTENTION_FUNCTIONS") == ["perturbkv.auditing.model_state", "perturbkv.models.interface"]
+    assert found("ALL_ATTENTION_FUNCTIONS") == ["perturbkv.cache.model_state", "perturbkv.models.interface"]
 
 
 def torch_is_loaded_after(code: str) -> bool:

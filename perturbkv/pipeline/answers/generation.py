@@ -119,7 +119,7 @@ class _RowBuilder:
             if entries.has_rounded_numbers:
                 measure.check_quantised_entries(self.finite, self._adapter.layer_indices[layer.index], entries.row)
         full = Maker().make_whole(everything)
-        self.sizes.append([CacheSize(entries.attended_entries, entries.bits) for entries in (full, *made)])
+        self.sizes.append(list(map(CacheSize.of, (full, *made))))
         first = [everything] if self._with_full else []
         stand_ins = {
             row: entries.stand_in for row, entries in enumerate(made, start=len(first)) if entries.stand_in is not None
@@ -345,7 +345,7 @@ def _join_batches(indices: Sequence[Sequence[int]], batches: Sequence[Answers]) 
     )
 
 
-def _shares_of_full(sizes: Sequence[Sequence[int]], unmeasured: int | float) -> list[float]:
+def _shares_of_full(sizes: Sequence[Sequence[float]], unmeasured: float) -> list[float]:
     """Return each configuration's size over the full cache's, both with the size of `unmeasured` layers.
 
     `sizes` are per measured layer, the full cache's first.

@@ -19,6 +19,7 @@ from transformers import Cache
 from perturbkv import theory
 from perturbkv.cache.compact import CompactCache
 from perturbkv.cache.entries import KeptEntries
+from perturbkv.cache.makers import Entries
 from perturbkv.configs.resources import Resources
 from perturbkv.devices import move_to_first_device, to_device
 from perturbkv.models.adapter import Adapter
@@ -57,10 +58,16 @@ class Compression:
 
 
 class CacheSize(NamedTuple):
-    """The size of one row of a cache in one layer: entries that a query attends to, and stored bits."""
+    """The size of one row of a cache in one layer: entries that a query attends to, bits as stored and in memory."""
 
     entries: int
-    bits: int
+    bits: float
+    resident_bits: float
+
+    @classmethod
+    def of(cls, entries: Entries) -> CacheSize:
+        """Return the size of what a row holds."""
+        return cls(entries.attended_entries, entries.bits, entries.resident_bits)
 
 
 @dataclass(frozen=True)

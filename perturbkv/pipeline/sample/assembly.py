@@ -26,7 +26,7 @@ from perturbkv.pipeline.answers.recompression import CacheSize
 from perturbkv.pipeline.sample.layer import LayerEffects, LayerResult, config_order, measure_effects
 from perturbkv.pipeline.sample.measure import CHANGED_VARIABLES, Arrays, to_numpy
 from perturbkv.pipeline.sample.sample_run import SampleRun
-from perturbkv.schema import VARIABLES
+from perturbkv.schema import APART, ISOLATED, OF_KEPT_SETS, VARIABLES
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,30 @@ def changed_isolated_arrays(batches: Sequence[BatchResult], arrays: Arrays) -> A
     if "entry_effect" in arrays:  # of entries in the cache that are no part of the prompt's
         result["entry_effect"] = arrays["entry_effect"].copy()
         result["entry_effect"][[index for index, tensor in changed.items() if not tensor.isnan().all()]] = np.nan
+    return result
+
+
+def own_entries_arrays(sample: SampleRun, arrays: Arrays) -> Arrays:
+    """Return what somebody's caches hold, and the variables that then say nothing about them, with NaN in their places.
+
+    Bounds, and where the kept set's loss ends, need a kept set; an isolated perturbation the plain model's prefill.
+    Empty without such a cache. `arrays` are all isolated ones.
+    """
+    if not sample.caches:
+        return {}
+    caches = [sample.caches.get(config) for config in sample.run.configs]
+    kinds = [0 if cache is None else cache.kind for cache in caches]
+    unmatched = [index for index, kind in enumerate(kinds) if kind == 2]
+    misread = [index for index, cache in enumerate(caches) if kinds[index] and cache and not cache.reads_plainly]
+    result = _as_arrays({"own_entries": kinds})
+    for names, indices in ((OF_KEPT_SETS, unmatched), (ISOLATED, misread), (APART, misread)):
+        for name in names if indices else ():
+            if name in arrays:
+                result[name] = result.get(name, arrays[name].copy())
+                result[name][indices] = np.nan
+    if unmatched and "lost_output" in arrays:
+        result |= {"lost_output": arrays["lost_output"].copy(), "lost_position": arrays["lost_position"].copy()}
+        result["lost_output"][unmatched], result["lost_position"][unmatched] = np.nan, -1
     return result
 
 
@@ -270,8 +294,16 @@ def cached_bytes(batches: Sequence[BatchResult], shape: Shape, prompt_tokens: in
     unmeasured = FULL_BITS * shape.unmeasured_numbers(prompt_tokens)
     full = FULL_BITS * math.prod(shape.stored_entries) * prompt_tokens + unmeasured
     sizes = {index: size for batch in batches for index, size in batch.sizes.items()}
-    held = np.array([sizes[index].bits + unmeasured for index in range(len(sizes))], dtype=np.float64)
-    return {"held_bytes": held / 8, "full_bytes": np.array(full / 8), "unmeasured_bytes": np.array(unmeasured / 8)}
+    held, resident = (
+        np.array([getattr(sizes[index], name) + unmeasured for index in range(len(sizes))], dtype=np.float64) / 8
+        for name in ("bits", "resident_bits")
+    )
+    return {
+        "held_bytes": held,
+        "resident_bytes": resident,
+        "full_bytes": np.array(full / 8),
+        "unmeasured_bytes": np.array(unmeasured / 8),
+    }
 
 
 def answer_arrays(sample: SampleRun, batches: Sequence[BatchResult]) -> Arrays:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -65,13 +65,19 @@ class StepRecord:
 
 
 @dataclass
-class _StepRecorder:
+class StepRecorder:
     """The callbacks that fill `records` with the last tokens of a pass, a step each; `finite` records activations."""
 
     adapter: Adapter
     rows: int
     finite: FiniteCheck
     records: list[StepRecord]
+
+    def observer(self) -> Observer:
+        """Return the observer of the pass."""
+        return Observer(
+            self.record_query, self.record_head_output, self.record_hidden, self.record_final, gate=self.record_gate
+        )
 
     def _by_step(self, tensor: Tensor, dim: int = 1) -> Iterator[tuple[StepRecord, Tensor]]:
         """Yield each record with its token's part of `tensor`, whose axis `dim` are the pass's tokens."""
@@ -227,19 +233,30 @@ def _decode_pass(
 
     `attention` is the context inside which the model attends to `cache`.
     """
-    recorder = _StepRecorder(adapter, rows, finite, [StepRecord() for _ in range(steps)])
+    recorder = StepRecorder(adapter, rows, finite, [StepRecord() for _ in range(steps)])
     ids = copy_to_device(tokens, adapter.device).unsqueeze(0).expand(rows, -1)
-    observer = Observer(
-        recorder.record_query,
-        recorder.record_head_output,
-        recorder.record_hidden,
-        recorder.record_final,
-        gate=recorder.record_gate,
-    )
-    with attention, capture(adapter, observer):
+    with attention, capture(adapter, recorder.observer()):
         logits = run_with_cache(adapter.model, ids, cache, logits_to_keep=steps).logits
     recorder.record_end(logits, cache.get_seq_length())
     return recorder.records
+
+
+def join_rows(records: Sequence[StepRecord]) -> StepRecord:
+    """Return the records of one step, of rows that were decoded apart, as one."""
+    first = records[0]
+
+    def joined(name: str) -> list[Tensor]:
+        return [torch.cat(layer) for layer in zip(*(getattr(record, name) for record in records), strict=True)]
+
+    return replace(
+        first,
+        query=joined("query"),
+        head_output=joined("head_output"),
+        hidden=joined("hidden"),
+        final=torch.cat([record.final for record in records]),
+        logits=torch.cat([record.logits for record in records]),
+        gates={layer: torch.cat([record.gates[layer] for record in records]) for layer in first.gates},
+    )
 
 
 def _first_row(record: StepRecord) -> StepRecord:

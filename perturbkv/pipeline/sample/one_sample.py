@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from types import MappingProxyType, TracebackType
 
 import torch
@@ -30,7 +30,7 @@ from perturbkv.cache.makers import Maker, PromptReading
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
-from perturbkv.devices import full_precision, stack_on_device
+from perturbkv.devices import full_precision, stack_on_device, to_device
 from perturbkv.errors import ActivationError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers.generation import generate
@@ -50,16 +50,18 @@ from perturbkv.pipeline.sample.assembly import (
     isolated_arrays,
     kept_arrays,
     lost_arrays,
+    own_entries_arrays,
     pad_steps,
     prefill_arrays,
     sample_arrays,
     step_arrays,
 )
 from perturbkv.pipeline.sample.capture import FiniteCheck
-from perturbkv.pipeline.sample.decoding import StepRecord, decode_evicted
+from perturbkv.pipeline.sample.decoding import StepRecord, decode_evicted, join_rows
 from perturbkv.pipeline.sample.effect import average_gradients, propagated_effects
 from perturbkv.pipeline.sample.layer import LayerResult, measure_layer
 from perturbkv.pipeline.sample.sample_run import SampleRun
+from perturbkv.pipeline.variants.external_caches import plain_steps
 from perturbkv.pipeline.variants.presses import KeptMasks
 from perturbkv.pipeline.variants.readers import time_full_prefill
 from perturbkv.schema import VARIABLES
@@ -188,6 +190,7 @@ def _assemble_arrays(
         arrays = sample_arrays(sample, batches, lengths) | isolated_arrays(layers, adapter.device)
         arrays |= effect_arrays(sample, batches, layers) | lost_arrays(layers, adapter.device)
         arrays |= changed_isolated_arrays(batches, arrays)
+        arrays |= own_entries_arrays(sample, arrays)
         arrays |= {"held_share": cached_shares(batches, adapter.shape, n)}
         arrays |= cached_bytes(batches, adapter.shape, n)
         arrays |= first_token_arrays(sample, batches)
@@ -258,6 +261,7 @@ class _BatchDecoder:
         with phase("measure"):
             each = zip(sample.full.steps, records, sample.full.next_tokens.unbind(), strict=True)
             steps = [self._measure(*step, len(indices)) for step in each]
+            self._put_called(indices, steps)
         sizes = {
             index: CacheSize(*map(sum, zip(*(layer.sizes[index] for layer in evicted_layers), strict=True)))
             for index in indices
@@ -290,6 +294,37 @@ class _BatchDecoder:
             first_logp=first_logp,
             gradients=[[layer[1:] for layer in step.gradient] for step in records] if undecoded is not None else [],
         )
+
+    @cached_property
+    def _plain_steps(self) -> list[StepRecord]:
+        """The steps of a plain cache that was called as somebody's caches are: their noise floor."""
+        sample = self.sample
+        tokens = sample.full.tokens.tolist()
+        steps = plain_steps(self.adapter, sample.prefill, sample.question, tokens)
+        for full, plain in zip(sample.full.steps, steps, strict=True):
+            measure.check_everything_kept(self.finite, self.adapter, full.logits[0], plain.logits[0])
+        return steps
+
+    def _put_called(self, indices: Sequence[int], steps: Sequence[dict[str, Tensor]]) -> None:
+        """Put the quantities of caches that decoded for themselves in the place of those of their rows of the batch.
+
+        Noise floors become the larger one of both ways to decode.
+        """
+        caches = {row: self.sample.caches.get(self.run.configs[index]) for row, index in enumerate(indices)}
+        called = {row: cache.steps for row, cache in caches.items() if cache is not None and cache.steps}
+        if not called:
+            return
+        rows = to_device(list(called), self.adapter.device)
+        each = zip(self.sample.full.steps, self._plain_steps, *called.values(), strict=True)
+        for step, (full, *records) in enumerate(each):
+            joined = join_rows(records)
+            joined.gradient = [layer.expand(len(records), -1, -1) for layer in full.gradient]
+            own = self._measure(full, joined, self.sample.full.next_tokens[step], len(called))
+            for name, tensor in own.items():
+                if "config" in VARIABLES[name].dims:
+                    steps[step][name][rows] = tensor
+                else:
+                    steps[step][name] = torch.maximum(steps[step][name], tensor)
 
     def _own_isolated(
         self, config: int, row: int, evicted_layers: Sequence[_EvictedLayer], records: Sequence[StepRecord]
@@ -325,7 +360,7 @@ class _BatchDecoder:
         rows += [everything] * (self.rows - len(rows))
         stand_ins = {row: entries.stand_in for row, entries in enumerate(made.values(), start=1) if entries.stand_in}
         cache = CompactLayer(rows, self.adapter.heads, layer.tokens, self.run.cache, self.passing, stand_ins)
-        sizes = {config: CacheSize(entries.attended_entries, entries.bits) for config, entries in made.items()}
+        sizes = {config: CacheSize.of(entries) for config, entries in made.items()}
         return _EvictedLayer(cache, kept.order, codes, own, sizes)
 
     def _measure(
@@ -356,4 +391,9 @@ class _BatchDecoder:
         logits = self.sample.prefill.logits if question_logits is None else question_logits[first : rows.stop]
         with phase("answers"):
             answers = generate(self.adapter, EvictedPrompt(cache, logits), (), self.run.generate, check=self.finite)
-        return dict(zip([None, *indices][first:], answers, strict=True))
+        found = dict(zip([None, *indices][first:], answers, strict=True))
+        for index in indices:
+            config = self.run.configs[index]
+            if (own := self.sample.caches.get(config)) is not None and own.steps:
+                found[index] = self.sample.answer_from(config)
+        return found

@@ -17,7 +17,7 @@ from transformers import Cache
 from perturbkv import theory
 from perturbkv.cache import stand_in
 from perturbkv.cache.compact import PromptStates, full_cache, prompt_states
-from perturbkv.configs.cache_contents import EVICTED
+from perturbkv.configs.cache_contents import EVICTED, SOMEBODYS
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
 from perturbkv.devices import copy_to_device, to_device
@@ -214,7 +214,8 @@ class Prefill:
     """One prompt's full cache (batch 1), the logits of its last position, and its statistics.
 
     `finite` has recorded every layer, the final norm and the logits, and raised nothing yet. `states` are what eviction
-    leaves as it is after the prompt, `read` what attention read last.
+    leaves as it is after the prompt, `read` what attention read last, `final` the last position's state after the final
+    norm.
     """
 
     cache: Cache
@@ -223,6 +224,7 @@ class Prefill:
     finite: FiniteCheck
     states: PromptStates = field(default_factory=dict)
     read: EntriesRead = field(default_factory=dict)
+    final: Float[Tensor, " d_model"] = field(default_factory=lambda: torch.empty(0))
 
 
 @runtime_checkable
@@ -276,7 +278,7 @@ def prefill(
     reader.finite.check(LOGITS, logits)
     append_replay_scores(adapter, token_ids, reader.cache, statistics.scored, sample, reader.finite)
     states = prompt_states(adapter, reader.cache)
-    return Prefill(reader.cache, logits[0, -1], statistics, reader.finite, states, reader.read)
+    return Prefill(reader.cache, logits[0, -1], statistics, reader.finite, states, reader.read, reader.final)
 
 
 def _own_head_scores(adapter: Adapter, run: ResolvedRun) -> Sequence[Sequence[float]]:
@@ -317,7 +319,7 @@ def _check_caches(adapter: Adapter, configs: Sequence[ResolvedConfig]) -> None:
             adapter.check_own_caches(f"policy '{config.policy}'")
         if config.quantised:
             adapter.check_no_latents(f"precision '{config.precision}'")
-        if not config.evicts:
+        if not config.evicts or config.cache_contents is SOMEBODYS:
             adapter.check_no_latents(f"policy '{config.policy.name}'")
 
 
@@ -358,6 +360,7 @@ class _PromptReader:
         self.input: Tensor | None = None
         self.attended: tuple[Tensor, ...] = ()
         self.read: EntriesRead = {}
+        self.final = torch.empty(0)
         self.rotations = Rotations(adapter)
 
     def observer(self) -> Observer:
@@ -366,9 +369,14 @@ class _PromptReader:
             attention=self._record_attention,
             gate=self._record_gate,
             hidden=self._check_hidden,
-            final=partial(self.finite.check, FINAL_NORM),
+            final=self._record_final,
             attention_input=self._keep_input if "hidden" in self.needs else None,
         )
+
+    def _record_final(self, hidden: Tensor) -> None:
+        """Check the outputs of the final norm, and keep the last position's: an `Observer.final`."""
+        self.finite.check(FINAL_NORM, hidden)
+        self.final = hidden[0, -1].clone()
 
     def _keep_input(self, layer: int, hidden: Tensor) -> None:
         """Store a layer's attention input until the layer's scores are computed: an `Observer.attention_input`."""

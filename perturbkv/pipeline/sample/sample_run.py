@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 
@@ -22,10 +22,11 @@ from perturbkv.pipeline.sample.decoding import StepRecord, decode_full
 from perturbkv.pipeline.sample.effect import add_gradients
 from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.prefill import Prefill, layer_value_norms, prefill
+from perturbkv.pipeline.variants.external_caches import ExternalCache, answer_from, read_caches
 from perturbkv.pipeline.variants.presses import KeptMasks, sources
 from perturbkv.pipeline.variants.readers import Reader, maker_of, readers_of
 from perturbkv.scoring.value_norms import euclidean_value_norms
-from perturbkv.selection.resolved_config import ResolvedRun
+from perturbkv.selection.resolved_config import ResolvedConfig, ResolvedRun
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +81,7 @@ class SampleRun:
         prompt: the prompt.
         prefill: its full cache and the statistics of its context.
         full: the reference.
+        caches: configuration -> somebody's cache of the context.
     """
 
     adapter: Adapter
@@ -88,6 +90,7 @@ class SampleRun:
     prompt: Prompt
     prefill: Prefill
     full: FullRun
+    caches: Mapping[ResolvedConfig, ExternalCache] = field(default_factory=dict)
 
     @classmethod
     def read(
@@ -105,14 +108,22 @@ class SampleRun:
         cannot split.
         """
         context, question = prompt.parts(run.scenario)
-        prefilled = prefill(adapter, prompt, run, resources, sources(adapter, context, run.configs, masks))
+        external = sources(adapter, context, run.configs, masks)
+        prefilled = prefill(adapter, prompt, run, resources, external)
         full = full_run(adapter, prefilled, question, run.steps, rows, prompt.forced_tokens(run.text))
         if "effect" in run.save:
             with phase("effect"):
                 add_gradients(adapter, prefilled, question, full.steps, full.text)
-        sample = cls(adapter, run, resources, prompt, prefilled, full)
+        caches = read_caches(adapter, run.configs, context, question, full.tokens, prefilled, full.steps)
+        external |= {config: cache.kept_set for config, cache in caches.items()}
+        sample = cls(adapter, run, resources, prompt, prefilled, full, caches)
         sample._add_hindsight_norms()
         return sample
+
+    def answer_from(self, config: ResolvedConfig) -> list[int]:
+        """Return the greedy answer of somebody's cache that decodes for itself, after it read the context anew."""
+        parts, most = (self.context, self.question), self.run.generate
+        return answer_from(self.adapter, config, *parts, self.prefill, most, end_tokens(self.adapter))
 
     def _add_hindsight_norms(self) -> None:
         """Add the value norms under the first step's gate to the statistics, where a selection with hindsight is."""
@@ -129,7 +140,7 @@ class SampleRun:
     @cached_property
     def makers(self) -> tuple[Maker, ...]:
         """Makers of the configurations' caches."""
-        return tuple(map(maker_of, self.run.configs))
+        return tuple(self.caches.get(config) or maker_of(config) for config in self.run.configs)
 
     @cached_property
     def readers(self) -> list[type[Reader]]:

@@ -31,7 +31,7 @@ from perturbkv.cache.makers import (
     entry_bits,
     eviction_maker,
 )
-from perturbkv.configs.cache_contents import EVICTED, PAGES_READ, SPARSE_PREFILL, CacheContents
+from perturbkv.configs.cache_contents import EVICTED, PAGES_READ, SOMEBODYS, SPARSE_PREFILL, CacheContents
 from perturbkv.configs.precision import FULL_BITS
 from perturbkv.configs.resources import CHUNK_BYTES, Resources
 from perturbkv.devices import block_bytes, stack_on_device, synchronise, to_device
@@ -43,6 +43,7 @@ from perturbkv.pipeline.sample.capture import LOGITS, intercept_attention
 from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.measure import LayerMasks
 from perturbkv.pipeline.sample.prefill import layer_value_norms
+from perturbkv.pipeline.variants.external_caches import NamedCacheMaker
 from perturbkv.scoring.value_norms import euclidean_value_norms
 from perturbkv.scoring.window_attention import causal_logits
 from perturbkv.selection.page_selection import AnyGroup, PagedLayer, PageGroup, PageReader, page_groups
@@ -329,6 +330,7 @@ _MAKERS: Mapping[CacheContents, Callable[[ResolvedConfig], Maker]] = {
     EVICTED: eviction_maker,
     PAGES_READ: PagedCacheReader,
     SPARSE_PREFILL: SparsePrefillReader,
+    SOMEBODYS: NamedCacheMaker,
 }
 """What a configuration's cache holds -> the maker of it."""
 

@@ -13,6 +13,7 @@ import importlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+from perturbkv.configs.cache_contents import SOMEBODYS
 from perturbkv.configs.choice import UNNAMED, Choice, as_choice
 from perturbkv.configs.eviction import CHOICES, EvictionConfig
 from perturbkv.configs.option import complete_choice
@@ -57,12 +58,12 @@ _POLICIES: Catalogue[Policy] = Catalogue(
     "policy",
     "perturbkv.selection.policies",
     _base,
-    excluded=("base", "checked", "external", "kvpress", "registry"),
+    excluded=("base", "caches", "checked", "external", "kvpress", "registry"),
     reserved=lambda: SELECTIONS,
 )
 
 
-_EXTERNAL_MODULES = {"given": "external", "kvpress": "kvpress"}
+_EXTERNAL_MODULES = {"given": "external", "kvpress": "kvpress", "cache": "caches"}
 """Part of an external policy's name before the colon -> its module."""
 
 
@@ -153,7 +154,9 @@ def plugin_digests(config: EvictionConfig) -> dict[str, str]:
     """Return name -> source digest of the external scores and policies that a configuration uses."""
     policy = policy_class(config.policy.name)
     by = config.policy.options.get("by", scores.OWN)
-    used = {config.policy.name: getattr(policy, "scored", policy)}
+    used: dict[str, Any] = {config.policy.name: getattr(policy, "scored", policy)}
+    if config.cache_contents is SOMEBODYS:
+        used[config.policy.name] = importlib.import_module(f"{__package__}.caches").code_of(config.policy.name)
     used |= {by.name: SCORES.load(by.name)} if isinstance(by, Choice) else {}
     return {name: class_digest(kind) for name, kind in used.items() if not is_builtin(kind)}
 

@@ -27,11 +27,11 @@ from transformers.integrations import sdpa_attention
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from perturbkv.auditing.evictions import FailedError
 from perturbkv.cache.external_cache import bit_patterns
 from perturbkv.configs.plugins import external_code, is_library_file
 from perturbkv.models.forward import run_with_cache
 from perturbkv.models.interface import text_config
+from perturbkv.selection.external_eviction import FailedError
 
 _PARTS = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")

@@ -1,0 +1,470 @@
+"""Somebody's caches of a prompt, read and decoded as for their users (METHOD: Caches that are no subset).
+
+The code reads the prompt into a cache. Where that is transformers' plain `DynamicCache`, its keys and values become a
+row of the batch, with whatever the code made of them: entries that are all those of the full cache, bit by bit, are a
+kept set, which is measured as our own; others are matched with them, so that the kept set is told where each stands for
+one. A `bias` of a layer is added to its logits. Any other cache, and any with a decoding of its own, may change while
+it decodes: it is *called*, token by token, in a pass of one row. What attention got there is what it holds.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from perturbkv import theory
+from perturbkv.cache.compact import rebuild_cache
+from perturbkv.cache.entries import GatheredSet, KeptEntries, borrow, rotate_keys
+from perturbkv.cache.external_cache import RecoveredLayer, layer_tensors, pair_layers, recover_positions
+from perturbkv.cache.makers import Entries, FullStep, Maker, Outputs, PrefilledLayer, StoredEntries, entry_bits
+from perturbkv.cache.model_state import ModelState, describe_damage
+from perturbkv.cache.stand_in import BiasedEntries
+from perturbkv.configs.cache_contents import SOMEBODYS
+from perturbkv.configs.precision import FULL_BITS
+from perturbkv.errors import ConfigError, PerturbkvError
+from perturbkv.models.adapter import Adapter
+from perturbkv.models.forward import run_with_cache
+from perturbkv.models.proof.calls import LOGIT_ERRORS
+from perturbkv.pipeline.progress import phase
+from perturbkv.pipeline.sample.capture import FiniteCheck, Observer, capture
+from perturbkv.pipeline.sample.decoding import StepRecord, StepRecorder
+from perturbkv.pipeline.sample.full_layer import FullLayer
+from perturbkv.pipeline.sample.prefill import Prefill
+from perturbkv.selection.external_eviction import Eviction, eviction_code
+from perturbkv.selection.policies import caches
+from perturbkv.selection.resolved_config import ResolvedConfig
+
+_BIAS = "bias"
+"""Attribute of a cache's layer: numbers that are added to the logits of its entries."""
+_FILE_BYTES = "nbytes"
+"""Attribute of a cache: the bytes that a file of it would hold."""
+
+
+class NamedCacheMaker(Maker):
+    """The maker of somebody's caches before a prompt is read, when nothing of it is known but that it is their own."""
+
+    has_own_tensors: ClassVar[bool] = True
+
+    def __init__(self, config: ResolvedConfig) -> None:
+        self.config = config
+
+
+@dataclass(frozen=True, eq=False)
+class ExternalEntries(StoredEntries):
+    """What somebody's cache holds of a layer, where that is no kept set.
+
+    Attributes:
+        resident: number of bits in memory.
+        stand_in: its entries, where they have biases.
+        called: number of entries of the full cache at a step -> Σ A' V', in `theory.WORK`, where the cache was called;
+            else it follows from the entries.
+    """
+
+    resident: float = field(kw_only=True)
+    stand_in: BiasedEntries | None = None
+    called: Mapping[int, Float[Tensor, "head d_value"]] = field(kw_only=True)
+
+    @property
+    def resident_bits(self) -> float:
+        """Number of bits in memory."""
+        return self.resident
+
+    @property
+    def attended_entries(self) -> int:
+        """Number of entries that one decoding query attends to, added up over the kept sets."""
+        return self.row.stored_entries if self.stand_in is None else self.stand_in.keys.shape[:2].numel()
+
+    def outputs(self, step: FullStep) -> Outputs:
+        """Return the outputs of the kept set and of these entries at one decode step of the full run."""
+        evicted, entries = step.attend(self.kept), step.keys.shape[1]
+        if self.called:
+            return Outputs(evicted, self.called[entries], None)
+        if self.stand_in is None:
+            return Outputs(evicted, step.attend(self.row), None)
+        return Outputs(evicted, step.attend_with_bias(self.stand_in), None)
+
+
+@dataclass(frozen=True, eq=False)
+class ExternalCache(Maker):
+    """Somebody's cache of one prompt: the maker of its row, and what it decoded itself.
+
+    Attributes:
+        name: of the policy, for messages.
+        layers: keys and values (kv_head, entry, …) that it holds of the prompt, per layer that fills a cache.
+        biases: per layer the bias (head, entry); empty where it has none.
+        matched: per layer the entries' positions in the prompt.
+        bits, resident_bits: of all of it, in a file and in memory; the former NaN where it does not tell.
+        reads_plainly: whether the prompt was read as the plain model reads it; else it has no isolated perturbation.
+        steps: the decode steps of a cache that was called; empty for others.
+        outputs: layer -> `ExternalEntries.called`.
+    """
+
+    has_own_tensors: ClassVar[bool] = True
+    name: str
+    layers: Sequence[tuple[Tensor, Tensor]]
+    biases: Sequence[Tensor]
+    matched: Sequence[RecoveredLayer]
+    tokens: int
+    bits: float
+    resident_bits: float
+    reads_plainly: bool
+    steps: Sequence[StepRecord] = ()
+    outputs: Mapping[int, Mapping[int, Tensor]] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> int:
+        """What it holds, as the trace's variable `own_entries` tells."""
+        return 0 if self.is_kept_set else 1 if self.stands_for_entries else 2
+
+    @property
+    def is_kept_set(self) -> bool:
+        """Whether it holds entries of the full cache as they are, in any order, each at most once, and only these."""
+        distances = [one for layer in self.matched for one in (*layer.key_distance, *layer.value_distance)]
+        unchanged = not any(bool(distance.any()) for distance in distances)
+        return self.stands_for_entries and unchanged and not self.steps and not self.biases
+
+    @property
+    def stands_for_entries(self) -> bool:
+        """Whether each of its entries stands for one of the prompt's, and no two for the same."""
+        return not any(sum(layer.stranger_counts) or sum(layer.duplicate_counts) for layer in self.matched)
+
+    def kept_set(
+        self, layer: int, key: Float[Tensor, "kv_head key d_key"], value: Float[Tensor, "kv_head key d_value"]
+    ) -> Bool[Tensor, "kv_head key"]:
+        """Return the mask of the prompt's entries that a layer's stand for, none where not each stands for one.
+
+        It is a `Source`.
+        """
+        if self.stands_for_entries:
+            return self.matched[layer].mask(key.shape[1])
+        return torch.zeros(key.shape[:2], dtype=torch.bool, device=key.device)
+
+    def make(self, layer: PrefilledLayer, kept: GatheredSet) -> Entries:
+        """Return what the row holds of a layer: the kept set, or the cache's own entries."""
+        share = len(self.layers)
+        if self.is_kept_set:
+            whole = min(kept.entries.lengths) == layer.tokens
+            row = borrow(layer.prompt_keys, layer.prompt_values) if whole else kept.entries
+            return Entries(row, entry_bits(row) if math.isnan(self.bits) else self.bits / share)
+        keys, values = self.layers[layer.index]
+        sizes: Any = {"bits": self.bits / share, "resident": self.resident_bits / share}
+        common: Any = {"has_rounded_numbers": True, "kept": kept.entries, "called": self.outputs.get(layer.index, {})}
+        if not self.biases:
+            return ExternalEntries(KeptEntries.of(list(keys), list(values)), **sizes, **common)
+        empty = KeptEntries.of(list(keys[:, :0]), list(values[:, :0]))
+        return ExternalEntries(empty, stand_in=BiasedEntries(keys, values, self.biases[layer.index]), **sizes, **common)
+
+
+def read_caches(
+    adapter: Adapter,
+    configs: Sequence[ResolvedConfig],
+    context: Sequence[int],
+    question: Sequence[int],
+    tokens: Int[Tensor, " step"],
+    prefilled: Prefill,
+    reference: Sequence[StepRecord],
+) -> dict[ResolvedConfig, ExternalCache]:
+    """Return configuration -> somebody's cache of a context, for those that have one.
+
+    Args:
+        adapter: the model, restored after each.
+        configs: the run's configurations.
+        context: token ids that are compressed.
+        question: token ids that are read over the caches.
+        tokens: token ids of the text that is decoded.
+        prefilled: the context's full cache.
+        reference: the full run's steps, under whose queries outputs are compared.
+
+    Raises ConfigError, which names the policy, for code that fails, a cache that cannot be read, or a changed model.
+    """
+    found = {}
+    for config in configs:
+        if config.cache_contents is SOMEBODYS:
+            with phase("somebody's cache"):
+                reading = _Reading(adapter, config, context, question, prefilled)
+                found[config] = reading.measure(tokens.tolist(), reference)
+    return found
+
+
+def plain_steps(
+    adapter: Adapter, prefilled: Prefill, question: Sequence[int], tokens: Sequence[int]
+) -> list[StepRecord]:
+    """Return the steps of a plain cache that keeps everything, called like somebody's: what rounding does to these."""
+    entries = [
+        (layer.prompt_keys, layer.prompt_values)
+        for layer in (FullLayer.from_prefill(adapter, prefilled, index) for index in adapter.holders)
+    ]
+    cache, steps = rebuild_cache(adapter, entries, prefilled.states), list[StepRecord]()
+    for chunk in ([question] if question else []) + [[token] for token in tokens]:
+        recorder = StepRecorder(adapter, 1, prefilled.finite, [StepRecord()])
+        ids = torch.tensor([list(chunk)], device=adapter.device)
+        with capture(adapter, recorder.observer()):
+            logits = run_with_cache(adapter.model, ids, cache).logits
+        recorder.record_end(logits, cache.get_seq_length())
+        steps += recorder.records
+    return steps[bool(question) :]
+
+
+def answer_from(
+    adapter: Adapter,
+    config: ResolvedConfig,
+    context: Sequence[int],
+    question: Sequence[int],
+    prefilled: Prefill,
+    most: int,
+    ends: Collection[int],
+) -> list[int]:
+    """Return the greedy answer of at most `most` tokens, up to one in `ends`, of a cache that has to be called."""
+    return _Reading(adapter, config, context, question, prefilled).answer(most, ends)
+
+
+class _Reading:
+    """One reading of a context by somebody's code, and the decoding from its cache.
+
+    Args as of `read_caches`.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        config: ResolvedConfig,
+        context: Sequence[int],
+        question: Sequence[int],
+        prefilled: Prefill,
+    ) -> None:
+        self.adapter, self.config, self.context, self.question = adapter, config, context, question
+        self.prefilled = prefilled
+        self.eviction: Eviction = caches.load(config.policy, config.kept_entries(len(context)))
+        self.decoded = 0
+
+    def measure(self, tokens: Sequence[int], reference: Sequence[StepRecord]) -> ExternalCache:
+        """Return the cache, with its own steps where it has to be called."""
+        last: list[Tensor] = []
+        with self._somebodys_code():
+            with capture(self.adapter, Observer(final=lambda hidden: last.append(hidden[0, -1]))):
+                cache = self._read()
+            plainly = bool(last) and self._is_near(last[-1], self.prefilled.final)
+            size = self._file_bits(cache), resident_bits(cache, self.adapter.dtype)
+            if self._is_plain(cache):
+                layers, steps, outputs = self._entries_of(cache), list[StepRecord](), dict[int, dict[int, Tensor]]()
+            else:
+                layers, steps, outputs = self._call(cache, tokens, reference)
+            biases = self._biases(cache) if not steps else []
+            matched = recover_positions(self._batched(layers), self._full(), numbers=self.adapter.layer_indices)
+        return ExternalCache(
+            str(self.config.policy), layers, biases, matched, len(self.context), *size, plainly, steps, outputs
+        )
+
+    def answer(self, most: int, ends: Collection[int]) -> list[int]:
+        """Return the greedy answer."""
+        answer: list[int] = []
+        with self._somebodys_code():
+            cache, logits = self._read(), self.prefilled.logits
+            if self.question:
+                logits = self._decode(cache, self.question)[0, -1]
+            while (token := int(logits.argmax())) not in ends:
+                answer.append(token)
+                if len(answer) == most:
+                    break
+                logits = self._decode(cache, [token])[0, -1]
+        return answer
+
+    @contextmanager
+    def _somebodys_code(self) -> Iterator[None]:
+        """Run code of somebody's inside the block, with random numbers by the prompt; put the model back afterwards.
+
+        Raises ConfigError for what it raises, and where it changed the model.
+        """
+        state = ModelState.capture(self.adapter.model)
+        devices = [self.adapter.device] if self.adapter.device.type == "cuda" else []
+        damage = ""
+        try:
+            with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices=devices):
+                torch.manual_seed(zlib.crc32(str(list(self.context)).encode()))
+                yield
+        except PerturbkvError as error:
+            raise ConfigError(f"policy '{self.config.policy}': {error}") from error
+        finally:
+            damage = describe_damage(state.restore())
+        if damage:
+            raise ConfigError(f"policy '{self.config.policy}': {damage}, so that nothing after it would be right")
+
+    def _read(self) -> Cache:
+        """Return the cache that the code makes of the context."""
+        ids = torch.tensor([list(self.context)], device=self.adapter.device)
+        cache = self.eviction.read(self.adapter.model, ids, torch.ones_like(ids))
+        if self.eviction.masks:
+            raise ConfigError("it masks entries that its cache holds; let it remove them, or audit it")
+        return cache
+
+    def _is_plain(self, cache: Cache) -> bool:
+        """Return whether a cache is transformers' own that holds what it is given, so that it need not be called."""
+        measured = [cache.layers[index] for index in self.adapter.layer_indices if index < len(cache.layers)]
+        return self.eviction.decode is None and type(cache) is DynamicCache and {*map(type, measured)} == {DynamicLayer}
+
+    def _is_near(self, hidden: Tensor, expected: Tensor) -> bool:
+        """Return whether a hidden state differs from another by rounding alone."""
+        distance = (hidden.double() - expected.double()).norm() / expected.double().norm()
+        return bool(distance <= LOGIT_ERRORS[self.adapter.dtype])
+
+    def _full(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the context's entries in the full cache, keys and values (1, kv_head, n, …) per layer."""
+        layers = (FullLayer.from_prefill(self.adapter, self.prefilled, index) for index in self.adapter.holders)
+        return self._batched([(layer.prompt_keys, layer.prompt_values) for layer in layers])
+
+    @staticmethod
+    def _batched(layers: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        """Return keys and values with an axis `batch` of one row."""
+        return [(keys.unsqueeze(0), values.unsqueeze(0)) for keys, values in layers]
+
+    def _entries_of(self, cache: Cache) -> list[tuple[Tensor, Tensor]]:
+        """Return copies of the keys and values of a plain cache. Raises ConfigError for another type or device."""
+        numbers = self.adapter.layer_indices
+        pairs = pair_layers(layer_tensors(cache, numbers), self._full(), numbers=numbers)
+        layers = []
+        for number, ((keys, values), (full, _)) in zip(numbers, pairs, strict=True):
+            for kind, tensor in (("keys", keys), ("values", values)):
+                if (tensor.dtype, tensor.device) != (full.dtype, full.device):
+                    raise ConfigError(
+                        f"{kind} of layer {number} are {tensor.dtype} on {tensor.device}, the model's {full.dtype} on "
+                        f"{full.device}"
+                    )
+            layers.append((keys.clone(), values.clone()))
+        return layers
+
+    def _biases(self, cache: Cache) -> list[Tensor]:
+        """Return the bias (head, entry) of each layer; empty for a cache without.
+
+        Raises ConfigError for a bias of another shape.
+        """
+        layers = [cache.layers[index] for index in self.adapter.layer_indices]
+        if not any(hasattr(layer, _BIAS) for layer in layers):
+            return []
+        biases, heads = [], self.adapter.heads
+        for number, layer in zip(self.adapter.layer_indices, layers, strict=True):
+            entries, kv_heads = layer.keys.shape[2], layer.keys.shape[1]
+            bias = getattr(layer, _BIAS, None)
+            shape = tuple(bias.shape) if isinstance(bias, Tensor) else ()
+            if not isinstance(bias, Tensor) or shape not in ((1, kv_heads, entries), (1, heads, entries)):
+                raise ConfigError(
+                    f"expected a bias (1, {heads} heads or {kv_heads} key/value heads, {entries} entries) in layer "
+                    f"{number}, got {shape or type(bias).__name__}"
+                )
+            biases.append(bias[0].to(layer.keys.device, theory.WORK).repeat_interleave(heads // bias.shape[1], dim=0))
+        return biases
+
+    def _call(
+        self, cache: Cache, tokens: Sequence[int], reference: Sequence[StepRecord]
+    ) -> tuple[list[tuple[Tensor, Tensor]], list[StepRecord], dict[int, dict[int, Tensor]]]:
+        """Decode the question and the text token by token, and return what the cache holds, its steps and outputs.
+
+        What it holds of the context is what attention gets in the first pass but for the new tokens.
+        """
+        recorder = _CalledRecorder(self.adapter, reference, self.prefilled.finite)
+        with capture(self.adapter, recorder.observer()):
+            if self.question:
+                recorder.begin(None, len(self.context) + len(self.question) - 1)
+                self._decode(cache, self.question)
+            for step, token in enumerate(tokens):
+                recorder.begin(step, len(self.context) + self.decoded)
+                logits = self._decode(cache, [token])
+                recorder.record_end(logits, reference[step].entries)
+        new = max(1, len(self.question))
+        held = [(keys[:, :-new], values[:, :-new]) for keys, values in recorder.first.values()]
+        return held, recorder.steps, recorder.outputs
+
+    def _decode(self, cache: Cache, tokens: Sequence[int]) -> Float[Tensor, "1 new vocab"]:
+        """Return the logits of new tokens, decoded as its users do, or by plain calls behind the context."""
+        ids, begin = torch.tensor([list(tokens)], device=self.adapter.device), len(self.context) + self.decoded
+        what = f"decoding token {self.decoded}"
+        if self.eviction.decode is not None:
+            logits = self.eviction.logits(self.adapter.model, cache, ids, self.decoded, what)
+        else:
+            positions = torch.arange(begin, begin + len(tokens), device=ids.device).unsqueeze(0)
+            with eviction_code(f"{what} raises"):
+                logits = run_with_cache(self.adapter.model, ids, cache, position_ids=positions).logits
+        self.decoded += len(tokens)
+        return logits
+
+    def _file_bits(self, cache: Cache) -> float:
+        """Return the bits that a file of a cache would hold, as it tells; NaN where it does not tell."""
+        told = getattr(cache, _FILE_BYTES, None)
+        told = told() if callable(told) else told
+        if told is None:
+            return math.nan
+        if isinstance(told, bool) or not isinstance(told, int | float) or not 0 < told < math.inf:
+            raise ConfigError(f"expected {_FILE_BYTES} of its cache to be a number of bytes above 0, got {told!r}")
+        return 8.0 * told
+
+
+class _CalledRecorder(StepRecorder):
+    """The callbacks that record the steps of one called cache, beside its outputs under the full run's query."""
+
+    def __init__(self, adapter: Adapter, reference: Sequence[StepRecord], finite: FiniteCheck) -> None:
+        super().__init__(adapter, 1, finite, [])
+        self.reference = reference
+        self.steps: list[StepRecord] = []
+        self.first: dict[int, tuple[Tensor, Tensor]] = {}
+        self.outputs: dict[int, dict[int, Tensor]] = {}
+        self.step: int | None = None
+        self.expected, self.shift = 0, 0
+
+    def observer(self) -> Observer:
+        """Return the observer of its passes."""
+        return replace(super().observer(), positions=self._record_position)
+
+    def begin(self, step: int | None, position: int) -> None:
+        """Expect a pass whose last token is that of `step`, None for a question, and stands at `position`."""
+        self.step, self.expected, self.shift = step, position, 0
+        self.records = [StepRecord()]
+        self.steps += [] if step is None else self.records
+
+    def _record_position(self, positions: Tensor) -> None:
+        """Record by how much the last token stands elsewhere: an `Observer.positions`."""
+        self.shift = int(positions[0, -1]) - self.expected
+
+    def record_query(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Record the queries in a layer, and what the full run's attends to there: an `Observer.attention`."""
+        if layer not in self.first:
+            self.first[layer] = key[0].clone(), value[0].clone()
+        if self.step is None:
+            return
+        super().record_query(layer, query, key, value)
+        own = self.reference[self.step].query[layer][0]
+        if self.shift:
+            angle = self.shift * self.adapter.frequencies.to(own.device, theory.WORK)
+            own = rotate_keys(own.to(theory.WORK).unsqueeze(1), angle.unsqueeze(0)).squeeze(1)
+        mixed = theory.attention_output(own, key[0], value[0], self.adapter.softmax(layer))
+        self.outputs.setdefault(layer, {})[self.reference[self.step].entries] = mixed
+
+
+def resident_bits(cache: object, dtype: torch.dtype) -> float:
+    """Return the bits of all tensors that an object holds, each storage once; a number of `dtype` counts 16 bits."""
+    storages: dict[int, float] = {}
+    seen: set[int] = set()
+    waiting: list[Any] = [cache]
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen or isinstance(one, torch.nn.Module):
+            continue
+        seen.add(id(one))
+        if isinstance(one, Tensor):
+            size = FULL_BITS if one.dtype == dtype else 8 * one.itemsize
+            storages[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes() // one.itemsize * size
+        elif isinstance(one, Mapping):
+            waiting += one.values()
+        elif isinstance(one, list | tuple | set):
+            waiting += one
+        elif hasattr(one, "__dict__"):
+            waiting += vars(one).values()
+    return float(sum(storages.values()))
