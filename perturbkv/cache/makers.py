@@ -224,7 +224,7 @@ class Entries:
     """
 
     row: KeptEntries
-    bits: float
+    bits: int | float
     read_entries: int | None = None
     stand_in: StandIn | None = None
     has_rounded_numbers: bool = False
@@ -235,7 +235,7 @@ class Entries:
         return self.row.stored_entries if self.read_entries is None else self.read_entries
 
     @property
-    def resident_bits(self) -> float:
+    def resident_bits(self) -> int | float:
         """Number of bits that they take in memory while a query attends to them, at 16 bits per number of the model."""
         return self.bits
 
@@ -259,7 +259,7 @@ class StoredEntries(OwnEntries):
     kept: KeptEntries = field(kw_only=True)
 
     @property
-    def resident_bits(self) -> float:
+    def resident_bits(self) -> int | float:
         """Number of bits in memory, where attention reads rounded numbers back in full."""
         return entry_bits(self.row)
 

@@ -345,7 +345,7 @@ def _join_batches(indices: Sequence[Sequence[int]], batches: Sequence[Answers]) 
     )
 
 
-def _shares_of_full(sizes: Sequence[Sequence[float]], unmeasured: float) -> list[float]:
+def _shares_of_full(sizes: Sequence[Sequence[int | float]], unmeasured: int | float) -> list[float]:
     """Return each configuration's size over the full cache's, both with the size of `unmeasured` layers.
 
     `sizes` are per measured layer, the full cache's first.

@@ -61,8 +61,8 @@ class CacheSize(NamedTuple):
     """The size of one row of a cache in one layer: entries that a query attends to, bits as stored and in memory."""
 
     entries: int
-    bits: float
-    resident_bits: float
+    bits: int | float
+    resident_bits: int | float
 
     @classmethod
     def of(cls, entries: Entries) -> CacheSize:

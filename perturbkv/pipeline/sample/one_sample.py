@@ -299,8 +299,8 @@ class _BatchDecoder:
     def _plain_steps(self) -> list[StepRecord]:
         """The steps of a plain cache that was called as somebody's caches are: their noise floor."""
         sample = self.sample
-        tokens = sample.full.tokens.tolist()
-        steps = plain_steps(self.adapter, sample.prefill, sample.question, tokens)
+        passes = [sample.question] * bool(sample.question) + [[token] for token in sample.full.tokens.tolist()]
+        steps = plain_steps(self.adapter, sample.prefill, passes)[len(sample.question) :]
         for full, plain in zip(sample.full.steps, steps, strict=True):
             measure.check_everything_kept(self.finite, self.adapter, full.logits[0], plain.logits[0])
         return steps

@@ -13,7 +13,7 @@ import math
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -24,7 +24,7 @@ from transformers.cache_utils import DynamicLayer
 
 from perturbkv import theory
 from perturbkv.cache.compact import rebuild_cache
-from perturbkv.cache.entries import GatheredSet, KeptEntries, borrow, rotate_keys
+from perturbkv.cache.entries import GatheredSet, KeptEntries, borrow
 from perturbkv.cache.external_cache import RecoveredLayer, layer_tensors, pair_layers, recover_positions
 from perturbkv.cache.makers import Entries, FullStep, Maker, Outputs, PrefilledLayer, StoredEntries, entry_bits
 from perturbkv.cache.model_state import ModelState, describe_damage
@@ -36,7 +36,7 @@ from perturbkv.models.adapter import Adapter
 from perturbkv.models.forward import run_with_cache
 from perturbkv.models.proof.calls import LOGIT_ERRORS
 from perturbkv.pipeline.progress import phase
-from perturbkv.pipeline.sample.capture import FiniteCheck, Observer, capture
+from perturbkv.pipeline.sample.capture import Observer, capture
 from perturbkv.pipeline.sample.decoding import StepRecord, StepRecorder
 from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.prefill import Prefill
@@ -196,23 +196,21 @@ def read_caches(
     return found
 
 
-def plain_steps(
-    adapter: Adapter, prefilled: Prefill, question: Sequence[int], tokens: Sequence[int]
-) -> list[StepRecord]:
-    """Return the steps of a plain cache that keeps everything, called like somebody's: what rounding does to these."""
+def plain_steps(adapter: Adapter, prefilled: Prefill, passes: Sequence[Sequence[int]]) -> list[StepRecord]:
+    """Return a record of every token that a plain cache decodes, which keeps everything, in passes of one row."""
     entries = [
         (layer.prompt_keys, layer.prompt_values)
         for layer in (FullLayer.from_prefill(adapter, prefilled, index) for index in adapter.holders)
     ]
     cache, steps = rebuild_cache(adapter, entries, prefilled.states), list[StepRecord]()
-    for chunk in ([question] if question else []) + [[token] for token in tokens]:
-        recorder = StepRecorder(adapter, 1, prefilled.finite, [StepRecord()])
-        ids = torch.tensor([list(chunk)], device=adapter.device)
+    for tokens in passes:
+        recorder = StepRecorder(adapter, 1, prefilled.finite, [StepRecord() for _ in tokens])
+        ids = torch.tensor([list(tokens)], device=adapter.device)
         with capture(adapter, recorder.observer()):
             logits = run_with_cache(adapter.model, ids, cache).logits
         recorder.record_end(logits, cache.get_seq_length())
         steps += recorder.records
-    return steps[bool(question) :]
+    return steps
 
 
 def answer_from(
@@ -255,11 +253,14 @@ class _Reading:
                 cache = self._read()
             plainly = bool(last) and self._is_near(last[-1], self.prefilled.final)
             size = self._file_bits(cache), resident_bits(cache, self.adapter.dtype)
-            if self._is_plain(cache):
-                layers, steps, outputs = self._entries_of(cache), list[StepRecord](), dict[int, dict[int, Tensor]]()
+            layers, steps, outputs = [], list[StepRecord](), dict[int, dict[int, Tensor]]()
+            if is_plain := self._is_plain(cache):
+                layers = self._entries_of(cache)
             else:
-                layers, steps, outputs = self._call(cache, tokens, reference)
-            biases = self._biases(cache) if not steps else []
+                isolated = self._isolated(cache, tokens, reference)
+                layers, outputs = list(isolated.held.values()), isolated.outputs
+                steps = self._steps(tokens, reference)
+            biases = self._biases(cache) if is_plain else []
             matched = recover_positions(self._batched(layers), self._full(), numbers=self.adapter.layer_indices)
         return ExternalCache(
             str(self.config.policy), layers, biases, matched, len(self.context), *size, plainly, steps, outputs
@@ -301,6 +302,7 @@ class _Reading:
 
     def _read(self) -> Cache:
         """Return the cache that the code makes of the context."""
+        self.decoded = 0
         ids = torch.tensor([list(self.context)], device=self.adapter.device)
         cache = self.eviction.read(self.adapter.model, ids, torch.ones_like(ids))
         if self.eviction.masks:
@@ -363,25 +365,34 @@ class _Reading:
             biases.append(bias[0].to(layer.keys.device, theory.WORK).repeat_interleave(heads // bias.shape[1], dim=0))
         return biases
 
-    def _call(
-        self, cache: Cache, tokens: Sequence[int], reference: Sequence[StepRecord]
-    ) -> tuple[list[tuple[Tensor, Tensor]], list[StepRecord], dict[int, dict[int, Tensor]]]:
-        """Decode the question and the text token by token, and return what the cache holds, its steps and outputs.
-
-        What it holds of the context is what attention gets in the first pass but for the new tokens.
-        """
-        recorder = _CalledRecorder(self.adapter, reference, self.prefilled.finite)
-        with capture(self.adapter, recorder.observer()):
-            if self.question:
-                recorder.begin(None, len(self.context) + len(self.question) - 1)
-                self._decode(cache, self.question)
-            for step, token in enumerate(tokens):
-                recorder.begin(step, len(self.context) + self.decoded)
+    def _steps(self, tokens: Sequence[int], reference: Sequence[StepRecord]) -> list[StepRecord]:
+        """Return the steps of a cache that was read anew, as it decodes the question and the text token by token."""
+        cache, steps = self._read(), list[StepRecord]()
+        if self.question:
+            self._decode(cache, self.question)
+        for token, step in zip(tokens, reference, strict=True):
+            recorder = StepRecorder(self.adapter, 1, self.prefilled.finite, [StepRecord()])
+            with capture(self.adapter, recorder.observer()):
                 logits = self._decode(cache, [token])
-                recorder.record_end(logits, reference[step].entries)
-        new = max(1, len(self.question))
-        held = [(keys[:, :-new], values[:, :-new]) for keys, values in recorder.first.values()]
-        return held, recorder.steps, recorder.outputs
+            recorder.record_end(logits, step.entries)
+            steps += recorder.records
+        return steps
+
+    def _isolated(self, cache: Cache, tokens: Sequence[int], reference: Sequence[StepRecord]) -> _IsolatedOutputs:
+        """Return what attention does in each layer where all layers before it give what they do in the full run.
+
+        Queries and entries of new tokens are thereby the full run's, at the positions where the cache decodes.
+        """
+        outputs = _IsolatedOutputs(self.adapter)
+        read = plain_steps(self.adapter, self.prefilled, [self.question] if self.question else [])
+        with capture(self.adapter, Observer(attention=outputs.record, head_output=outputs.replace)):
+            if self.question:
+                outputs.expect([step.head_output for step in read], None)
+                self._decode(cache, self.question)
+            for token, step in zip(tokens, reference, strict=True):
+                outputs.expect([step.head_output], step.entries)
+                self._decode(cache, [token])
+        return outputs
 
     def _decode(self, cache: Cache, tokens: Sequence[int]) -> Float[Tensor, "1 new vocab"]:
         """Return the logits of new tokens, decoded as its users do, or by plain calls behind the context."""
@@ -407,45 +418,40 @@ class _Reading:
         return 8.0 * told
 
 
-class _CalledRecorder(StepRecorder):
-    """The callbacks that record the steps of one called cache, beside its outputs under the full run's query."""
+class _IsolatedOutputs:
+    """The callbacks that compute each layer's output from a cache and put the full run's in its place.
 
-    def __init__(self, adapter: Adapter, reference: Sequence[StepRecord], finite: FiniteCheck) -> None:
-        super().__init__(adapter, 1, finite, [])
-        self.reference = reference
-        self.steps: list[StepRecord] = []
-        self.first: dict[int, tuple[Tensor, Tensor]] = {}
+    Attributes:
+        held: layer -> keys and values of the first pass but for its new tokens: what the cache holds of the context.
+        outputs: layer -> number of entries of the full cache at a step -> Σ A' V' in `theory.WORK`.
+    """
+
+    def __init__(self, adapter: Adapter) -> None:
+        self.adapter = adapter
+        self.held: dict[int, tuple[Tensor, Tensor]] = {}
         self.outputs: dict[int, dict[int, Tensor]] = {}
-        self.step: int | None = None
-        self.expected, self.shift = 0, 0
+        self.expected: list[list[Tensor]] = []
+        self.entries: int | None = None
 
-    def observer(self) -> Observer:
-        """Return the observer of its passes."""
-        return replace(super().observer(), positions=self._record_position)
+    def expect(self, head_outputs: list[list[Tensor]], entries: int | None) -> None:
+        """Expect a pass of tokens with these head outputs (row, head, d_value) per token and layer.
 
-    def begin(self, step: int | None, position: int) -> None:
-        """Expect a pass whose last token is that of `step`, None for a question, and stands at `position`."""
-        self.step, self.expected, self.shift = step, position, 0
-        self.records = [StepRecord()]
-        self.steps += [] if step is None else self.records
+        `entries` are those of the full cache that its only token attends to, None for a question.
+        """
+        self.expected, self.entries = head_outputs, entries
 
-    def _record_position(self, positions: Tensor) -> None:
-        """Record by how much the last token stands elsewhere: an `Observer.positions`."""
-        self.shift = int(positions[0, -1]) - self.expected
+    def record(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Compute a layer's output, in the pass of a step: an `Observer.attention`."""
+        if layer not in self.held:
+            new = len(self.expected)
+            self.held[layer] = key[0, :, :-new].clone(), value[0, :, :-new].clone()
+        if self.entries is not None:
+            mixed = theory.attention_output(query[0, :, -1], key[0], value[0], self.adapter.softmax(layer))
+            self.outputs.setdefault(layer, {})[self.entries] = mixed
 
-    def record_query(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Record the queries in a layer, and what the full run's attends to there: an `Observer.attention`."""
-        if layer not in self.first:
-            self.first[layer] = key[0].clone(), value[0].clone()
-        if self.step is None:
-            return
-        super().record_query(layer, query, key, value)
-        own = self.reference[self.step].query[layer][0]
-        if self.shift:
-            angle = self.shift * self.adapter.frequencies.to(own.device, theory.WORK)
-            own = rotate_keys(own.to(theory.WORK).unsqueeze(1), angle.unsqueeze(0)).squeeze(1)
-        mixed = theory.attention_output(own, key[0], value[0], self.adapter.softmax(layer))
-        self.outputs.setdefault(layer, {})[self.reference[self.step].entries] = mixed
+    def replace(self, layer: int, mixed: Tensor) -> Tensor:
+        """Return the full run's output of the layer instead of its own: an `Observer.head_output`."""
+        return torch.stack([token[layer][0].flatten() for token in self.expected]).unsqueeze(0).to(mixed.dtype)
 
 
 def resident_bits(cache: object, dtype: torch.dtype) -> float:
