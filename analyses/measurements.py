@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import plural
 from perturbkv.errors import ConfigError, TraceError
-from perturbkv.schema import TOKEN_KINDS, VARIABLES
+from perturbkv.schema import ISOLATED, OF_KEPT_SETS, TOKEN_KINDS, VARIABLES
 from perturbkv.storage.trace.trace_file import LazyArrays
 from perturbkv.trace import Trace
 
@@ -238,9 +238,25 @@ def _select_samples(trace: Trace, selected: NDArray[np.bool_]) -> Trace:
     return dataclasses.replace(trace, sample_ids=names, arrays=LazyArrays({}, tuple(trace.arrays), read))
 
 
+def only_evicts(trace: Trace) -> NDArray[np.bool_]:
+    """Return (config,) True where a configuration's entries are a kept set of the full cache's in every sample.
+
+    Then eviction alone changes the outputs, so that the theorems apply.
+    """
+    chosen = np.array([config.only_evicts for config in trace.run.configs], dtype=bool)
+    if "own_entries" not in trace.arrays:
+        return chosen
+    own = np.asarray(trace.get("own_entries", "this analysis"))
+    return np.asarray(chosen & (own == 0).all(axis=0))
+
+
 def _check_numbers(trace: Trace, name: str, numbers: Floats) -> None:
-    """Raise TraceError for NaN, or for infinity in a variable that must be finite."""
-    wrong = np.isnan(numbers) if name in _UNBOUNDED else ~np.isfinite(numbers)
+    """Raise TraceError for NaN, or for infinity in a variable that must be finite.
+
+    Numbers of kept sets, and isolated ones, may be unknown of somebody's caches: NaN.
+    """
+    may_lack = name in (*OF_KEPT_SETS, *ISOLATED) and "own_entries" in trace.arrays
+    wrong = np.isinf(numbers) if may_lack else np.isnan(numbers) if name in _UNBOUNDED else ~np.isfinite(numbers)
     if wrong.any():
         got = "NaN" if np.isnan(numbers).any() else "infinity"
         raise TraceError(f"expected numbers in every complete sample of {trace.source}, got {got} in '{name}'")

@@ -117,7 +117,7 @@ def verdicts(
     sides = (baseline, treatment, floor)
     first, second, noise = (np.sqrt(side) for side in sides) if distance_of(distance).angular else sides
     under_noise = np.abs(first - second) <= TIE_FLOORS * noise
-    sign: NDArray[np.int8] = np.sign(baseline - treatment).astype(np.int8)
+    sign: NDArray[np.int8] = np.sign(np.nan_to_num(baseline - treatment)).astype(np.int8)  # of unknown ones 0
     return np.where(under_noise, np.int8(0), sign)
 
 
@@ -157,13 +157,16 @@ def equal_whole(trace: Trace, first: int, second: int) -> Mask:
 def _equal_storage(trace: Trace, first: int, second: int) -> Mask:
     """Return (sample,) True where equal kept sets make equal caches: those of one precision.
 
-    Where something is evicted, also of one correction and the same positions, and by two policies that evict.
+    Where something is evicted, also of one correction and the same positions, and by two policies that evict. False
+    where somebody's cache has entries of its own.
     """
     one, other = trace.run.configs[first], trace.run.configs[second]
     complete = trace.arrays["evicted"][trace.ok][:, first] == 0
     alike_evicted = one.evicts and other.evicts and one.correction == other.correction
+    own = trace.arrays.get("own_entries")
+    kept = np.ones_like(complete) if own is None else (own[trace.ok][:, [first, second]] == 0).all(axis=1)
     same_positions = complete | (one.in_cache == other.in_cache)  # a cache that keeps everything has no other positions
-    return np.asarray((complete | alike_evicted) & same_positions & (one.precision == other.precision))
+    return np.asarray(kept & (complete | alike_evicted) & same_positions & (one.precision == other.precision))
 
 
 def _up_to_layer(same: Mask) -> Mask:

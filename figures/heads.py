@@ -96,6 +96,7 @@ def axis_limits(kinds: Sequence[HeadKind]) -> tuple[float, float]:
 def _log_ends(kind: HeadKind) -> tuple[float, float] | None:
     """Return log₁₀ of the axis ends that hold a kind's means, without far outliers; None where all means are 0."""
     both = np.stack([kind.baseline_mean, kind.treatment_mean]).reshape(2, -1)  # (side, head)
+    both = both[:, ~np.isnan(both).any(axis=0)]  # somebody's cache may have no isolated perturbation
     positive = both[both > 0]
     if not positive.size:
         return None
@@ -225,6 +226,8 @@ def _kind_title(kind: HeadKind, name: str, ratio_name: str) -> str:
     beyond = f"beyond chance: {kind.sign_flips.above} better, {kind.sign_flips.below} worse"
     ratio = text.decimal(kind.sum_ratio, kind.sum_ratio_interval)
     lines = [f"{name}: {share} of heads better", f"{ratio_name}: {ratio}", counts, beyond]
+    if not kind.is_known:
+        lines = [f"{name}: none, the prompt was read", "in a prefill of its own"]
     if not style.current_style().notes:
         return "\n".join(lines[:2])
     return "\n".join(fold(line, _LETTERS) for line in lines)

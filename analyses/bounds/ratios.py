@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.analyses.columns import Record, column, derived, record
-from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements
+from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements, only_evicts
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import quantiles, ratio
 from perturbkv.analyses.stats.intervals import OptionalInterval, rare_share_kind
@@ -73,9 +73,11 @@ class Bounds:
 def select_evicting(trace: Trace) -> tuple[Trace, tuple[EvictionConfig, ...]]:
     """Return the trace of the configurations that the theorems apply to, and those left out.
 
-    Left out is what quantises, corrects or moves keys. Raises TraceError where no configuration is left.
+    Left out is what quantises, corrects, moves keys, or holds entries of its own. Raises TraceError where no
+    configuration is left.
     """
-    left_out = tuple(config for config in trace.run.configs if not config.only_evicts)
+    evicting = only_evicts(trace)
+    left_out = tuple(config for config, evicts in zip(trace.run.configs, evicting, strict=True) if not evicts)
     if not left_out:
         return trace, ()
     if len(left_out) == len(trace.run.configs):
@@ -83,14 +85,14 @@ def select_evicting(trace: Trace) -> tuple[Trace, tuple[EvictionConfig, ...]]:
             "expected a configuration that only evicts, as bounds speak of eviction alone, got "
             f"{', '.join(config.label() for config in left_out)}"
         )
-    part = trace.sel(where=lambda config: config.only_evicts)
+    part = trace.sel(where=lambda config: config not in left_out)
     return replace(part, source=trace.source, digest=trace.digest), left_out
 
 
 def left_out_note(left_out: Sequence[EvictionConfig]) -> list[str]:
     """Return the note on left-out configurations, as a list; empty for none."""
     labels = ", ".join(config.label() for config in left_out)
-    why = "bounds speak of eviction alone, not of few bits, moved keys or corrected outputs"
+    why = "bounds speak of eviction alone, not of few bits, moved keys, corrected outputs or other entries"
     return [f"Left out, as {why}: {labels}."] if left_out else []
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from perturbkv.analyses.columns import Record, column, derived, interval, long_form, record
 from perturbkv.analyses.conclusions import Case
 from perturbkv.analyses.identity import RunIdentity, identity_at
-from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements
+from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements, only_evicts
 from perturbkv.analyses.names import PairRecord
 from perturbkv.analyses.stats import intervals, permutation
 from perturbkv.analyses.stats.arithmetic import half_share, median, quantiles, ratio
@@ -85,7 +85,7 @@ class HeadKind(Record):
     @derived()
     def tied(self) -> int:
         """Heads whose means differ by at most two noise floors."""
-        return int((self.verdict == 0).sum())
+        return int((self.verdict == 0).sum()) if self.is_known else 0
 
     @derived()
     def worsened(self) -> int:
@@ -101,6 +101,11 @@ class HeadKind(Record):
     def treatment_overall(self) -> float:
         """Mean over heads and samples of the treatment."""
         return float(self.treatment_mean.mean())
+
+    @property
+    def is_known(self) -> bool:
+        """Whether both sides have this perturbation; somebody's cache with a prefill of its own has no isolated one."""
+        return not np.isnan(self.treatment_mean - self.baseline_mean).any()
 
     @property
     def sum_verdict(self) -> str:
@@ -141,6 +146,8 @@ def compare_kind(
     by_sample = verdicts(baseline, treatment, floor, distance)
     better = (by_sample == 1).reshape(samples, -1)
     better_heads, better_interval = better_share(by_sample)
+    if np.isnan(treatment_mean - baseline_mean).any():  # of somebody's cache that has none
+        better, better_heads, better_interval = np.full(better.shape, np.nan), np.nan, None
     sums, sums_interval = sum_ratio(baseline, treatment)
     relative_median, relative_max = floor_over_norm(floor, norm)
 
@@ -211,7 +218,8 @@ class ChangedLoss(Record):
         whole = decimal(self.whole_ratio, self.whole_ratio_interval)
         shift = decimal(self.change_ratio, self.change_ratio_interval)
         config = self.config
-        done = {"moving keys": config.in_cache, "few bits": config.quantised, "correcting": config.corrected}
+        done = {"moving keys": config.in_cache, "few bits": config.quantised, "correcting": config.corrected,
+                "what it holds of them": config.is_external}  # fmt: skip
         what = " and ".join(change for change, is_done in done.items() if is_done)
         return f"{name}, isolated: {whole} times the loss of eviction alone; {what} shifts by {shift} times that."
 
@@ -220,9 +228,11 @@ def changed_losses(measured: Measurements, configs: Sequence[EvictionConfig]) ->
     """Return the parts of the loss of each configuration that does more than evict; empty in a trace without such."""
     if "perturbation_change" not in measured:
         return ()
-    losses = []
-    for config in (config for config in configs if not config.only_evicts):
+    losses, evicting = [], only_evicts(measured.trace)
+    for config in configs:
         index = measured.index(config)
+        if evicting[index] or np.isnan(measured["perturbation_change"][:, index]).any():
+            continue
         whole, eviction, change = (
             measured[f"perturbation_{name}"][:, index] for name in ("isolated", "eviction", "change")
         )

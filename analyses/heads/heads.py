@@ -149,7 +149,8 @@ class HeadComparisons(MemberSequence[HeadComparison], Result):
 
     def _disagreement_note(self) -> list[str]:
         """Return the note on pairs with different isolated and propagated verdicts; empty without such."""
-        different = sum(pair.isolated.sum_verdict != pair.propagated.sum_verdict for pair in self.members)
+        known = [pair for pair in self.members if pair.isolated.is_known]
+        different = sum(pair.isolated.sum_verdict != pair.propagated.sum_verdict for pair in known)
         return [f"Isolated perturbation says otherwise in {different} of {len(self)} cases."] if different else []
 
     def _extremes_note(self) -> list[str]:

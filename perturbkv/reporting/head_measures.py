@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from perturbkv.analyses.heads.head_comparison import floor_name
-from perturbkv.analyses.measurements import Floats, Measurements, measured_steps, texts_that_go_on
+from perturbkv.analyses.measurements import Floats, Measurements, measured_steps, only_evicts, texts_that_go_on
 from perturbkv.analyses.stats.arithmetic import ratio
 from perturbkv.analyses.verdicts import distance_of
 from perturbkv.reporting.page_blocks import Scale, linear_scale, log_scale
@@ -208,5 +208,5 @@ def _evicted_distance(trace: Trace, isolated: Floats) -> Floats:
     or outputs are corrected: L is then not of evicted entries alone.
     """
     gone = 1 - Measurements(trace, ANALYSIS)["retained_mass"]
-    exact = np.array([config.only_evicts for config in trace.run.configs])[:, None, None]
+    exact = only_evicts(trace)[:, None, None]
     return np.asarray(ratio(isolated, np.where((gone > _NO_MASS) & exact, gone, 0)))

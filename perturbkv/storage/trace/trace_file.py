@@ -18,7 +18,19 @@ from numpy.typing import NDArray
 
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import PerturbkvError, TraceError
-from perturbkv.schema import ANSWER_TEXT, AXES, FLAGS, FORMAT, FORMAT_VERSION, KEPT, STORED, TEXT, VARIABLES
+from perturbkv.schema import (
+    ANSWER_TEXT,
+    AXES,
+    FLAGS,
+    FORMAT,
+    FORMAT_VERSION,
+    ISOLATED,
+    KEPT,
+    OF_KEPT_SETS,
+    STORED,
+    TEXT,
+    VARIABLES,
+)
 from perturbkv.storage.run.journal import Journal, journal_path
 from perturbkv.storage.run.shards import find_shards
 from perturbkv.storage.trace.hdf5 import StoredFile, StoredVariable, open_file
@@ -98,13 +110,17 @@ def _axis_lengths(file: StoredFile, names: Collection[str]) -> dict[str, int]:
 def check_numbers(path: Path, arrays: Arrays, measured: NDArray[np.bool_]) -> None:
     """Raise TraceError for impossible counts, and for NaN in place of a measured number.
 
-    `measured` (sample, step): True where a step has numbers. Variables that `arrays` lacks are not checked.
+    `measured` (sample, step): True where a step has numbers. Variables that `arrays` lacks are not checked. Somebody's
+    caches may lack numbers of kept sets, and isolated ones.
     """
     for name in _MEASURED:
         if name not in arrays:
             continue
-        by_step = np.moveaxis(arrays[name], VARIABLES[name].axes.index("step"), 1)  # (sample, step, …)
-        if np.isnan(by_step[measured]).any():
+        unknown = np.isnan(arrays[name])
+        if name in (*OF_KEPT_SETS, *ISOLATED) and "own_entries" in arrays:
+            unknown[arrays["own_entries"] > 0] = False  # (sample, config, …)
+        by_step = np.moveaxis(unknown, VARIABLES[name].axes.index("step"), 1)  # (sample, step, …)
+        if by_step[measured].any():
             _refuse(path, f"a number everywhere in {name} where a step was measured", "NaN")
     if {"prompt_tokens", "kept_count", "stage1_count"} <= arrays.keys():
         ok = measured.any(axis=1)
