@@ -61,7 +61,7 @@ class NamedCacheMaker(Maker):
 
 @dataclass(frozen=True, eq=False)
 class ExternalEntries(StoredEntries):
-    """What somebody's cache holds of a layer, where that is no kept set.
+    """Entries of somebody's cache in a layer, where they are no kept set.
 
     Attributes:
         resident: number of bits in memory.
