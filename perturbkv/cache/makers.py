@@ -247,6 +247,10 @@ class OwnEntries(Entries):
     def outputs(self, step: FullStep) -> Outputs:
         """Return the outputs of the kept set and of these entries at one decode step of the full run."""
 
+    def is_full_cache(self, tokens: int) -> bool:
+        """Return whether these are all the entries of the full cache of so many tokens, as they are."""
+        return False
+
 
 @dataclass(frozen=True, eq=False)
 class StoredEntries(OwnEntries):
@@ -262,6 +266,10 @@ class StoredEntries(OwnEntries):
     def resident_bits(self) -> int | float:
         """Number of bits in memory, where attention reads rounded numbers back in full."""
         return entry_bits(self.row)
+
+    def is_full_cache(self, tokens: int) -> bool:
+        """Return whether nothing is evicted or rounded."""
+        return not self.has_rounded_numbers and min(self.kept.lengths) == tokens
 
     def outputs(self, step: FullStep) -> Outputs:
         """Return the outputs of the kept set and of these entries at one decode step of the full run."""

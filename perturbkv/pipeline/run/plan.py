@@ -23,7 +23,7 @@ from perturbkv.devices import dtype_name
 from perturbkv.errors import BudgetError
 from perturbkv.models.adapter import check_long_rotations, check_sliding_window
 from perturbkv.models.loading import ModelFiles, check_memory, device_exists, load_weights
-from perturbkv.pipeline.variants import presses
+from perturbkv.pipeline.variants import given_sets
 from perturbkv.pipeline.variants.readers import maker_of
 from perturbkv.selection import compatibility
 from perturbkv.selection.policies import registry
@@ -146,7 +146,7 @@ def plan(
     check_configurations(len(configs))
     resolved = tuple(map(resolve, configs))
     entries.check_positions(resolved, files.config, files.name)
-    presses.check_sources(resolved, files.config, files.name)
+    given_sets.check_sources(resolved, files.config, files.name)
     compatibility.check_soft_cap(resolved, soft_cap(files.config), files.name)
     alpha_table.check_tables([config.alpha for config in configs], files.config)
     if loaded is not None:  # else, when the first prompt is read
