@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from optimum.quanto import MaxOptimizer, qint2, qint4, quantize_weight
+from optimum.quanto import MaxOptimizer, qfloat8_e4m3fn, qint2, qint4, quantize_activation, quantize_weight
 
-from perturbkv.cache.codecs import as_integers, group_lengths
+from perturbkv.cache.codecs import as_fp8, as_integers, group_lengths
 
 QTYPES = {4: qint4, 2: qint2}
 ENTRIES, D_HEAD, GROUP = 96, 64, 32
@@ -45,6 +45,11 @@ def test_scales_in_32_bits_lie_near(data: torch.Tensor, bits: int) -> None:
     whole = quantize_weight(data, QTYPES[bits], -1, scale, shift, group_size=GROUP, optimized=False).dequantize()
     found = as_integers(data, group_lengths(ENTRIES, GROUP), bits)
     assert float((found - whole).abs().mean()) < 0.02 * float((whole - data).abs().mean())
+
+
+def test_fp8_with_one_scale_has_the_same_numbers(data: torch.Tensor) -> None:
+    scale = data.abs().max() / 448
+    assert torch.equal(as_fp8(data, [ENTRIES]), quantize_activation(data, qfloat8_e4m3fn, scale).dequantize())
 
 
 def test_their_layout_holds_no_kept_sets() -> None:
