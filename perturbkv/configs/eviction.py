@@ -127,8 +127,8 @@ class EvictionConfig:
         protect_first: first entries that always stay, in every head: an int is entries, a float a share of b.
         protect_recent: most recent entries that always stay, in the same units; never fewer than the window.
         precision: `full`, or entries before the window in few bits: `quantise(bits=4)`, `quantise(keys=4, values=2)`,
-            `quantise(bits=fp8, layers='0, 29: 16')`, rules such as `keys=4, values=2; layers 0, 29: 16`, or the name of
-            a file of rules, which is read once; the configuration holds the rules.
+            `quantise(bits=fp8, by_layer='0, 29: 16')`; rules, `keys=4, values=2; layers 0, 29: 16`, or the name of a
+            file of rules, which is read once: the configuration holds what it says.
         correction: `none`, or `corrected(mass=stored)`: one entry per query head stands in for the evicted ones.
 
     >>> from perturbkv import EvictionConfig

@@ -138,8 +138,8 @@ def _parse_layer_rules(text: str) -> list[tuple[list[int], Codes]]:
             raise ConfigError(f"expected rules of layers such as '0, 29: 16; 3-6: keys=8', got '{part.strip()}'")
         rules.append((_parse_layers(numbers), _parse_codes(codes)))
     layers = [layer for some, _ in rules for layer in some]
-    if twice := next((layer for layer in layers if layers.count(layer) > 1), None):
-        raise ConfigError(f"expected one rule for a layer, got two for layer {twice} in '{text}'")
+    if twice := [layer for layer in layers if layers.count(layer) > 1]:
+        raise ConfigError(f"expected one rule for a layer, got two for layer {twice[0]} in '{text}'")
     return rules
 
 

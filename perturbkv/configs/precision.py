@@ -48,13 +48,13 @@ PRECISION_OPTIONS: Mapping[str, Mapping[str, Option]] = {
         "bits": CodeOption(
             4,
             "of a stored number: 16, 8, 4, 2, 4-channel, 4-token (integers, keys by channel and values by token unless "
-            "named), fp8, fp8-tensor, rotated-4, -3, -2, -1, -8, q8_0, q4_0",
+            "named), fp8, fp8-tensor, rotated-1, -2, -3, -4, -8, q8_0, q4_0",
         ),
         KEYS: CodeOption(_AS_BITS, "likewise, of keys alone", omitted=True),
         VALUES: CodeOption(_AS_BITS, "likewise, of values alone", omitted=True),
         "group": Option(GROUP, "integers that share a scale and a minimum", low=1),
         "fill": Option(0, "head size d_h of a model, for which b counts bytes: as many entries as b of 16 bits take"),
-        "layers": LayersOption(
+        "by_layer": LayersOption(
             _ALL_LAYERS, "decoder layers with bits of their own: '0, 29: 16; 3-6: keys=8'", omitted=True
         ),
     },
@@ -91,8 +91,8 @@ def _parse_rules(precision: str) -> Choice:
     if not of_layers:
         return choice
     options = {"bits": FULL_BITS} if choice.name == FULL else choice.options
-    rules = [str(options["layers"])] if "layers" in options else []
-    return Choice(QUANTISE, {**options, "layers": "; ".join([*rules, *of_layers])})
+    rules = [str(options["by_layer"])] if "by_layer" in options else []
+    return Choice(QUANTISE, {**options, "by_layer": "; ".join([*rules, *of_layers])})
 
 
 def _is_file(text: str) -> bool:
@@ -123,7 +123,7 @@ def complete_precision(precision: Choice | str) -> Choice:
     if {"bits", *KINDS} <= choice.options.keys():
         raise ConfigError("bits of precision 'quantise' has no effect beside keys and values; leave it out")
     others = complete.drop(["bits", *KINDS])
-    if others.options.get("fill") and "layers" in others.options:
+    if others.options.get("fill") and "by_layer" in others.options:
         raise ConfigError(
             "fill of precision 'quantise' takes layers that are alike, got layers of their own; use fill=0"
         )
@@ -143,21 +143,21 @@ def _general_codes(precision: Choice) -> dict[str, Code]:
 def number_formats(precision: Choice, layer: int | None = None) -> tuple[NumberFormat, NumberFormat]:
     """Return the formats of keys and of values in a decoder layer; None: in the layers without a rule."""
     codes = _general_codes(precision)
-    if layer is not None and "layers" in precision.options:
-        codes |= layer_codes(precision["layers"]).get(layer, {})
+    if layer is not None and "by_layer" in precision.options:
+        codes |= layer_codes(precision["by_layer"]).get(layer, {})
     return format_of(codes[KEYS], KEYS), format_of(codes[VALUES], VALUES)
 
 
 def all_formats(precision: Choice) -> set[NumberFormat]:
     """Return the formats that keys or values of any layer have."""
-    ruled = layer_codes(precision["layers"]) if "layers" in precision.options else {}
+    ruled = layer_codes(precision["by_layer"]) if "by_layer" in precision.options else {}
     return {each for layer in (None, *ruled) for each in number_formats(precision, layer)}
 
 
 def bits_text(precision: Choice) -> str:
     """Return the bits of a stored number's code: `4`, `4/2` of keys and values, `4/2, by layer`."""
     bits = [str(each.bits) for each in number_formats(precision)]
-    return "/".join(dict.fromkeys(bits)) + (", by layer" if "layers" in precision.options else "")
+    return "/".join(dict.fromkeys(bits)) + (", by layer" if "by_layer" in precision.options else "")
 
 
 def stored_bits(
@@ -201,8 +201,8 @@ def check_precisions(precisions: Iterable[Choice], layers: Sequence[int], d_key:
     are no multiple of; or a `fill` that is neither 0 nor the one size of its heads.
     """
     for precision in precisions:
-        if "layers" in precision.options:
-            check_layers(str(precision), precision["layers"], layers, model)
+        if "by_layer" in precision.options:
+            check_layers(str(precision), precision["by_layer"], layers, model)
         blocks = any(each.scaled == "block" for each in all_formats(precision))
         if blocks and (d_key % BLOCK or d_value % BLOCK):
             raise ConfigError(

@@ -156,7 +156,7 @@ ORDER = (
     "preset", "budget", "alpha", "window", "window_queries", "split", "score", "epsilon", "norm", "pool", "kernel",
     "granularity", "reduce", "product", "block", "block_score", "sinks", "seed",
     "beta", "line", "floor", "safeguard", "recent", "history",
-    "protect_first", "protect_recent", "positions", "precision", "bits", "keys", "values", "group", "fill", "layers",
+    "protect_first", "protect_recent", "positions", "precision", "bits", "keys", "values", "group", "fill", "by_layer",
     "correction", "mass", "policy", "selection",
 )  # fmt: skip
 """The order of a grid, the outermost first: the selection varies fastest. Other options come before the policy, sorted

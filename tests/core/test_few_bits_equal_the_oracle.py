@@ -106,7 +106,7 @@ def test_bytes_by_hand() -> None:
 @pytest.mark.parametrize(("group", "d_head"), [(32, 64), (32, 80), (16, 8), (5, 12)])
 def test_a_budget_of_bytes_is_filled(bits: int, group: int, d_head: int) -> None:
     precision = config(f"quantise(bits={bits}, group={group}, fill={d_head})").precision
-    asked = SimpleNamespace(bits=bits, group=group, window=32, layers="")
+    asked = SimpleNamespace(bits=bits, group=group, window=32, by_layer="")
     held = [naive.bits_held(asked, kept, 400, d_head) for kept in range(401)]
     for budget in (33, 64, 150, 399):
         room, found = budget * 2 * 16 * d_head, entries_in_bytes(precision, budget, 32, 400)

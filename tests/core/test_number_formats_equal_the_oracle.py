@@ -160,7 +160,7 @@ def test_integers_are_what_they_were(bits: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("code", CODES)
 def test_bytes_are_counted_number_by_number(code: str) -> None:
-    asked = config(f"quantise(keys={code}, values=8, layers='3: values={code}')")
+    asked = config(f"quantise(keys={code}, values=8, by_layer='3: values={code}')")
     for layer, kinds in ((0, 1), (3, 2)):
         expected = sum(naive.bits_held(flat(asked), length, 99, WIDTH, layer) for length in LENGTHS)
         if code == "fp8-tensor":  # one scale for the first two sets, which have entries before the window
@@ -194,10 +194,13 @@ def test_a_budget_of_bytes_is_filled_with_any_format(code: str) -> None:
         ("4-token", "quantise(keys=4-token, values=4)"),
         ("quantise(keys=8)", "quantise(keys=8, values=4)"),
         ("keys=4,values=2", "quantise(keys=4, values=2)"),
-        ("keys=4,values=2;layers 0,29: 16", 'quantise(keys=4, values=2, layers="0, 29: 16")'),
-        ("layers 3-6 : keys = q8_0 , values=q8_0", 'quantise(bits=16, layers="3-6: q8_0")'),
-        ("full; layer 2: 4-token", 'quantise(bits=16, layers="2: keys=4-token, values=4")'),
-        ("4, group=64; layers 1, 0: values=8; layers 2: 2", 'quantise(bits=4, group=64, layers="0-1: values=8; 2: 2")'),
+        ("keys=4,values=2;layers 0,29: 16", 'quantise(keys=4, values=2, by_layer="0, 29: 16")'),
+        ("layers 3-6 : keys = q8_0 , values=q8_0", 'quantise(bits=16, by_layer="3-6: q8_0")'),
+        ("full; layer 2: 4-token", 'quantise(bits=16, by_layer="2: keys=4-token, values=4")'),
+        (
+            "4, group=64; layers 1, 0: values=8; layers 2: 2",
+            'quantise(bits=4, group=64, by_layer="0-1: values=8; 2: 2")',
+        ),
         ("full", "full"),
     ],
 )
@@ -233,7 +236,7 @@ def test_bits_are_one_number_only_where_they_are() -> None:
         ("layers 3: 4; layers 2-4: 8", ConfigError, "expected one rule for a layer, got two for layer 3"),
         ("none.txt", ConfigError, "expected rules of precision as text at none.txt, got nothing"),
         ("quantise(bits=4, keys=4, values=2)", ConfigError, "bits of precision 'quantise' has no effect beside keys"),
-        ("quantise(fill=64, layers='3: 8')", ConfigError, "fill of precision 'quantise' takes layers that are alike"),
+        ("quantise(fill=64, by_layer='3: 8')", ConfigError, "fill of precision 'quantise' takes layers that are alike"),
         ("fp8, group=16", ConfigError, "group of precision 'quantise' has no effect here: it needs integers"),
     ],
 )

@@ -121,7 +121,7 @@ def q4_0(entry: Array) -> Array:
 def codes_of(config: Any, layer: int) -> tuple[str, str]:
     """The codes of keys and values in a layer, by the rules as a configuration prints them: `0, 3-6: keys=8; 7: 16`."""
     found = [str(getattr(config, kind, config.bits)) for kind in ("keys", "values")]
-    for rule in filter(None, config.layers.split("; ")):
+    for rule in filter(None, config.by_layer.split("; ")):
         numbers, _, told = rule.partition(": ")
         ends = [[int(end) for end in part.split("-")] for part in numbers.split(", ")]
         if any(part[0] <= layer <= part[-1] for part in ends):
