@@ -90,25 +90,23 @@ def as_rotated(numbers: Rows, bits: int, seed: int) -> Rows:
     """
     data, width, device = numbers.to(torch.float32), numbers.shape[1], numbers.device
     norm = torch.linalg.vector_norm(data, dim=1, keepdim=True)
-    rotation = rotation_map(width, seed, device)
-    levels = copy_to_device(torch.from_numpy(normal_levels(bits)), device, torch.float32) / math.sqrt(width)
+    tables = rotation_map(width, seed), normal_levels(bits) / math.sqrt(width)
+    rotation, levels = (copy_to_device(torch.from_numpy(table), device, torch.float32) for table in tables)
     codes = torch.bucketize(data / norm.where(norm > 0, 1) @ rotation.mT, (levels[1:] + levels[:-1]) / 2)
     return (levels[codes] @ rotation * _in_16_bits(norm)).to(numbers.dtype)
 
 
 @functools.cache
-def rotation_map(width: int, seed: int, device: torch.device) -> Float[Tensor, "width width"]:
-    """Return the fixed orthogonal map of a seed: Hadamard after random signs where the width is a power of two.
+def rotation_map(width: int, seed: int) -> NDArray[np.float64]:
+    """Return the fixed orthogonal map of a seed, (width, width): Hadamard after random signs for a power of two.
 
-    Else the orthogonal factor of a matrix of normal numbers, whose law is the uniform one.
+    Else it is the orthogonal factor of a matrix of normal numbers, whose law is the uniform one.
     """
     draw = np.random.default_rng(seed)
     if width & (width - 1):
         matrix, upper = np.linalg.qr(draw.standard_normal((width, width)))
-        matrix = matrix * np.sign(np.diag(upper))
-    else:
-        matrix = hadamard(width) * draw.choice([-1, 1], width) / math.sqrt(width)
-    return copy_to_device(torch.from_numpy(matrix), device, torch.float32)
+        return np.asarray(matrix * np.sign(np.diag(upper)))
+    return np.asarray(hadamard(width) * draw.choice([-1, 1], width) / math.sqrt(width))
 
 
 @functools.cache

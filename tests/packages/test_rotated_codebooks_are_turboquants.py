@@ -21,7 +21,7 @@ def test_map_and_levels_in_common_give_the_same_vectors(bits: int, width: int, s
     torch.manual_seed(bits)
     data = 5 * torch.randn(ENTRIES, width) + torch.randn(width)
     theirs = TinyQuantizer(width, bits, device="cpu")
-    theirs.rotation = rotation_map(width, seed, torch.device("cpu"))
+    theirs.rotation = torch.from_numpy(rotation_map(width, seed)).float()
     theirs.rotation_t = theirs.rotation.mT
     theirs.codebook = torch.from_numpy(normal_levels(bits)).float() / math.sqrt(width)
     codes, norms = theirs.quantize(data)
