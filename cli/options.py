@@ -173,7 +173,7 @@ class RunOptions(DataOptions):
     ] = None
     precision: Annotated[
         list[str] | None,
-        _eviction_option(metavar="NAME", help="Type of kept entries: full, quantise(bits=4)", show_default="full"),
+        _eviction_option(metavar="NAME", help="Kept entries: full, 'keys=4, values=2', FILE", show_default="full"),
     ] = None
     correction: Annotated[
         list[str] | None,

@@ -17,7 +17,7 @@ from perturbkv.cache.compact import CompactCache, CompactLayer, join_layers
 from perturbkv.cache.entries import GatheredSet, borrow, check_positions, gather_kept, kept_lengths
 from perturbkv.cache.makers import Entries, Maker
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.precision import FULL_BITS
+from perturbkv.configs.number_formats import FULL_BITS
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
 from perturbkv.devices import full_precision, to_device
@@ -124,11 +124,12 @@ class _RowBuilder:
     def _evict(self, layer: FullLayer) -> None:
         """Append the compact layer with the entries of all rows, and count them."""
         everything = borrow(layer.keys, layer.values, layer.latent)
-        made = [maker.make_whole(everything) for maker in self._makers] if self._keep_all else self._make(layer)
+        number = self._adapter.layer_indices[layer.index]
+        made = [maker.make_whole(everything, number) for maker in self._makers] if self._keep_all else self._make(layer)
         for entries in made:
             if entries.has_rounded_numbers:
-                measure.check_quantised_entries(self.finite, self._adapter.layer_indices[layer.index], entries.row)
-        full = Maker().make_whole(everything)
+                measure.check_quantised_entries(self.finite, number, entries.row)
+        full = Maker().make_whole(everything, number)
         self.sizes.append(list(map(CacheSize.of, (full, *made))))
         first = [everything] if self._with_full else []
         stand_ins = {

@@ -12,9 +12,9 @@ from perturbkv import memory
 from perturbkv.cache import entries
 from perturbkv.configs import alpha_table, cache_contents
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.layer_types import soft_cap
+from perturbkv.configs.layer_types import measured_layers, reading_layers, soft_cap
 from perturbkv.configs.option import check_configurations
-from perturbkv.configs.precision import check_fill
+from perturbkv.configs.precision import check_precisions
 from perturbkv.configs.resources import Batches, Resources, Shape, plan_batches
 from perturbkv.configs.run import METRICS, RunConfig, Settings
 from perturbkv.datasets.encode import Prompt, check_length, check_vocabulary
@@ -186,7 +186,8 @@ def plan(
     for name in compatibility.scores_with_norms_counted_twice(fit):
         _log.info("value norms are in %s already; the selection two-stage multiplies ν in again", name)
     shape = Shape.from_config(files.config, placement.dtype.itemsize, files.weights_bytes(placement.dtype))
-    check_fill([config.precision for config in configs], shape.d_key, shape.d_value, files.name)
+    stored = sorted({*measured_layers(files.config)} - reading_layers(files.config))
+    check_precisions([config.precision for config in configs], stored, shape.d_key, shape.d_value, files.name)
     if generate and settings.scored:
         resources = _bound_memory(resources, shape, run, prompts, placement, loaded)
     resolved_run = ResolvedRun.from_run(run, fit)

@@ -31,7 +31,7 @@ from perturbkv.cache.makers import Entries, FullStep, Maker, Outputs, PrefilledL
 from perturbkv.cache.model_state import ModelState, describe_damage
 from perturbkv.cache.stand_in import BiasedEntries
 from perturbkv.configs.cache_contents import SOMEBODYS
-from perturbkv.configs.precision import FULL_BITS
+from perturbkv.configs.number_formats import FULL_BITS
 from perturbkv.errors import ConfigError, PerturbkvError
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.forward import run_with_cache

@@ -26,7 +26,7 @@ from perturbkv.configs.plugins import (
     load_class,
     refers_to_file,
 )
-from perturbkv.configs.precision import CORRECTION_OPTIONS, PRECISION_OPTIONS
+from perturbkv.configs.precision import CORRECTION_OPTIONS, PRECISION_OPTIONS, has_integers
 from perturbkv.configs.selections import (
     GRANULARITY_OPTIONS,
     SCORED,
@@ -238,11 +238,13 @@ _BLOCKS = "a block of several entries"
 _PAGES = "a policy that keeps entries or blocks: pages are as long as page of the policy says"
 _LINES = "a policy that keeps entries or blocks: a line is a line of entries"
 _SCORES = "a selection by score"
+_INTEGERS = "integers, such as bits=4: other formats have scales of their own"
 
 
 def options_without_effect(config: EvictionConfig, policy: Policy) -> dict[OwnedOption, str]:
     """Return ineffective option -> what the option needs to take effect, for a configuration with this policy."""
     needs = {**_needs_of_score_options(config, policy), **_needs_of_product(config, policy), **_needs_of_units(config)}
+    needs |= {} if has_integers(config.precision) else {("precision", "group"): _INTEGERS}
     known = {
         "policy": policy.options(),
         "selection": SELECTION_OPTIONS[config.selection.name],
