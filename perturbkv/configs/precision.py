@@ -127,12 +127,12 @@ def complete_precision(precision: Choice | str) -> Choice:
         raise ConfigError(
             "fill of precision 'quantise' takes layers that are alike, got layers of their own; use fill=0"
         )
-    codes = {kind: shortest_code(code, kind) for kind, code in _general_codes(complete).items()}
+    codes = {kind: shortest_code(code, kind) for kind, code in general_codes(complete).items()}
     shown = {"bits": codes[KEYS]} if codes[KEYS] == codes[VALUES] else codes
     return Choice(QUANTISE, {**shown, **others.options}, others.defaults)
 
 
-def _general_codes(precision: Choice) -> dict[str, Code]:
+def general_codes(precision: Choice) -> dict[str, Code]:
     """Return the codes of keys and values in the layers without a rule."""
     bits = precision.options.get("bits", FULL_BITS)  # of full precision, which has no options
     own = {kind: precision.options.get(kind, _AS_BITS) for kind in KINDS}
@@ -142,7 +142,7 @@ def _general_codes(precision: Choice) -> dict[str, Code]:
 @functools.cache
 def number_formats(precision: Choice, layer: int | None = None) -> tuple[NumberFormat, NumberFormat]:
     """Return the formats of keys and of values in a decoder layer; None: in the layers without a rule."""
-    codes = _general_codes(precision)
+    codes = general_codes(precision)
     if layer is not None and "by_layer" in precision.options:
         codes |= layer_codes(precision["by_layer"]).get(layer, {})
     return format_of(codes[KEYS], KEYS), format_of(codes[VALUES], VALUES)
