@@ -26,6 +26,7 @@ from perturbkv.configs.precision import (
     bits_text,
     complete_precision,
     entries_in_bytes,
+    general_codes,
 )
 from perturbkv.configs.selections import (
     GIVEN,
@@ -411,9 +412,14 @@ class EvictionConfig:
     def flat(self) -> dict[str, Any]:
         """Return all fields and options as a flat dict of plain values, with option names such as `selection_alpha`.
 
-        Single entries are blocks of one, whether written or not; a configuration that evicts nothing has no blocks.
+        Single entries are blocks of one, whether written or not; a configuration that evicts nothing has no blocks. The
+        bits of keys and of values are told where they are alike, too, and rules of layers where there are none: two
+        precisions differ in a choice that both have.
         """
         values: dict[str, Any] = {} if not self.evicts else {"granularity_block": self.block}
+        if self.quantised:
+            values |= {"precision_by_layer": "none"}
+            values |= {f"precision_{kind}": code for kind, code in general_codes(self.precision).items()}
         for name, value in self._fields():
             if not isinstance(value, Choice):
                 values[name] = _field_value(value)

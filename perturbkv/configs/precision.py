@@ -50,8 +50,8 @@ PRECISION_OPTIONS: Mapping[str, Mapping[str, Option]] = {
             "of a stored number: 16, 8, 4, 2, 4-channel, 4-token (integers, keys by channel and values by token unless "
             "named), fp8, fp8-tensor, rotated-1, -2, -3, -4, -8, q8_0, q4_0",
         ),
-        KEYS: CodeOption(_AS_BITS, "likewise, of keys alone", omitted=True),
-        VALUES: CodeOption(_AS_BITS, "likewise, of values alone", omitted=True),
+        KEYS: CodeOption(_AS_BITS, "likewise, of keys; 16 where only values are given", omitted=True),
+        VALUES: CodeOption(_AS_BITS, "likewise, of values; 16 where only keys are given", omitted=True),
         "group": Option(GROUP, "integers that share a scale and a minimum", low=1),
         "fill": Option(0, "head size d_h of a model, for which b counts bytes: as many entries as b of 16 bits take"),
         "by_layer": LayersOption(
@@ -73,7 +73,7 @@ def as_precision(precision: Choice | str) -> Choice:
     bits, and any for some, `layers 0, 29: 16`. Raises UnknownNameError for a choice of another name, ConfigError for
     other rules, two rules for all layers, and a file that cannot be read.
     """
-    choice = precision if isinstance(precision, Choice) else _parse_rules(precision)
+    choice = precision if isinstance(precision, Choice) else _parse_rules(str(precision))
     if choice.name not in PRECISIONS:
         raise UnknownNameError(choice.name, "precision", PRECISIONS, _OTHER_FORMS)
     return choice
@@ -114,9 +114,12 @@ def _parse_general(text: str) -> Choice:
 def complete_precision(precision: Choice | str) -> Choice:
     """Return a precision with all its options: `bits` where keys and values are alike, else `keys` and `values`.
 
-    Raises UnknownNameError for an unknown name or code, ConfigError for a wrong option and as `as_precision`.
+    Where one of these alone is given, without bits, the other has 16 bits. Raises UnknownNameError for an unknown name
+    or code, ConfigError for a wrong option and as `as_precision`.
     """
     choice = as_precision(precision)
+    if "bits" not in choice.options and len(choice.options.keys() & {*KINDS}) == 1:
+        choice = Choice(choice.name, {**choice.options, "bits": FULL_BITS})
     complete = complete_choice(choice, f"precision '{choice.name}'", PRECISION_OPTIONS[choice.name])
     if choice.name == FULL:
         return complete
@@ -127,12 +130,12 @@ def complete_precision(precision: Choice | str) -> Choice:
         raise ConfigError(
             "fill of precision 'quantise' takes layers that are alike, got layers of their own; use fill=0"
         )
-    codes = {kind: shortest_code(code, kind) for kind, code in _general_codes(complete).items()}
+    codes = {kind: shortest_code(code, kind) for kind, code in general_codes(complete).items()}
     shown = {"bits": codes[KEYS]} if codes[KEYS] == codes[VALUES] else codes
     return Choice(QUANTISE, {**shown, **others.options}, others.defaults)
 
 
-def _general_codes(precision: Choice) -> dict[str, Code]:
+def general_codes(precision: Choice) -> dict[str, Code]:
     """Return the codes of keys and values in the layers without a rule."""
     bits = precision.options.get("bits", FULL_BITS)  # of full precision, which has no options
     own = {kind: precision.options.get(kind, _AS_BITS) for kind in KINDS}
@@ -142,7 +145,7 @@ def _general_codes(precision: Choice) -> dict[str, Code]:
 @functools.cache
 def number_formats(precision: Choice, layer: int | None = None) -> tuple[NumberFormat, NumberFormat]:
     """Return the formats of keys and of values in a decoder layer; None: in the layers without a rule."""
-    codes = _general_codes(precision)
+    codes = general_codes(precision)
     if layer is not None and "by_layer" in precision.options:
         codes |= layer_codes(precision["by_layer"]).get(layer, {})
     return format_of(codes[KEYS], KEYS), format_of(codes[VALUES], VALUES)

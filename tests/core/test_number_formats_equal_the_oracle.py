@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from perturbkv.analyses import sides
 from perturbkv.cache import codecs
 from perturbkv.cache.entries import KeptEntries
 from perturbkv.cache.quantisation import quantise_entries
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.number_formats import CODES, FORMATS, format_of
 from perturbkv.configs.precision import as_precision, check_precisions, entries_in_bytes, stored_bits
+from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError, UnknownNameError
 from perturbkv.selection.grid import configuration, grid
 from tests.oracle import quantisation as naive
@@ -191,7 +193,9 @@ def test_a_budget_of_bytes_is_filled_with_any_format(code: str) -> None:
         ("fp8", "quantise(bits=fp8)"),
         ("quantise(keys=4-channel, values=4-token)", "quantise(bits=4)"),
         ("4-token", "quantise(keys=4-token, values=4)"),
-        ("quantise(keys=8)", "quantise(keys=8, values=4)"),
+        ("quantise(keys=8)", "quantise(keys=8, values=16)"),
+        ("values=4, group=8", "quantise(keys=16, values=4, group=8)"),
+        ("quantise(bits=8, values=2)", "quantise(keys=8, values=2)"),
         ("keys=4,values=2", "quantise(keys=4, values=2)"),
         ("keys=4,values=2;layers 0,29: 16", 'quantise(keys=4, values=2, by_layer="0, 29: 16")'),
         ("layers 3-6 : keys = q8_0 , values=q8_0", 'quantise(bits=16, by_layer="3-6: q8_0")'),
@@ -251,6 +255,25 @@ def test_a_model_must_have_the_layers_and_whole_blocks() -> None:
     with pytest.raises(ConfigError, match="blocks of 32 components, and model 'm' has keys of 80 and values of 80"):
         check_precisions([config("16; layers 5: values=q4_0").precision], [5], 80, 80, "m")
     check_precisions([config("q8_0; layers 5: 16").precision], [5], 64, 96, "m")
+
+
+def test_precisions_are_never_held_against_each_other() -> None:
+    """Whichever options their choices have: a pair differs in selection alone."""
+    texts = (
+        "full",
+        "4",
+        "fp8",
+        "fp8, fill=64",
+        "keys=4, values=2",
+        "4; layers 1: 16",
+        "8; layers 1: 4",
+        "4-token",
+        "16",
+    )
+    run = RunConfig("m", "d", grid(64, precision=texts, selection=("attention", "two-stage")))
+    found = sides.pairs(run, "attention", "two-stage")
+    assert len(found) == len(texts) == len(sides.group_by_selection(run))
+    assert all(first.precision == second.precision for first, second in found)
 
 
 def test_formats_are_told_apart() -> None:
