@@ -256,9 +256,10 @@ class _DumpComparison:
             lambda block: self.reader.alternatives(layer, block), layer.largest,
         )  # fmt: skip
         for name, own in entries.items():
-            expected = self.plain.expected.get(name)
-            allowed = limits if expected is None else expected[index].limits(own.positions, limits)
+            allowed = self.plain.limits(name, index, limits, own.positions)
             far = allowed.differing_entries(own, measured[name])
+            if bool(far.any()) and (raised := self.plain.raised_limits(name, index, limits, own, measured[name])):
+                allowed, far = raised, raised.differing_entries(own, measured[name])
             request = self.requests[name]
             if request.differing:
                 faultless = request.known(index, plain[name], faultless=True)
@@ -314,7 +315,7 @@ class _DumpComparison:
         """Read a request's tokens from its dumped entries, computed as told, and record the reading."""
         cache = StoredCache(request.stored, request.replaced if faultless else {}, computation or Computation())
         with computation.attention(self.adapter) if computation else nullcontext():
-            logprobs = token_logprobs(self.adapter, request.request.token_ids, cache=cache)
+            logprobs = token_logprobs(self.adapter, request.request.token_ids, cache=cache).values
         layers = [cache.computed_entries(index) for index in range(self.dump.layers)]
         request.readings.append(_Reading(layers, logprobs, faultless))
         return request.readings[-1]
@@ -623,8 +624,9 @@ class _DumpComparison:
         if not given:
             return np.nan, np.nan, 0
         engine = torch.tensor([request.logprobs[index] for index in given], dtype=torch.float64)
-        plain, *others = (token_logprobs(self.adapter, request.token_ids, parts)[given] for parts in _PARTS)
-        floor = max(_LEAST_LOGPROB_FLOOR, *(float((plain - other).abs().amax()) for other in others))
+        told = [token_logprobs(self.adapter, request.token_ids, parts) for parts in _PARTS]
+        plain, *others = (one.values[given] for one in told)
+        floor = max(_LEAST_LOGPROB_FLOOR, told[0].rounding, *(float((plain - other).abs().amax()) for other in others))
         model = torch.stack([plain, *(one.logprobs[given] for one in comparison.readings)])
         above, below = engine - model.amax(dim=0), model.amin(dim=0) - engine
         distances = torch.maximum(above, below).clamp(min=0).nan_to_num(torch.inf)
