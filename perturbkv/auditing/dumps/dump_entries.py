@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from perturbkv.analyses.audit.dump_verdict import DumpFault
 from perturbkv.auditing.changes import round_towards_zero
-from perturbkv.auditing.dumps.dump_file import REMOVED, Dump, LayerDump, Request
+from perturbkv.auditing.dumps.dump_file import REMOVED, Dump, LayerDump, Request, of_heads
 from perturbkv.auditing.dumps.layouts import Layout, candidates, reorderings
 from perturbkv.auditing.reference import entry_distances
 from perturbkv.cache.external_cache import NOWHERE, recover_positions
@@ -258,7 +258,7 @@ def truncated_heads(
     found = []
     for head in range(len(next(iter(entries.values())).keys)):
         dumped, full = _dumped_and_plain(kind, entries, plain, slice(head, head + 1))
-        head_scale = scale if scale.ndim == 0 else scale[head]
+        head_scale = of_heads(scale, head)
         truncated, nearest = round_towards_zero(full / head_scale, dtype), (full / head_scale).to(dtype).float()
         differ = truncated != nearest
         if len(dumped) < LEAST_BLOCK or not bool(differ.float().mean() > _LEAST_TRUNCATED):

@@ -150,6 +150,14 @@ class Dump:
         return _LayerReader(self, index, tensors).read()
 
 
+def of_heads(scale: Tensor, heads: int | Sequence[int] | slice = slice(None)) -> Tensor:
+    """Return the scales, or largest numbers, of some heads' entries (kv_head, entry, width); of one (entry, width).
+
+    `scale` is () for all heads, or (kv_head, 1).
+    """
+    return scale if scale.ndim == 0 else scale[heads].unsqueeze(-1)
+
+
 def layer_file(index: int) -> str:
     """Return the name of a layer's file."""
     return f"layer-{index}.safetensors"

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from perturbkv.analyses.audit.cache_entries import FLOORS
 from perturbkv.analyses.measurements import Floats
 from perturbkv.auditing.dumps.dump_entries import MEDIANS, Entries, EntryDistances, Limits, Pair
-from perturbkv.auditing.dumps.dump_file import REMOVED, Dump, LayerDump
+from perturbkv.auditing.dumps.dump_file import REMOVED, Dump, LayerDump, of_heads
 from perturbkv.auditing.forward_passes import make_situation
 from perturbkv.auditing.reference import decode, entry_distances, entry_floors, prompt_entries, read_prompts
 from perturbkv.auditing.unmeasured import fill_cache
@@ -231,12 +231,14 @@ class Computation:
         angles: by how many radians queries and keys are rotated too far; None: by none.
         regrouped: whether query head i reads key/value head i mod H_kv, where heads that stand together share one.
         copied: whether attention reads what was computed, of which only a copy was rounded and stored.
+        ratios: layer -> what stored keys, and values, are multiplied by when they are read.
     """
 
     layers: frozenset[int] = frozenset()
     angles: Float[Tensor, "token frequency"] | None = None
     regrouped: bool = False
     copied: bool = False
+    ratios: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def rotate(self, layer: int, part: Float[Tensor, "... token width"], first: int) -> Tensor:
         """Return the queries or keys of the tokens from `first` on, rotated as far as in this layer."""
@@ -285,9 +287,12 @@ class StoredEntries:
 
     def round(self, index: int, kind: int, new: Float[Tensor, "kv_head token width"]) -> Tensor:
         """Return keys (`kind` 0) or values (1) of a layer as they would be read after they were stored."""
-        scale = self.scales[index][kind].to(new.device)
-        scale = scale if scale.ndim == 0 else scale.unsqueeze(-1)
+        scale = of_heads(self.scales[index][kind]).to(new.device)
         return ((new / scale).to(self.dtype).to(new.dtype) * scale).to(new.dtype)
+
+
+class LayerReached(Exception):
+    """The forward pass has computed the keys and values that it was run for."""
 
 
 class StoredCache(DynamicCache):  # type: ignore[misc]
@@ -300,15 +305,21 @@ class StoredCache(DynamicCache):  # type: ignore[misc]
         stored: the entries.
         replaced: layer -> keys and values that were not there when the engine read them (kind, kv_head, token).
         computation: what the engine computes otherwise.
+        last: layer after whose keys and values the forward pass ends, with `LayerReached`; −1: none.
     """
 
     def __init__(
-        self, stored: StoredEntries, replaced: Mapping[int, Bool[Tensor, "2 kv_head token"]], computation: Computation
+        self,
+        stored: StoredEntries,
+        replaced: Mapping[int, Bool[Tensor, "2 kv_head token"]],
+        computation: Computation,
+        last: int = -1,
     ) -> None:
         super().__init__()
         self.stored: StoredEntries = stored
         self.replaced: Mapping[int, Tensor] = replaced
         self.computation: Computation = computation
+        self.last: int = last
         self.read: dict[int, Pair] = {}
 
     def update(
@@ -317,7 +328,10 @@ class StoredCache(DynamicCache):  # type: ignore[misc]
         """Append keys and values, and return the stored ones of the same tokens (1, kv_head, key, width)."""
         key_states = self.computation.rotate(layer_idx, key_states, self.get_seq_length(layer_idx))
         end = super().update(key_states, value_states, layer_idx, *args, **kwargs)[0].shape[2]
+        if layer_idx == self.last:
+            raise LayerReached
         first, both = end - key_states.shape[2], []
+        ratios = self.computation.ratios.get(layer_idx)
         layers = self.stored.divided if layer_idx in self.replaced else self.stored.layers
         for kind, new in enumerate((key_states[0], value_states[0])):
             stored = layers[layer_idx][kind][:, first:end]
@@ -326,6 +340,7 @@ class StoredCache(DynamicCache):  # type: ignore[misc]
                 wrong |= self.replaced[layer_idx][kind][:, first:end].to(wrong.device)
             rounded = new if self.computation.copied else self.stored.round(layer_idx, kind, new)
             read = torch.where(wrong.unsqueeze(-1) | self.computation.copied, rounded, stored)
+            read = read if ratios is None else (read * ratios[kind].to(read.device)).to(new.dtype)
             both.append(torch.cat([self.read[layer_idx][kind], read], dim=1) if first else read)
         self.read[layer_idx] = (both[0], both[1])
         return both[0].unsqueeze(0), both[1].unsqueeze(0)
