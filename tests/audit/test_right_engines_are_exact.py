@@ -89,3 +89,20 @@ def test_log_probabilities_may_differ_by_the_rounding_of_a_logit(tmp_path: Path)
         told = [None, float(known[0, ids[1]]) + times * step, float(known[1, ids[2]])]
         result = audited(tmp_path / folder, adapter, ids, cache, logprobs=told)
         assert result.verdict == verdict, result.summary
+
+
+def test_one_tensor_may_be_both_scales(tmp_path: Path) -> None:
+    ids, one = TOKENS["a"][:8], torch.ones(())
+    cache, adapter = read(model(), ids), model()
+    layers = (
+        {
+            "cache": torch.stack([layer.keys[0], layer.values[0]]).transpose(1, 2).unsqueeze(1),
+            "key_scale": one, "value_scale": one,
+        }
+        for layer in cache.layers
+    )  # fmt: skip
+    path = write_dump(
+        tmp_path / "dump", [{"id": "a", "token_ids": ids, "blocks": [0]}], layers, kv_heads=2, head_size=8,
+        block_size=8, layout="kv block token head dim",
+    )  # fmt: skip
+    assert audit_dump(adapter, read_dump(path)).verdict == "exact"

@@ -82,14 +82,16 @@ def text(adapters: dict[str, Adapter]) -> tuple[int, ...]:
     return tuple(adapters["q4_1"].tokenizer(" ".join(sentences()[:100]))["input_ids"][:400])
 
 
-def start(model: Path, keys: str, values: str, flash: bool, folder: Path, context: int = 512) -> Any:
-    """A server with one slot."""
+def start(model: Path, keys: str, values: str, flash: bool, folder: Path, context: int = 512, **more: Any) -> Any:
+    """A server with one slot; `more` are other parameters of xllamacpp."""
     params, kinds, attention = xllamacpp.CommonParams(), xllamacpp.ggml_type, xllamacpp.llama_flash_attn_type
     params.model.path, params.slot_save_path = str(model), f"{folder}/"
     params.n_ctx, params.n_parallel, params.warmup, params.endpoint_slots = context, 1, False, True
     params.cache_type_k, params.cache_type_v = (getattr(kinds, f"GGML_TYPE_{name.upper()}") for name in (keys, values))
     params.flash_attn_type = getattr(attention, f"LLAMA_FLASH_ATTN_TYPE_{'ENABLED' if flash else 'DISABLED'}")
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+    for name, value in more.items():
+        setattr(params, name, value)
     return xllamacpp.Server(params)
 
 

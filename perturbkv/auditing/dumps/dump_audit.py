@@ -316,11 +316,13 @@ class _DumpComparison:
             lambda: self._other_layers(index), self.adapter.frequencies,
             lambda block: self.reader.alternatives(layer, block), layer.largest,
         )  # fmt: skip
+        others = []
         for name, own in entries.items():
             allowed = self.plain.limits(name, index, limits, own.positions)
             far = allowed.differing_entries(own, measured[name])
             if bool(far.any()) and (raised := self.plain.raised_limits(name, index, limits, own, measured[name])):
                 allowed, far = raised, raised.differing_entries(own, measured[name])
+            others.append(replace(measured[name], present=measured[name].present & ~far.any(dim=0)))
             request = self.requests[name]
             if request.differing:
                 faultless = request.known(index, plain[name], faultless=True)
@@ -337,6 +339,7 @@ class _DumpComparison:
             request.perturbations.append(self._output_perturbation(name, index, stored[name], plain[name]))
             if bool(far.any()):
                 self._read_faults(request, index, own, references[name], differing, limits.together[0])
+        self._record_coarse(index, others)
         if layer.earlier_rounding:
             self.faults.append(DumpFault("", "rounded", " and ".join(layer.earlier_rounding), layers=(index,)))
 
@@ -658,8 +661,7 @@ class _DumpComparison:
     def _layer_limits(self, index: int, typical: tuple[float, float], explained: Sequence[float]) -> Limits:
         """Return the limits of a layer's entries, given their median distances and those that the types explain.
 
-        Both are of keys and of values. Records the medians and limits, and a layer whose entries are farther from the
-        plain model's than rounding puts them.
+        Both are of keys and of values. Records the medians and limits, and a layer that the types do not explain.
         """
         floors = [float(floor) for floor in self.plain.floors[index]]
         unexplained = [
@@ -668,11 +670,6 @@ class _DumpComparison:
         ]
         if any(unexplained):
             self.unexplained_layers.add(index)
-        for kind, name in enumerate(("keys", "values")):
-            expected = self.plain.expected_distance(index, kind)
-            if expected is not None and typical[kind] > max(self.floors_allowed * floors[kind], _FARTHER * expected):
-                words = f"{name} farther from the plain model's than rounding to {self.stored} moves them"
-                self.faults.append(DumpFault("", "coarse", words, layers=(index,)))
         medians = [  # of a layer that the types do not explain, what they do explain counts
             most / 2 if odd else median for median, most, odd in zip(typical, explained, unexplained, strict=True)
         ]
@@ -681,6 +678,22 @@ class _DumpComparison:
         self.typical.append(typical)
         self.limits.append(single)
         return limits
+
+    def _record_coarse(self, index: int, others: Sequence[EntryDistances]) -> None:
+        """Record a layer whose entries are farther from the plain model's than the engine's rounding puts them.
+
+        All of them, or those that do not differ by themselves, which `others` has as present, if they are not too few.
+        """
+        for kind, name in enumerate(("keys", "values")):
+            expected = self.plain.expected_distance(index, kind)
+            if expected is None:
+                continue
+            most = max(self.floors_allowed * float(self.plain.floors[index, kind]), _FARTHER * expected)
+            share = sum(int(one.present.sum()) for one in others) / max(sum(one.present.numel() for one in others), 1)
+            rest = median_distances(others)[kind] if share > _UNEXPLAINED else np.inf
+            if min(self.typical[index][kind], rest) > most:
+                words = f"{name} farther from the plain model's than rounding to {self.stored} moves them"
+                self.faults.append(DumpFault("", "coarse", words, layers=(index,)))
 
     def _explained_distances(self, layer: LayerDump) -> tuple[float, float]:
         """Return the largest median distances of keys and of values that the dump's types explain.

@@ -453,9 +453,12 @@ def write_dump(
         raise ConfigError(f"expected a new or empty folder for a dump, got {path}")
     count = 0
     for count, tensors in enumerate(layers, start=1):  # noqa: B007 - counted
-        save_file(
-            {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path / layer_file(count - 1)
-        )
+        stored: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            own = tensor.detach().cpu().contiguous()
+            shared = any(own.data_ptr() == other.data_ptr() for other in stored.values())  # refused by safetensors
+            stored[name] = own.clone() if shared else own
+        save_file(stored, path / layer_file(count - 1))
     header: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
