@@ -24,6 +24,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -215,7 +216,7 @@ class StoringCache(DynamicCache):  # type: ignore[misc]
 
 def plain_dumps(case: Case, seeds: Sequence[int], folder: Path, text: list[int]) -> Iterator[Dump]:
     """Yield dumps of the plain model: other kernels, parts and types, in blocks of several sizes, or in rows."""
-    adapter, store = load_model(case.model, case.compute, "cpu"), getattr(torch, case.store)
+    adapter, store = loaded(case.model, case.compute, "engine"), getattr(torch, case.store)
     layouts = ("kv block token head dim", "block kv head token dim", "block token head (kv dim)",
                "block head dim token | block token head dim", "vllm-cpu")  # fmt: skip
     for seed in seeds:
@@ -382,7 +383,7 @@ def clean(name: str) -> None:
     seeds = range(sum(map(case.owns, rows_of_file())), case.count)
     if not seeds:
         return
-    adapter = load_model(case.model, case.audited, "cpu")
+    adapter = loaded(case.model, case.audited, "plain model")
     if case.engine == "llamacpp f32":
         adapter = replace(adapter, stored=WeightStorage("float32"))
     made = {"vllm": vllm_dumps, "llamacpp": llamacpp_dumps, "plain": plain_dumps}[case.engine.split()[0]]
@@ -422,6 +423,12 @@ def report() -> None:
     sys.stdout.write(f"{sum(bool(row['verdict']) for row in rows)} with a verdict\n")
 
 
+@cache
+def loaded(model: str, dtype: str, what: str) -> Adapter:
+    """Return a model that is loaded once for what it does: kernels of the engine are changed."""
+    return load_model(model, dtype, "cpu")
+
+
 def is_installed(case: Case) -> bool:
     """Return whether a case's engine is installed."""
     package = PACKAGES.get(case.engine.split()[0])
@@ -434,9 +441,11 @@ if __name__ == "__main__":
             report()
         case ["threshold", dtype, count]:
             measure(dtype, int(count))
-        case ["clean", name]:
-            with torch.inference_mode():
-                clean(name)
         case ["clean", *names]:
-            for name in names or [name for name, case in CASES.items() if is_installed(case)]:
-                subprocess.run([sys.executable, __file__, "clean", name], check=True)  # an engine in a process
+            names = names or [name for name, case in CASES.items() if is_installed(case)]
+            engines = [name for name in names if CASES[name].engine.split()[0] in PACKAGES]
+            for name in engines if len(names) > 1 else []:  # a process each
+                subprocess.run([sys.executable, __file__, "clean", name], check=True)
+            with torch.inference_mode():
+                for name in names if len(names) == 1 else [name for name in names if name not in engines]:
+                    clean(name)

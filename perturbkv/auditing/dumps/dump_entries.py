@@ -53,6 +53,8 @@ _FEWER_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 """Types that entries of 16 bits may have gone through."""
 _NEARLY_ALL = 0.95
 """Share of numbers that counts as all of them."""
+_TRUNCATED = 0.92
+"""Least share of numbers that are those rounded towards zero; a factor of 0.955, rounded to e4m3, leaves 0.91."""
 _LEAST_TRUNCATED = 0.2
 """Least share of numbers for which rounding towards zero and to the nearest differ."""
 _TRIED = 64
@@ -264,7 +266,7 @@ def truncated_heads(
         if len(dumped) < LEAST_BLOCK or not bool(differ.float().mean() > _LEAST_TRUNCATED):
             continue
         equal = (truncated * head_scale == dumped).float()
-        if min(float(equal[differ].mean()), float(equal.mean())) > _NEARLY_ALL:
+        if min(float(equal[differ].mean()), float(equal.mean())) > _TRUNCATED:
             found.append(head)
     return tuple(found)
 
