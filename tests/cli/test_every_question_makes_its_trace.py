@@ -26,6 +26,7 @@ QUESTIONS: dict[str, tuple[tuple[float, ...], int, set[str]]] = {
     "bound-tightness --step 1": ((24, 60), 14, {"bound-tightness", "bound-tightness-heads"}),
     "ablation": ((24,), 27, {"ablation"}),
     "ablation --restrictions": ((80,), 20, {"ablation-restrictions"}),
+    "ablation --bytes": ((24,), 5, {"ablation-bytes"}),
     "ablation --methods tova,h2o": ((24,), 6, {"ablation-methods", "ablation-methods-budgets"}),
     "horizon": ((24,), 2, {"horizon", "horizon-heads"}),
     "tokens --layer 1 --head 2": ((24,), 2, {"tokens"}),
