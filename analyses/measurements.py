@@ -263,9 +263,9 @@ def _check_numbers(trace: Trace, name: str, numbers: Floats) -> None:
     Numbers of kept sets, and isolated ones, may be unknown of somebody's caches: NaN.
     """
     may_lack = name in (*OF_KEPT_SETS, *ISOLATED) and "own_entries" in trace.arrays
-    wrong = np.isinf(numbers) if may_lack else np.isnan(numbers) if name in _UNBOUNDED else ~np.isfinite(numbers)
-    if wrong.any():
-        got = "NaN" if np.isnan(numbers).any() else "infinity"
+    nothing, infinite = np.isnan(numbers) & (not may_lack), np.isinf(numbers) & (name not in _UNBOUNDED)
+    if (nothing | infinite).any():
+        got = "NaN" if nothing.any() else "infinity"
         raise TraceError(f"expected numbers in every complete sample of {trace.source}, got {got} in '{name}'")
 
 

@@ -268,7 +268,5 @@ def ablation() -> None:
     """Measure what each ingredient or restriction brings.
 
     Un-pooling, the value norms and the group's product, between the baseline and hindsight; without --granularity per
-    query head and per kv head. --methods ranks policies against snapkv, and against random entries and attention's
-    of the same protection. --restrictions: the price of shared kept sets, and of blocks.
-    --bytes: which caches another one of no more bytes beats.
+    query head and per kv head. --methods ranks policies against snapkv, and against controls of the same protection.
     """
