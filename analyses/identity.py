@@ -96,7 +96,7 @@ class RunIdentity:
         """Return the table of cache bytes by configuration, as a list; empty without `byte_shares`."""
         if not self.byte_shares:
             return []
-        rows = [[name, str(config.bits), f"{share:.2f}"]
+        rows = [[name, config.bits_text, f"{share:.2f}"]
                 for name, config, share in zip(self.names, self.configs, self.byte_shares, strict=True)]  # fmt: skip
         return [Table("what is stored: bytes over those of the full cache in 16 bits", _BYTE_HEADINGS, rows)]
 

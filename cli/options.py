@@ -173,7 +173,7 @@ class RunOptions(DataOptions):
     ] = None
     precision: Annotated[
         list[str] | None,
-        _eviction_option(metavar="NAME", help="Type of kept entries: full, quantise(bits=4)", show_default="full"),
+        _eviction_option(metavar="NAME", help="Kept entries: full, 'keys=4, values=2', FILE", show_default="full"),
     ] = None
     correction: Annotated[
         list[str] | None,
@@ -311,6 +311,20 @@ class RunOptions(DataOptions):
     def with_budgets(self, budgets: tuple[str, ...]) -> RunOptions:
         """Return the options with `budgets` as default budgets; budgets that the user chose stay."""
         return self if self.budget else dataclasses.replace(self, budget=list(budgets))
+
+    def beside_snapkv(self, compare: str) -> tuple[RunOptions, str]:
+        """Return the options and --compare: SnapKV against policies from outside alone, unless --compare was typed.
+
+        SnapKV then keeps one set per key/value head, as they do, unless another granularity was typed.
+        """
+        from perturbkv.selection.policies.registry import is_external
+
+        policies = self.policy or []
+        if "compare" in self.typed_options or not policies or not all(map(is_external, policies)):
+            return self, compare
+        typed = self.typed_options - {"policy"}
+        sides = ",".join(["snapkv:attention", *policies])
+        return dataclasses.replace(self, granularity=self.granularity or ["kv"], typed_options=typed), sides
 
     def choices(self) -> dict[str, Any]:
         """Return choice -> value or values of all eviction choices except the selection, for `expand_grid`.

@@ -43,6 +43,12 @@ def configurations(asked: argparse.Namespace, d_head: int) -> list[pk.EvictionCo
     return [*evicted, *pk.grid(1.0, precision=[f"quantise(bits={bits})" for bits in asked.bits], **chosen)]
 
 
+def stored_as(config: pk.EvictionConfig) -> str:
+    """Return how a configuration stores numbers: `16 bits`, `4 bits`, or its precision where more than bits says it."""
+    text = str(config.precision.drop(["fill"]))
+    return f"{config.bits} bits" if text in ("full", f"quantise(bits={config.bits})") else text
+
+
 class TraceNumbers:
     """Measured numbers of the rows: (sample, config) arrays of a trace's complete samples."""
 
@@ -66,8 +72,9 @@ class TraceNumbers:
         stats, config, own, kl = pk.stats.intervals, self.configs[index], self.perturbation[:, index], self.kl[:, index]
         point = self.points[config]
         row = {
-            "config": config, "bits": config.bits, "kind": point.kind, "held": self.cache_share[index],
-            "bytes": point.packed.share, **estimate("moved", (own.mean(), stats.of_mean(own, stats.POSITIVE))),
+            "config": config, "bits": config.bits, "stored": stored_as(config), "kind": point.kind,
+            "held": self.cache_share[index], "bytes": point.packed.share,
+            **estimate("moved", (own.mean(), stats.of_mean(own, stats.POSITIVE))),
             **estimate("kl_median", (float(np.median(kl)), stats.of_median(kl))),
         }  # fmt: skip
         if base is not None:
@@ -98,7 +105,7 @@ def setting_rows(numbers: TraceNumbers) -> list[list[dict[str, Any]]]:
             if other.precision.options.get("fill") and dataclasses.replace(other, precision=config.precision) == config
         ]
         if alike:
-            ordered = sorted(alike, key=lambda index: -numbers.configs[index].bits)
+            ordered = sorted(alike, key=lambda index: numbers.cache_share[index])
             found.append([numbers.row(index, base) for index in (base, *ordered)])
     if not found:
         raise pk.PerturbkvError(
@@ -118,15 +125,18 @@ def whole_cache_rows(numbers: TraceNumbers, shown: Sequence[Sequence[Mapping[str
         and not config.precision.options.get("fill")
         and config not in compared
     ]
-    return [numbers.row(index, None) for index in sorted(alone, key=lambda index: -numbers.configs[index].bits)]
+    return [
+        numbers.row(index, None)
+        for index in sorted(alone, key=lambda index: -numbers.points[numbers.configs[index]].packed.share)
+    ]
 
 
 def table_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row as the table shows it: ratio and gain of few bits alone."""
-    few = row["bits"] < 16
+    few = row["kind"] != "evicted"
     shown = {
-        "method": f"{row['config'].policy}:{row['config'].selection} b={row['config'].budget}", "bits": row["bits"],
-        "share": row["held"], "bytes": row["bytes"],
+        "method": f"{row['config'].policy}:{row['config'].selection} b={row['config'].budget}",
+        "bits": row["stored"].removesuffix(" bits"), "share": row["held"], "bytes": row["bytes"],
         "L1 / evicting": number_text(row, "over") if few and "over" in row else "",
         "": WORDS[side_of(row["over_interval"], 1)] if few and "over" in row else "",
         "KL": row["kl_median"],
@@ -139,14 +149,12 @@ def table_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def conclusion(shown: Sequence[Sequence[Mapping[str, Any]]]) -> str:
-    """Return, per number of bits, in how many settings it moves less and more, and scores higher and lower."""
+    """Return, per precision, in how many settings it moves less and more, and scores higher and lower."""
     lines = []
-    for bits in sorted({row["bits"] for rows in shown for row in rows[1:]}, reverse=True):
-        rows = [row for setting in shown for row in setting[1:] if row["bits"] == bits]
+    for stored in dict.fromkeys(row["stored"] for rows in shown for row in rows[1:]):
+        rows = [row for setting in shown for row in setting[1:] if row["stored"] == stored]
         sides = [side_of(row["over_interval"], 1) for row in rows]
-        told = (
-            f"{bits} bits move less than evicting alone in {sides.count(-1)} of {len(rows)}, more in {sides.count(1)}"
-        )
+        told = f"{stored} move less than evicting alone in {sides.count(-1)} of {len(rows)}, more in {sides.count(1)}"
         gains = [side_of(row["gain_interval"], 0) for row in rows if "gain" in row]
         told += f"; score higher in {gains.count(1)}, lower in {gains.count(-1)}" if gains else ""
         lines.append(f"At equal bytes {told}.")
@@ -154,7 +162,7 @@ def conclusion(shown: Sequence[Sequence[Mapping[str, Any]]]) -> str:
 
 
 def draw(shown: Sequence[Sequence[Mapping[str, Any]]], kept: Sequence[Mapping[str, Any]], full: float | None) -> Figure:
-    """Draw perturbation, and scores where there are any, over bytes: a column per method, a line per number of bits.
+    """Draw perturbation, and scores where there are any, over bytes: a column per method, a line per precision.
 
     Args:
         shown: the rows of each setting.
@@ -166,19 +174,20 @@ def draw(shown: Sequence[Sequence[Mapping[str, Any]]], kept: Sequence[Mapping[st
         config = rows[0]["config"]
         methods.setdefault(f"{config.policy}:{config.selection}", []).extend(rows)
     readings = [("moved", "last layer's L1 / ‖o‖₁", 1), *([("score", "score × 100", 100)] if full is not None else [])]
+    precisions = dict.fromkeys(row["stored"] for rows in (*shown, kept) for row in rows)
     figure = common.page_figure(62 * len(readings) + 8)
     panels = figure.subplots(len(readings), len(methods), squeeze=False, sharey="row", sharex=True)
     for line, (name, label, factor) in zip(panels, readings, strict=True):
         for axes, (method, rows) in zip(line, methods.items(), strict=True):
-            for bits in (16, *BITS):
-                own = sorted((row for row in rows if row["bits"] == bits), key=lambda row: row["bytes"])
+            for stored in precisions:
+                own = sorted((row for row in rows if row["stored"] == stored), key=lambda row: row["bytes"])
                 bars = common.error_bars([row[name] for row in own], [row[f"{name}_interval"] for row in own])
                 marks = axes.errorbar(
                     [100 * row["bytes"] for row in own], [factor * row[name] for row in own],
                     yerr=[[factor * end for end in ends] for ends in bars], marker="o", markersize=3, linewidth=0.9,
                 )  # fmt: skip
-                marks.set_label(f"{bits} bits")
-                alone = [row for row in kept if row["bits"] == bits]
+                marks.set_label(stored)
+                alone = [row for row in kept if row["stored"] == stored]
                 axes.plot([100 * row["bytes"] for row in alone], [factor * row[name] for row in alone], "*",
                           color=marks[0].get_color())  # fmt: skip
             if name == "score":
@@ -186,7 +195,7 @@ def draw(shown: Sequence[Sequence[Mapping[str, Any]]], kept: Sequence[Mapping[st
             else:
                 common.plain_log(axes, "y")
                 axes.set_title(method)
-            common.log_ticks(axes, (round(100 * row["bytes"], 1) for row in rows if row["bits"] == 16))
+            common.log_ticks(axes, (round(100 * row["bytes"], 1) for row in rows if row["kind"] == "evicted"))
         line[0].set_ylabel(label)
     for axes in panels[-1]:
         axes.set_xlabel("bytes / full cache in 16 bits (%)")

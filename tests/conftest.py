@@ -31,7 +31,7 @@ CHECKED = (  # not kernels: Triton compiles a function's source in its module's 
     "selection",
     "cache",
     "pipeline.sample",
-    "pipeline.variants.presses",
+    "pipeline.variants.given_sets",
     "pipeline.answers.generation",
     "pipeline.answers.recompression",
     "pipeline.answers.answer_heads",

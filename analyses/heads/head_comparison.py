@@ -219,7 +219,7 @@ class ChangedLoss(Record):
         shift = decimal(self.change_ratio, self.change_ratio_interval)
         config = self.config
         done = {"moving keys": config.in_cache, "few bits": config.quantised, "correcting": config.corrected,
-                "what it holds of them": config.is_external}  # fmt: skip
+                "holding other entries": config.is_external}  # fmt: skip
         what = " and ".join(change for change, is_done in done.items() if is_done)
         return f"{name}, isolated: {whole} times the loss of eviction alone; {what} shifts by {shift} times that."
 

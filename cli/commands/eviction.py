@@ -64,6 +64,7 @@ def heads(
 
     Which heads are better, tied or worse than with the baseline, and what the sum over them does (paper, figure 2).
     """
+    run, compare = run.beside_snapkv(compare)
     names, name = parse_compare(compare), _name_with_distance("heads", distance)
     saved = list(dict.fromkeys([*(run.save or ()), "effect"]))
     wanted = dataclasses.replace(run, save=saved) if distance == "effect" else run
@@ -99,6 +100,7 @@ def layers(
 
     Baseline against treatment (paper, figures 3, 5, 6).
     """
+    run, compare = run.beside_snapkv(compare)
     names, name = parse_compare(compare), _name_with_distance("layers", distance)
     wanted = run.with_budgets(("0.01", *FRACTIONS) if budgets else FRACTIONS)
 

@@ -136,6 +136,7 @@ def _list_policies(as_json: bool) -> None:
         "a press of kvpress is a policy too: 'kvpress:SnapKVPress(window_size=32)' (docs/how-to/kvpress.md); what it "
         f"keeps is measured as it is, without a selection: labels then say '{GIVEN}'"
     )
+    console.say("so is somebody's function or Cache class: cache:my_cache.py:evict (docs/how-to/own_caches.md)")
 
 
 def _own_options(policy: type[Policy]) -> str:

@@ -9,46 +9,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-from transformers import Cache, DynamicCache
-
 from perturbkv.auditing.positions_file import KeptFile, read_positions
 from perturbkv.configs.audit_settings import DUMP_HEADER, KEPT_SUFFIXES
 from perturbkv.configs.choice import parse
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.errors import ConfigError
-from perturbkv.models.forward import run_with_cache
-from perturbkv.pipeline.variants.presses import set_ratio
-from perturbkv.selection.external_eviction import (
-    PRESS,
-    Eviction,
-    callable_eviction,
-    named_eviction,
-    padding_arguments,
-)
+from perturbkv.selection.external_eviction import Eviction, callable_eviction, named_eviction
 from perturbkv.selection.policies import kvpress
 from perturbkv.selection.policies.kvpress import is_press
-
-
-def press_eviction(text: str, budget: Budget) -> Eviction:
-    """Return the eviction by a kvpress press, `kvpress:NAME(…)`, which keeps `budget` of each prompt.
-
-    Raises ConfigError or UnknownNameError for a press or options that kvpress does not have.
-    """
-    parsed = parse(text)
-    choice = kvpress.policy_class(parsed.name).complete(parsed)
-
-    def evict(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
-        cache, press, tokens = DynamicCache(), kvpress.build(choice), input_ids.shape[1]
-        set_ratio(press, tokens, min(tokens, budget.tokens(tokens)))
-        padding = padding_arguments(attention_mask)
-        with kvpress.quiet(), torch.inference_mode(False), torch.no_grad(), press(model):
-            run_with_cache(model.model, input_ids.clone(), cache, **padding)
-        return cache
-
-    return Eviction(text, PRESS, evict)
-
 
 _FORMS = "file.py:name(option=value, …), a .npz or .json file of kept positions, or kvpress:Press(…)"
 """Texts that name an eviction, for messages."""
@@ -64,7 +32,8 @@ def load_eviction(source: Any, budget: Budget | None = None) -> Eviction | KeptF
             raise ConfigError(
                 f"expected a budget for the press {source}, got none; give --budget (budget=), such as 128 or 0.3"
             )
-        return press_eviction(source, budget)
+        parsed = parse(source)
+        return kvpress.press_eviction(kvpress.policy_class(parsed.name).complete(parsed), budget.tokens)
     if budget is not None:
         reason = f"it needs a press of kvpress, {source} says itself what it keeps"
         raise ConfigError(f"a budget has no effect here: {reason}; leave it out")

@@ -24,7 +24,7 @@ from perturbkv.datasets.encode import Prompt
 from perturbkv.devices import dtype_name
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample.one_sample import trace_sample
-from perturbkv.pipeline.variants.presses import KeptMasks
+from perturbkv.pipeline.variants.given_sets import KeptMasks
 from perturbkv.schema import MEASURED_LAYERS
 from perturbkv.selection.policies.registry import normalise
 from perturbkv.selection.resolved_config import ResolvedRun

@@ -50,7 +50,8 @@ from perturbkv.cache.entries import GatheredSet, KeptEntries, close_gaps, positi
 from perturbkv.cache.quantisation import quantise_entries
 from perturbkv.cache.stand_in import BiasedEntries, Correction, StandIn, make_stand_in
 from perturbkv.configs.choice import Choice
-from perturbkv.configs.precision import FULL_BITS, correction_bits, stored_bits
+from perturbkv.configs.number_formats import FULL_BITS
+from perturbkv.configs.precision import correction_bits, has_few_bits, stored_bits
 from perturbkv.configs.resources import Resources
 from perturbkv.devices import to_device
 from perturbkv.models.adapter import Adapter
@@ -247,6 +248,10 @@ class OwnEntries(Entries):
     def outputs(self, step: FullStep) -> Outputs:
         """Return the outputs of the kept set and of these entries at one decode step of the full run."""
 
+    def is_full_cache(self, tokens: int) -> bool:
+        """Return whether these are all the entries of the full cache of so many tokens, as they are."""
+        return False
+
 
 @dataclass(frozen=True, eq=False)
 class StoredEntries(OwnEntries):
@@ -262,6 +267,10 @@ class StoredEntries(OwnEntries):
     def resident_bits(self) -> int | float:
         """Number of bits in memory, where attention reads rounded numbers back in full."""
         return entry_bits(self.row)
+
+    def is_full_cache(self, tokens: int) -> bool:
+        """Return whether nothing is evicted or rounded."""
+        return not self.has_rounded_numbers and min(self.kept.lengths) == tokens
 
     def outputs(self, step: FullStep) -> Outputs:
         """Return the outputs of the kept set and of these entries at one decode step of the full run."""
@@ -335,8 +344,8 @@ class Maker:
         """
         return Entries(kept.entries, entry_bits(kept.entries))
 
-    def make_whole(self, row: KeptEntries) -> Entries:
-        """Return the entries of a cache that is not evicted yet, as it is still below its limit."""
+    def make_whole(self, row: KeptEntries, layer: int) -> Entries:
+        """Return the entries of decoder layer `layer` in a cache that is not evicted yet, as it is below its limit."""
         return Entries(row, entry_bits(row))
 
     def make_compressed(
@@ -375,21 +384,21 @@ class StorageMaker(Maker):
         An engine rounds moved keys at 0 … b − 1, so that they are rounded there before they move on.
         """
         entries, position, frequencies = kept.entries, kept.position, layer.adapter.frequencies
+        number = layer.adapter.layer_indices[layer.index]
         if self.config.quantised and self.config.in_cache:
             entries = close_gaps(entries, position, entries.lengths, frequencies)
             position = positions_before(entries.lengths, entries.lengths, position.device)
         if self.config.quantised:
-            entries = quantise_entries(entries, self.config)
+            entries = quantise_entries(entries, self.config, number)
         if self.config.in_cache:
             entries = close_gaps(entries, position, [layer.tokens] * len(entries.lengths), frequencies)
-        return StoredEntries(entries, self._bits(entries), has_rounded_numbers=self.config.quantised, kept=kept.entries)
+        return self._stored(entries, kept.entries, number)
 
-    def make_whole(self, row: KeptEntries) -> Entries:
+    def make_whole(self, row: KeptEntries, layer: int) -> Entries:
         """Return all entries, rounded where the configuration is quantised; none moves, as there is no gap."""
         if not self.config.quantised:
-            return super().make_whole(row)
-        entries = quantise_entries(row, self.config)
-        return StoredEntries(entries, self._bits(entries), has_rounded_numbers=True, kept=row)
+            return super().make_whole(row, layer)
+        return self._stored(quantise_entries(row, self.config, layer), row, layer)
 
     def make_compressed(
         self,
@@ -401,10 +410,11 @@ class StorageMaker(Maker):
         """Return the row with keys moved up to the next token, where positions are those in the cache."""
         return close_gaps(row, torch.cat(list(position)), ends, frequencies) if self.config.in_cache else row
 
-    def _bits(self, entries: KeptEntries) -> int:
-        """Return the bits of stored entries, scales and minima included."""
-        precision, window, widths = self.config.precision, self.config.window, entries.widths
-        return sum(stored_bits(precision, length, window, *widths) for length in entries.lengths)
+    def _stored(self, entries: KeptEntries, kept: KeptEntries, layer: int) -> StoredEntries:
+        """Return the entries that a decoder layer's kept set became, with the bits of codes, scales and norms."""
+        precision, window = self.config.precision, self.config.window
+        bits = stored_bits(precision, entries.lengths, window, *entries.widths, layer)
+        return StoredEntries(entries, bits, has_rounded_numbers=has_few_bits(precision, layer), kept=kept)
 
 
 @dataclass(frozen=True)

@@ -112,8 +112,6 @@ class WholeCache(CacheContents):
 class SomebodysCache(CacheContents):
     """Whatever somebody's code leaves in it: entries of the full cache, or entries of its own."""
 
-    note: str = "somebody's cache holds what its code says; compare by cache share or bytes, not by b."
-
     def row_entries(self, config: SizedConfig, tokens: int, heads: int, kv_heads: int) -> int:
         """Return the number of entries of one layer that a row may hold: all of them."""
         return kv_heads * tokens

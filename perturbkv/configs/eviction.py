@@ -17,7 +17,17 @@ from perturbkv.configs.cache_contents import PAGES_READ, SPARSE_PREFILL, CacheCo
 from perturbkv.configs.choice import DEEPEST, Choice, as_choice
 from perturbkv.configs.entry_counts import Budget, as_budget, entry_count, parse_entries
 from perturbkv.configs.option import LARGEST, Option, check_number, check_whole, complete_choice
-from perturbkv.configs.precision import CORRECTION_OPTIONS, FULL, NONE, PRECISION_OPTIONS, entries_in_bytes, number_bits
+from perturbkv.configs.precision import (
+    CORRECTION_OPTIONS,
+    FULL,
+    NONE,
+    PRECISION_OPTIONS,
+    all_formats,
+    bits_text,
+    complete_precision,
+    entries_in_bytes,
+    general_codes,
+)
 from perturbkv.configs.selections import (
     GIVEN,
     GRANULARITY_OPTIONS,
@@ -117,7 +127,9 @@ class EvictionConfig:
             `head` or of the `model`; of single entries or of whole blocks.
         protect_first: first entries that always stay, in every head: an int is entries, a float a share of b.
         protect_recent: most recent entries that always stay, in the same units; never fewer than the window.
-        precision: `full`, or `quantise(bits=4)`: entries before the window are stored in few bits.
+        precision: `full`, or entries before the window in few bits: `quantise(bits=4)`, `quantise(keys=4, values=2)`,
+            `quantise(bits=fp8, by_layer='0, 29: 16')`; rules, `keys=4, values=2; layers 0, 29: 16`, or the name of a
+            file of rules, which is read once: the configuration holds what it says.
         correction: `none`, or `corrected(mass=stored)`: one entry per query head stands in for the evicted ones.
 
     >>> from perturbkv import EvictionConfig
@@ -155,7 +167,7 @@ class EvictionConfig:
             "granularity": _resolve_choice("granularity", granularity, GRANULARITY_OPTIONS),
             "protect_first": _parse_protected("protect_first", protect_first),
             "protect_recent": _parse_protected("protect_recent", protect_recent),
-            "precision": _show_always(_resolve_choice("precision", precision, PRECISION_OPTIONS), "bits"),
+            "precision": complete_precision(precision),
             "correction": _show_always(_resolve_choice("correction", correction, CORRECTION_OPTIONS), "mass"),
         }
         for name, value in fields.items():
@@ -217,9 +229,15 @@ class EvictionConfig:
         return self.precision.name != FULL
 
     @property
-    def bits(self) -> int:
-        """Bits per stored number, for entries before the window."""
-        return number_bits(self.precision)
+    def bits(self) -> int | None:
+        """Bits of the code of every number before the window; None where keys, values or layers differ in them."""
+        bits = {each.bits for each in all_formats(self.precision)}
+        return bits.pop() if len(bits) == 1 else None
+
+    @property
+    def bits_text(self) -> str:
+        """Bits of a number's code, before the window: `4`, `4/2` of keys and values, `4/2, by layer`."""
+        return bits_text(self.precision)
 
     @property
     def corrected(self) -> bool:
@@ -394,9 +412,14 @@ class EvictionConfig:
     def flat(self) -> dict[str, Any]:
         """Return all fields and options as a flat dict of plain values, with option names such as `selection_alpha`.
 
-        Single entries are blocks of one, whether written or not; a configuration that evicts nothing has no blocks.
+        Single entries are blocks of one, whether written or not; a configuration that evicts nothing has no blocks. The
+        bits of keys and of values are told where they are alike, too, and rules of layers where there are none: two
+        precisions differ in a choice that both have.
         """
         values: dict[str, Any] = {} if not self.evicts else {"granularity_block": self.block}
+        if self.quantised:
+            values |= {"precision_by_layer": "none"}
+            values |= {f"precision_{kind}": code for kind, code in general_codes(self.precision).items()}
         for name, value in self._fields():
             if not isinstance(value, Choice):
                 values[name] = _field_value(value)

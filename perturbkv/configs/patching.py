@@ -12,7 +12,6 @@ from typing import Self
 
 from perturbkv.configs import option as numbers
 from perturbkv.configs import selections
-from perturbkv.configs.cache_contents import SOMEBODYS
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.layer_types import format_layers
@@ -160,8 +159,6 @@ def check_sides(baseline: EvictionConfig, treatment: EvictionConfig) -> None:
         raise ConfigError(
             f"expected configurations that evict, so that there are kept sets to swap; policy '{full[0]}' does not"
         )
-    if own := [config for config in (baseline, treatment) if config.cache_contents is SOMEBODYS]:
-        raise ConfigError(f"expected kept sets of ours to swap; what policy '{own[0].policy}' holds is its own")
     if corrected := [config for config in (baseline, treatment) if config.corrected]:
         raise ConfigError(f"expected configurations with no correction, got {corrected[0].correction}; leave it out")
     for what, first, second in (

@@ -144,7 +144,8 @@ def load_class(name: str) -> object:
         classes = [
             key for key, item in vars(module).items() if inspect.isclass(item) and item.__module__ == module.__name__
         ]
-        raise PluginError(f"{path} has no class '{class_name}'; its classes: {', '.join(classes) or 'none'}")
+        hint = f"; a function that returns a cache is measured as cache:{name}" if callable(value) else ""
+        raise PluginError(f"{path} has no class '{class_name}'; its classes: {', '.join(classes) or 'none'}{hint}")
     return value
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from perturbkv.configs.cache_contents import SOMEBODYS, WITHOUT_EVICTION
+from perturbkv.configs.cache_contents import WITHOUT_EVICTION
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.plugins import commands_for_signed
@@ -281,14 +280,8 @@ def needs_all_layers(config: ResolvedConfig) -> bool:
 def check_generation(config: EvictionConfig) -> None:
     """Raise ConfigError for a selection that needs the next query, which is unknown in generation.
 
-    Refused, too, is somebody's cache, whose answers a trace has. Pages are selected once the query is known, so that
-    configurations that read pages pass.
+    Pages are selected once the query is known, so that configurations that read pages pass.
     """
-    if config.cache_contents is SOMEBODYS:
-        raise ConfigError(
-            f"policy '{config.policy}' is measured, and its answers with it: perturbkv quality --policy "
-            f"{shlex.quote(str(config.policy))}"
-        )
     if config.selection.name in ("hindsight", "hindsight-attention") and not config.reads_pages:
         raise ConfigError(
             f"selection '{config.selection.name}' looks at the next query, which generation does not have; choose "

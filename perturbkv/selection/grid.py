@@ -19,7 +19,7 @@ from typing import Any
 from perturbkv.configs.choice import Choice, as_choice, as_tuple, parse, split_policy_and_selection
 from perturbkv.configs.eviction import CHOICES, EvictionConfig
 from perturbkv.configs.option import Option, check_configurations
-from perturbkv.configs.precision import CORRECTION_OPTIONS, FULL, NONE, PRECISION_OPTIONS
+from perturbkv.configs.precision import CORRECTION_OPTIONS, FULL, NONE, PRECISION_OPTIONS, as_precision
 from perturbkv.configs.selections import GIVEN, GRANULARITY_OPTIONS, PRESETS, SELECTABLE, SELECTION_OPTIONS, SELECTIONS
 from perturbkv.errors import ConfigError, UnknownNameError
 from perturbkv.selection import compatibility
@@ -156,8 +156,8 @@ ORDER = (
     "preset", "budget", "alpha", "window", "window_queries", "split", "score", "epsilon", "norm", "pool", "kernel",
     "granularity", "reduce", "product", "block", "block_score", "sinks", "seed",
     "beta", "line", "floor", "safeguard", "recent", "history",
-    "protect_first", "protect_recent", "positions", "precision", "bits", "group", "fill", "correction", "mass",
-    "policy", "selection",
+    "protect_first", "protect_recent", "positions", "precision", "bits", "keys", "values", "group", "fill", "by_layer",
+    "correction", "mass", "policy", "selection",
 )  # fmt: skip
 """The order of a grid, the outermost first: the selection varies fastest. Other options come before the policy, sorted
 by name."""
@@ -214,6 +214,8 @@ def combinations(choices: Mapping[str, Any]) -> list[dict[str, Any]]:
     Raises UnknownNameError for a name that is no choice, ConfigError for an empty list and for too many combinations.
     """
     series = {name: as_tuple(value) for name, value in choices.items()}
+    if "precision" in series:  # a file of rules is read once
+        series["precision"] = tuple(None if each is None else as_precision(each) for each in series["precision"])
     _check_names(series.get("policy", ()), series.get("selection", ()))
     for name, values in series.items():
         if name not in ORDER and name not in known_options():
@@ -285,7 +287,8 @@ def parse_configuration(
     default_granularity = kind.own_granularity or PRESETS[preset].get("granularity", "query")
     owners = {"policy": policy_choice, "selection": selection_choice}
     for owner, default in (("granularity", default_granularity), ("precision", FULL), ("correction", NONE)):
-        owners[owner] = as_choice(values.pop(owner, default))
+        chosen = values.pop(owner, default)
+        owners[owner] = as_precision(chosen) if owner == "precision" else as_choice(chosen)
     separate = {name: value for name, value in values.items() if name not in FIELDS}
     _check_no_duplicate_options(owners, separate)
     window = PRESETS[preset].get("window", 32) if kind.own_window is None else kind.own_window

@@ -22,7 +22,7 @@ from perturbkv.cache.quantisation import quantise_entries
 from perturbkv.cache.sliding import SlidingLayer, Window
 from perturbkv.cache.stand_in import make_stand_in
 from perturbkv.configs.choice import Choice
-from perturbkv.configs.precision import check_fill, correction_bits, stored_bits
+from perturbkv.configs.precision import check_precisions, correction_bits, stored_bits
 from perturbkv.configs.resources import CHUNK_BYTES, Shape
 from perturbkv.errors import ConfigError, UnreadableCacheError
 from perturbkv.scoring import score_registry
@@ -310,11 +310,11 @@ def test_bytes_count_keys_and_values_each_in_its_width() -> None:
     shape = Shape(3, HEADS, KV_HEADS, D_KEY, D_VALUE, 10, 100, itemsize=2, weights_bytes=0)
     assert shape.full_cache_bytes(N) == 3 * KV_HEADS * N * (D_KEY + D_VALUE) * 2
     few = resolve(configuration(12, window=2, precision="quantise(bits=4, group=4)"))
-    stored = quantise_entries(row, few)
+    stored = quantise_entries(row, few, 0)
     assert (stored.widths, stored.lengths) == ((D_KEY, D_VALUE), [7, 7])
     scales = D_KEY * math.ceil(5 / 4) + 5 * math.ceil(D_VALUE / 4)  # of 5 entries before the window
     bits = (16 * 2 + 4 * 5) * (D_KEY + D_VALUE) + 32 * scales
-    assert stored_bits(few.precision, 7, 2, *stored.widths) == bits
+    assert stored_bits(few.precision, [7], 2, *stored.widths) == bits
     linear, oracle = (
         configuration(12, window=5, correction=text).correction
         for text in ("corrected(mass=linear)", "corrected-oracle")
@@ -326,8 +326,8 @@ def test_bytes_count_keys_and_values_each_in_its_width() -> None:
 def test_a_budget_of_bytes_needs_one_size_of_heads() -> None:
     fills = Choice("quantise", {"bits": 4, "group": 32, "fill": D_KEY})
     with pytest.raises(ConfigError, match="one size of keys and values, and model 'm' has keys of 9 and values of 5"):
-        check_fill([fills], D_KEY, D_VALUE, "m")
-    check_fill([Choice("full")], D_KEY, D_VALUE, "m")
+        check_precisions([fills], [0], D_KEY, D_VALUE, "m")
+    check_precisions([Choice("full")], [0], D_KEY, D_VALUE, "m")
 
 
 def test_entries_of_an_external_cache_are_found_by_keys_and_values_of_other_widths() -> None:

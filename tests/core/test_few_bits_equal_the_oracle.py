@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from perturbkv.cache.codecs import as_integers, group_lengths
 from perturbkv.cache.entries import KeptEntries, borrow
-from perturbkv.cache.quantisation import group_lengths, quantise_dequantise, quantise_entries
+from perturbkv.cache.quantisation import quantise_entries
 from perturbkv.configs.choice import Choice, parse
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.precision import check_fill, entries_in_bytes, stored_bits
+from perturbkv.configs.precision import check_precisions, entries_in_bytes, stored_bits
 from perturbkv.errors import ConfigError, UnknownNameError
 from perturbkv.selection.grid import configuration, grid
 from tests.oracle import quantisation as naive
@@ -33,7 +34,7 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_group_has_a_scale_and_a_minimum_of_its_own(bits: int, seed: int) -> None:
     data, groups = numbers(11, 3, seed=seed), [4, 4, 3]
-    found = quantise_dequantise(data, groups, bits)
+    found = as_integers(data, groups, bits)
     for column in range(3):
         for begin, length in zip((0, 4, 8), groups, strict=True):
             group = data[begin : begin + length, column].tolist()
@@ -45,7 +46,7 @@ def test_a_group_has_a_scale_and_a_minimum_of_its_own(bits: int, seed: int) -> N
 def test_no_code_lies_outside_its_bits(offset: float) -> None:
     """In 16 bits the minimum lies above the least number, or far below it: codes end at 0 and at the last."""
     data = offset + torch.linspace(0, 0.7, 9, dtype=torch.float64).unsqueeze(-1)
-    found = quantise_dequantise(data, [9], 2).squeeze(-1)
+    found = as_integers(data, [9], 2).squeeze(-1)
     assert found.tolist() == naive.group_of(data.squeeze(-1).tolist(), 2)
     assert len(found.unique()) <= 4 and found.min() >= float(np.float16(offset))
 
@@ -53,9 +54,9 @@ def test_no_code_lies_outside_its_bits(offset: float) -> None:
 def test_a_group_of_one_value_is_that_value() -> None:
     """No scale tells its numbers apart; what is left is the minimum in 16 bits, and no NaN."""
     data = torch.tensor([[0.5, -3.25, 0.0, 1e-9]]).expand(7, 4)
-    assert torch.equal(quantise_dequantise(data, [4, 3], 2), torch.tensor([[0.5, -3.25, 0.0, 0.0]]).expand(7, 4))
+    assert torch.equal(as_integers(data, [4, 3], 2), torch.tensor([[0.5, -3.25, 0.0, 0.0]]).expand(7, 4))
     close = torch.tensor([[1.0], [1.0 + 2**-23]])
-    assert quantise_dequantise(close, [2], 8).tolist() == [[1.0], [1.0]]
+    assert as_integers(close, [2], 8).tolist() == [[1.0], [1.0]]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,7 @@ def test_keys_go_by_channel_and_values_by_entry(length: int, window: int, group:
     window = chosen.window
     keys, values = (torch.from_numpy(np.random.default_rng(s).normal(size=(2 * length + 3, d_head))) for s in (1, 2))
     entries = KeptEntries.of(torch.split(keys, lengths), torch.split(values, lengths))
-    for place, (found_keys, found_values) in enumerate(quantise_entries(entries, chosen).sets()):
+    for place, (found_keys, found_values) in enumerate(quantise_entries(entries, chosen, 0).sets()):
         own_keys, own_values = (torch.split(kind, lengths)[place].numpy() for kind in (keys, values))
         few = lengths[place] - window
         expected = np.array([*naive.keys(list(own_keys[:few]), 2, group), *own_keys[few:]])
@@ -79,7 +80,7 @@ def test_keys_go_by_channel_and_values_by_entry(length: int, window: int, group:
 def test_what_is_borrowed_stays_as_it_is() -> None:
     keys, values = torch.randn(2, 10, 4), torch.randn(2, 10, 4)
     before = keys.clone(), values.clone()
-    found = quantise_entries(borrow(keys, values), config("quantise(bits=2)"))
+    found = quantise_entries(borrow(keys, values), config("quantise(bits=2)"), 0)
     assert found.rectangle is None
     assert torch.equal(keys, before[0]) and torch.equal(values, before[1])
     assert not torch.equal(found.keys.view(2, 10, 4)[:, :6], keys[:, :6])
@@ -88,7 +89,7 @@ def test_what_is_borrowed_stays_as_it_is() -> None:
 
 def test_more_bits_lose_less() -> None:
     data = torch.randn(64, 16)
-    lost = [float((quantise_dequantise(data, group_lengths(64, 32), bits) - data).abs().mean()) for bits in (8, 4, 2)]
+    lost = [float((as_integers(data, group_lengths(64, 32), bits) - data).abs().mean()) for bits in (8, 4, 2)]
     assert lost[0] < lost[1] / 10 < lost[2] / 30
 
 
@@ -96,16 +97,16 @@ def test_bytes_by_hand() -> None:
     """100 entries of 64 numbers, 32 of them the window, in 4 bits: keys have ⌈68 / 32⌉ groups of each channel."""
     codes, window = 2 * 68 * 64 * 4, 32 * 64 * 2 * 16
     scales = 3 * 64 * 32 + 68 * 2 * 32
-    assert stored_bits(config("quantise").precision, 100, 32, 64, 64) == codes + window + scales == 110_848
-    assert stored_bits(config("full").precision, 100, 32, 64, 64) == 100 * 64 * 2 * 16
-    assert stored_bits(config("quantise").precision, 20, 32, 64, 64) == 20 * 64 * 2 * 16, "the window is whole"
+    assert stored_bits(config("quantise").precision, [100], 32, 64, 64) == codes + window + scales == 110_848
+    assert stored_bits(config("full").precision, [100], 32, 64, 64) == 100 * 64 * 2 * 16
+    assert stored_bits(config("quantise").precision, [20], 32, 64, 64) == 20 * 64 * 2 * 16, "the window is whole"
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize(("group", "d_head"), [(32, 64), (32, 80), (16, 8), (5, 12)])
 def test_a_budget_of_bytes_is_filled(bits: int, group: int, d_head: int) -> None:
     precision = config(f"quantise(bits={bits}, group={group}, fill={d_head})").precision
-    asked = SimpleNamespace(bits=bits, group=group, window=32)
+    asked = SimpleNamespace(bits=bits, group=group, window=32, by_layer="")
     held = [naive.bits_held(asked, kept, 400, d_head) for kept in range(401)]
     for budget in (33, 64, 150, 399):
         room, found = budget * 2 * 16 * d_head, entries_in_bytes(precision, budget, 32, 400)
@@ -121,9 +122,9 @@ def test_without_a_head_size_a_budget_counts_entries() -> None:
 @pytest.mark.parametrize(
     ("choices", "error", "said"),
     [
-        ({"precision": "quantise(bits=3)"}, ConfigError, "bits of precision 'quantise' is one of 8, 4, 2, got 3"),
+        ({"precision": "quantise(bits=3)"}, UnknownNameError, "unknown bits '3'; nearest of 19 known: "),
         ({"precision": "quantise(group=0)"}, ConfigError, "group of precision 'quantise' must be at least 1, got 0"),
-        ({"precision": "quantise(bits=4.0)"}, ConfigError, "bits of precision 'quantise' is a whole number, got '4.0'"),
+        ({"precision": "quantise(bits=4.0)"}, UnknownNameError, "unknown bits '4.0'"),
         ({"precision": "full(group=32)"}, ConfigError, "precision 'full' has no option 'group'; its options: none"),
         ({"group": 32}, ConfigError, "group has no effect here: it needs precision quantise; leave it out"),
         ({"bits": 4}, ConfigError, "bits has no effect here: it needs precision quantise; leave it out"),
@@ -139,9 +140,9 @@ def test_what_cannot_be_asked_for(choices: dict[str, Any], error: type[Exception
 
 def test_bytes_are_those_of_the_models_heads() -> None:
     fits = config("quantise(fill=64)").precision
-    check_fill([fits, Choice("full")], 64, 64, "m")
+    check_precisions([fits, Choice("full")], [0], 64, 64, "m")
     with pytest.raises(ConfigError, match="must be the size of a head, 128 in model 'm', or 0, .* got 64"):
-        check_fill([fits], 128, 128, "m")
+        check_precisions([fits], [0], 128, 128, "m")
 
 
 def test_a_sweep_names_bits_once() -> None:
@@ -164,5 +165,5 @@ def test_full_precision_is_not_said_and_may_be_absent() -> None:
 def test_a_wrong_precision_in_a_document_is_refused() -> None:
     document = configuration(64, precision="quantise").to_document()
     document["precision_options"] = {**document["precision_options"], "bits": 3}
-    with pytest.raises(ConfigError, match="bits of precision 'quantise' is one of 8, 4, 2, got 3"):
+    with pytest.raises(UnknownNameError, match="unknown bits '3'"):
         EvictionConfig.from_document(document)

@@ -17,15 +17,17 @@ from kvpress.presses.fastkvzip_press import FastKVzipGate
 from kvpress.presses.kvzap_press import KVzapConfig, KVzapModel
 from transformers import DynamicCache
 
-from perturbkv.errors import ConfigError, PerturbkvError, UnreadableCacheError
+from perturbkv.configs.resources import Resources
+from perturbkv.errors import ConfigError, PerturbkvError
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.loading import load_model
-from perturbkv.pipeline.variants import presses as running
+from perturbkv.pipeline.variants.external_caches import ExternalCache, read_plain_caches
 from perturbkv.selection.grid import configuration
 from perturbkv.selection.policies import kvpress as presses
 from perturbkv.selection.resolved_config import resolve
 from tests.support.folders import model_folder
 from tests.support.models import tiny_adapter, token_ids
+from tests.support.resolved import prefill
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "kvpress.md"
 ROW = re.compile(r"^\| `(\w+)` \| ([\w, ]+) \|(.*)\|$", re.MULTILINE)
@@ -71,9 +73,15 @@ def full_cache(adapter: Adapter, ids: tuple[int, ...]) -> list[tuple[torch.Tenso
 
 def kept(adapter: Adapter, written: str, ids: tuple[int, ...] = token_ids(N, seed=1), budget: int = B) -> torch.Tensor:
     """(layer, kv_head, key): as the pipeline gets it."""
+    cache = read(adapter, written, ids, budget)
+    assert cache.is_kept_set, "it holds the full cache's entries"
+    return torch.stack([cache.kept_set(layer, *entries) for layer, entries in enumerate(full_cache(adapter, ids))])
+
+
+def read(adapter: Adapter, written: str, ids: tuple[int, ...] = token_ids(N, seed=1), budget: int = B) -> ExternalCache:
     config = resolve(configuration(budget, policy=f"kvpress:{written}"))
-    source = running.press_source(adapter, ids, config)
-    return torch.stack([source(layer, *entries) for layer, entries in enumerate(full_cache(adapter, ids))])
+    (cache,) = read_plain_caches(adapter, [config], ids, prefill(adapter, ids, [config], Resources(), "s")).values()
+    return cache
 
 
 def test_the_page_has_every_name_that_kvpress_exports() -> None:
@@ -101,20 +109,11 @@ def test_a_press_that_is_refused_says_why_in_one_line(name: str) -> None:
         configuration(B, policy=f"kvpress:{name}{WRITTEN.get(name, '')}")
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("KeyRerotationPress", r"does not only evict: in layer 0 .*keys differ by up to [\d.]+ of their norm"),
-        ("MergingPress", r"does not only evict: in layer 0 values differ by up to [\d.]+ of their norm"),
-        ("ThinKPress", r"does not only evict: in layer 0 .*keys differ"),
-    ],
-)
-def test_what_changes_keys_or_values_is_found_without_the_list(
-    name: str, said: str, adapter: Adapter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(presses, "REFUSED", {})
-    with pytest.raises(UnreadableCacheError, match=said):
-        kept(adapter, name + WRITTEN[name])
+@pytest.mark.parametrize("name", [name for name, (verdict, _) in TOLD.items() if verdict == "entries of its own"])
+def test_a_press_that_changes_keys_or_values_has_entries_of_its_own(name: str, adapter: Adapter) -> None:
+    cache = read(adapter, name + WRITTEN[name])
+    assert not cache.is_kept_set and not cache.is_called and cache.reads_plainly
+    assert all(keys.shape[1] == (N if name == "ThinKPress" else B) for keys, _ in cache.layers)
 
 
 def test_what_decodes_otherwise_is_refused_where_it_is_a_parameter(adapter: Adapter) -> None:
@@ -125,15 +124,15 @@ def test_what_decodes_otherwise_is_refused_where_it_is_a_parameter(adapter: Adap
 
 
 def test_a_replay_that_stays_in_the_cache_is_unreadable(adapter: Adapter) -> None:
-    with pytest.raises(UnreadableCacheError, match="'KVComposePress': layer 0 keeps 512 entries, more than the 256"):
+    with pytest.raises(ConfigError, match=r"KVComposePress\(.*\)': .*layer 0 keeps 512 entries, more than the 256"):
         kept(adapter, "KVComposePress(structured=false)")
 
 
 @pytest.mark.parametrize("name", [name for name, (verdict, _) in TOLD.items() if verdict.startswith("by name")])
 def test_a_press_that_finds_nothing_by_the_models_name_says_so_in_one_line(name: str, adapter: Adapter) -> None:
-    with pytest.raises(PerturbkvError, match=f"^press '{name}' cannot be run: ") as caught:
+    with pytest.raises(PerturbkvError, match=rf"^policy 'kvpress:{name}.*': reading the prompt raises ") as caught:
         kept(adapter, name + WRITTEN.get(name, ""))
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 450
 
 
 def random_gates(self: Any, model: Any) -> None:
@@ -193,6 +192,8 @@ def test_statistics_of_a_folder_are_read(adapter: Adapter, tmp_path: Path) -> No
 
 def traces_of(adapter: Adapter) -> list[Any]:
     """Everything that a press could have left on a model."""
+    for attention in adapter.attentions:
+        vars(attention).pop("masked_key_indices", None)  # set by every prefill since kvpress was imported
     modules = dict(adapter.model.named_modules())
     return [
         sorted(modules),
@@ -212,17 +213,13 @@ def test_the_model_is_left_as_it_was(name: str, tmp_path: Path) -> None:
     adapter = load_model(str(folder), device="cpu", dtype="float32")
     ids = token_ids(N, seed=1)
     full_cache(adapter, ids)
-    for attention in adapter.attentions:
-        vars(attention).pop("masked_key_indices", None)  # set by every prefill since kvpress was imported
     before = copy.copy(traces_of(adapter))
-    config = resolve(configuration(B, policy=f"kvpress:{name}{WRITTEN.get(name, '')}"))
-    running.press_source(adapter, ids, config)
+    read(adapter, name + WRITTEN.get(name, ""))
     *after, weights = traces_of(adapter)
     assert after == before[:-1]
     assert all(torch.equal(weights[name], value) for name, value in before[-1].items())
-    config = resolve(configuration(8, policy="kvpress:SnapKVPress"))
     with pytest.raises(ConfigError):
-        running.press_source(adapter, ids[:10], config)  # fails while it runs
+        read(adapter, "SnapKVPress", ids[:10], 8)  # fails while it runs
     assert traces_of(adapter)[:-1] == before[:-1]
 
 
@@ -240,7 +237,7 @@ def test_the_ratio_means_the_budget_to_the_entry() -> None:
     for tokens in (7, 100, 182, 1000, 4099):
         for budget in range(1, tokens + 1, max(1, tokens // 97)):
             press = kvpress.KnormPress()
-            assert running.set_ratio(press, tokens, budget)
+            assert presses.set_ratio(press, tokens, budget)
             assert int(tokens * (1 - press.compression_ratio)) == budget and 0 <= press.compression_ratio < 1
             assert press.compression_ratio == pytest.approx(1 - budget / tokens, abs=1e-12)
 

@@ -183,7 +183,7 @@ def test_choices_of_ours_that_a_press_does_not_take_are_refused(field: str, valu
 
 def test_a_press_that_fails_says_so_in_its_own_words() -> None:
     with pytest.raises(
-        ConfigError, match="'SnapKVPress' cannot be run: AssertionError: Query length 512 should be greater"
+        ConfigError, match="reading the prompt raises AssertionError: Query length 512 should be greater"
     ):
         measured(tiny(4, 4), (configuration(B, policy="kvpress:SnapKVPress(window_size=600)"),))
 
@@ -235,7 +235,7 @@ def test_the_command_generates_lists_and_plans_presses(perturbkv: Run, tiny: lis
 
 
 @pytest.mark.parametrize(
-    "policy", ["kvpress:SnapPress", "kvpress:ThinKPress", "kvpress:SnapKVPress(0.5)", "kvpress:QFilterPress"]
+    "policy", ["kvpress:SnapPress", "kvpress:FinchPress", "kvpress:SnapKVPress(0.5)", "kvpress:QFilterPress"]
 )
 def test_the_command_refuses_in_one_line_and_writes_nothing(
     policy: str, perturbkv: Run, tiny: list[object], tmp_path: Path

@@ -211,7 +211,8 @@ class Reference:
                 place = self.decoder.places[layer]
                 unturned = [self.decoder.unrotated[place][own][position] for position in kept]
                 held = [self.decoder.rotate(one, stands, layer) for stands, one in enumerate(unturned)]
-            found.append(quantisation.stored(flat(config), kept, held, [values[i] for i in kept], self.n))
+            few = [held, [values[position] for position in kept]]
+            found.append(quantisation.stored(flat(config), kept, *few, self.n, self.decoder.places[layer]))
         return found
 
     @functools.cache  # noqa: B019

@@ -97,7 +97,12 @@ def test_bytes_are_those_of_what_is_stored(case: tuple[SampleTrace, Reference]) 
     for index, config in enumerate(reference.run.configs):
         sets = [reference.kept(layer, config) for layer in range(layers)]
         stored = len(sets[0]) if config.granularity.name == "query" else kv_heads
-        bits = [quantisation.bits_held(flat(config), len(kept), reference.n, d_head) for one in sets for kept, _ in one]
+        asked, places = flat(config), reference.decoder.places
+        bits = [
+            quantisation.bits_held(asked, len(kept), reference.n, d_head, places[layer])
+            for layer, one in enumerate(sets)
+            for kept, _ in one
+        ]
         gone, sharing = [reference.n - len(kept) for one in sets for kept, _ in one], len(sets[0]) // stored
         bits = [b + correction.bits(flat(config).mass, g, sharing, d_head) for b, g in zip(bits, gone, strict=True)]
         whole = layers * kv_heads * 4 * d_head * (reference.n + len(pages.page_table(flat(config), reference.n)))

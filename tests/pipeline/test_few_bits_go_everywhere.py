@@ -68,11 +68,49 @@ def test_rows_in_16_bits_are_those_of_a_run_without_others() -> None:
         np.testing.assert_allclose(alone[name], among[name][[0, 3]], rtol=1e-9, atol=1e-13)
 
 
+def traced(*precisions: str, budget: float = 16) -> dict[str, np.ndarray]:
+    configs = tuple(config(precision, budget, "snapkv", granularity="kv") for precision in precisions)
+    return dict(trace_sample(exact_adapter("llama", *HEADS["GQA"]), PROMPT, RunConfig("m", "d", configs)).arrays)
+
+
+@pytest.mark.parametrize("precision", ["16", "4; layers 0-1: 16"])
+def test_sixteen_bits_everywhere_are_full_precision(precision: str) -> None:
+    """Bit for bit, but for isolated perturbations, which come from the stored entries' own outputs."""
+    full, found = traced("full"), traced(precision)
+    assert found.keys() - full.keys() == {"perturbation_eviction", "perturbation_change"}
+    assert np.array_equal(found["perturbation_change"], np.zeros_like(found["perturbation_change"]))
+    for name in full:
+        if name.startswith("perturbation_isolated"):
+            np.testing.assert_allclose(found[name], full[name], rtol=1e-12)
+        else:
+            assert np.array_equal(found[name], full[name], equal_nan=full[name].dtype.kind == "f"), name
+
+
+def test_a_rule_changes_its_layers_alone() -> None:
+    """What a layer loses by its own bits is that of the same bits everywhere; in 16 bits nothing is lost by them."""
+    found = traced("full", "2, group=8", "2, group=8; layers 0: 16", "layers 1: keys=2", "layers 1: values=2")
+    change = found["perturbation_change"]  # (config, step, layer, head)
+    assert (change[1] > 0).all() and not change[2][:, 0].any() and not change[3:][:, :, 0].any()
+    assert np.array_equal(change[2][:, 1], change[1][:, 1])
+    assert (change[3:][:, :, 1] > 0).all() and not np.allclose(change[3], change[4])
+    first = found["perturbation_propagated"][:, :, 0]
+    np.testing.assert_allclose(first[2:], first[[0, 0, 0]], rtol=1e-12)
+    assert found["held_bytes"][1] < found["held_bytes"][2] < min(found["held_bytes"][3:]) < found["held_bytes"][0]
+
+
+@pytest.mark.parametrize("code", ["fp8", "fp8-tensor", "rotated-8", "8-token"])
+def test_eight_bits_of_any_format_lose_little_of_everything(code: str) -> None:
+    found = traced("full", code, "2", budget=1.0)
+    lost = found["perturbation_propagated"][:, 0].mean(axis=(1, 2)) / found["output_norm"][0].mean()
+    assert lost[0] < 1e-10 < lost[1] < 0.1 < lost[2]
+
+
 @pytest.mark.parametrize("scenario", ["regular", "context-only"])
 def test_answers_come_from_what_is_measured(scenario: str) -> None:
     """Evicting while reading stores what evicting afterwards stores, and so says the same."""
     adapter = exact_adapter("llama", *HEADS["GQA"])
-    configs = tuple(config(f"quantise(bits={count}, group=8)", budget) for count in (4, 2) for budget in (12, 1.0))
+    few = ("quantise(bits=4, group=8)", "keys=rotated-3, values=2; layers 1: fp8")
+    configs = tuple(config(precision, budget) for precision in few for budget in (12, 1.0))
     traced = trace_sample(adapter, PROMPT, RunConfig("m", "d", configs, scenario=scenario, generate=12)).arrays
     made = answer(adapter, PROMPT, configs, 12, scenario=scenario)
     found = [[token for token in row if token >= 0] for row in traced["generated"].tolist()]

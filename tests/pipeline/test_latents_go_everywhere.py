@@ -23,8 +23,8 @@ from perturbkv.errors import ModelError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers import generation
 from perturbkv.pipeline.sample.capture import intercept_attention
+from perturbkv.pipeline.variants.given_sets import sources
 from perturbkv.pipeline.variants.mixtures import MixtureSample
-from perturbkv.pipeline.variants.presses import sources
 from perturbkv.selection.grid import configuration
 from perturbkv.selection.resolved_config import ResolvedRun, resolve
 from tests.support.models import tiny_adapter, token_ids

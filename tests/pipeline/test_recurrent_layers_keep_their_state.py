@@ -26,7 +26,7 @@ from perturbkv.models import recurrent_states as recurrent
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample.capture import decode_from, intercept_attention
 from perturbkv.pipeline.sample.decoding import decode_full
-from perturbkv.pipeline.variants import presses
+from perturbkv.pipeline.variants import given_sets
 from perturbkv.selection.grid import configuration
 from perturbkv.selection.resolved_config import resolve
 from perturbkv.trace import Trace
@@ -214,7 +214,7 @@ def test_what_reads_a_prompt_its_own_way_is_refused(family: str) -> None:
         cache_contents.check_sparse_prefill([Choice("vertical-slash")], 1, 0, (), adapter.config, "m")
     press = EvictionConfig(12, Choice("kvpress:KnormPress"), "given", 0, "kv")
     with pytest.raises(ModelError, match="'KnormPress' expects .* model 'm'"):
-        presses.check_sources([resolve(press)], adapter.config, "m")
+        given_sets.check_sources([resolve(press)], adapter.config, "m")
     with pytest.raises(ModelError, match="an audit of a dump expects .*; model 'tiny-.*' has recurrent states"):
         adapter.check_plain_layers("an audit of a dump")
 

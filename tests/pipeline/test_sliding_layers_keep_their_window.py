@@ -17,7 +17,7 @@ from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ModelError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample.capture import decode_from, intercept_attention
-from perturbkv.pipeline.variants import presses
+from perturbkv.pipeline.variants import given_sets
 from perturbkv.selection.grid import configuration
 from perturbkv.selection.resolved_config import resolve
 from tests.support.caches import Positions, compact, kept_positions
@@ -149,7 +149,7 @@ def test_what_compresses_every_layer_is_refused() -> None:
     adapter, prompt = tiny_adapter("olmo3"), Prompt("s", token_ids(N), 0)
     press = EvictionConfig(12, Choice("kvpress:KnormPress"), "given", 0, "kv")
     with pytest.raises(ModelError, match="'KnormPress' expects layers that all see the whole prompt; some of model"):
-        presses.check_sources([resolve(press)], adapter.config, adapter.name)
+        given_sets.check_sources([resolve(press)], adapter.config, adapter.name)
     config = loss.external_configuration("mine", 12)
     wrong = [{config: [torch.ones(2, N, dtype=torch.bool)] * 4}]
     with pytest.raises(Exception, match="of 2 layers for 'given:mine', got .* of 4"):

@@ -318,10 +318,18 @@ def test_what_cannot_be_measured_is_one_line(make: Callable[..., Any], error: ty
     assert "\n" not in str(raised.value)
 
 
-def test_generate_says_where_its_answers_are() -> None:
-    policy = caches.external(somebodys.plain)
-    from perturbkv.pipeline.answers.generation import check_answer_options
+@pytest.mark.parametrize("scenario", ["regular", "context-only"])
+def test_answers_are_those_of_generate(scenario: str) -> None:
+    makes = (partial(somebodys.recent, budget=12), somebodys.rounded, somebodys.merged)
+    arrays = traced(*makes, generate=9, scenario=scenario)
+    adapter, prompt = exact_adapter("llama", *HEADS["GQA"]), Prompt("s", IDS, 0, question_tokens=7)
+    configs = grid(12, policy=[f"cache:own{index}" for index in range(3)])
+    found = answer(adapter, prompt, configs, 9, scenario=scenario)
+    assert found.evicted == [[token for token in row if token >= 0] for row in arrays["generated"][2:].tolist()]
+    assert found.held == pytest.approx(arrays["held_share"][2:].tolist())
 
-    with pytest.raises(ConfigError, match="its answers with it: perturbkv quality --policy cache:plain"):
-        check_answer_options(grid(12, policy=policy), 4, None)
-    assert answer  # the door is the one that `perturbkv generate` goes through
+
+def test_generate_says_where_answers_of_a_called_cache_are() -> None:
+    configs = grid(12, policy=caches.external(somebodys.Forgetting))
+    with pytest.raises(ConfigError, match="it decodes for itself, and is measured with its answers"):
+        answer(exact_adapter("llama", *HEADS["GQA"]), PROMPT, configs, 4)

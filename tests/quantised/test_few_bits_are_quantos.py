@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from optimum.quanto import MaxOptimizer, qint2, qint4, quantize_weight
+from optimum.quanto import MaxOptimizer, qfloat8_e4m3fn, qint2, qint4, quantize_activation, quantize_weight
 
-from perturbkv.cache.quantisation import group_lengths, quantise_dequantise
+from perturbkv.cache.codecs import as_fp8, as_integers, group_lengths
 
 QTYPES = {4: qint4, 2: qint2}
 ENTRIES, D_HEAD, GROUP = 96, 64, 32
@@ -28,14 +28,14 @@ def data(request: pytest.FixtureRequest) -> torch.Tensor:
 
 @pytest.mark.parametrize("bits", QTYPES)
 def test_keys_per_channel_are_the_same_numbers(data: torch.Tensor, bits: int) -> None:
-    found = quantise_dequantise(data, group_lengths(ENTRIES, GROUP), bits)
+    found = as_integers(data, group_lengths(ENTRIES, GROUP), bits)
     assert torch.equal(found, theirs(data, bits, axis=-1))
     assert not torch.equal(found, theirs(data, bits, axis=0)), "another grouping gives other numbers"
 
 
 @pytest.mark.parametrize("bits", QTYPES)
 def test_values_per_entry_are_the_same_numbers(data: torch.Tensor, bits: int) -> None:
-    assert torch.equal(quantise_dequantise(data.mT, group_lengths(D_HEAD, GROUP), bits).mT, theirs(data, bits, axis=0))
+    assert torch.equal(as_integers(data.mT, group_lengths(D_HEAD, GROUP), bits).mT, theirs(data, bits, axis=0))
 
 
 @pytest.mark.parametrize("bits", QTYPES)
@@ -43,8 +43,13 @@ def test_scales_in_32_bits_lie_near(data: torch.Tensor, bits: int) -> None:
     """Rounding scale and minimum to 16 bits moves a number by far less than rounding it to a code does."""
     scale, shift = MaxOptimizer()(data, QTYPES[bits], -1, GROUP)
     whole = quantize_weight(data, QTYPES[bits], -1, scale, shift, group_size=GROUP, optimized=False).dequantize()
-    found = quantise_dequantise(data, group_lengths(ENTRIES, GROUP), bits)
+    found = as_integers(data, group_lengths(ENTRIES, GROUP), bits)
     assert float((found - whole).abs().mean()) < 0.02 * float((whole - data).abs().mean())
+
+
+def test_fp8_with_one_scale_has_the_same_numbers(data: torch.Tensor) -> None:
+    scale = data.abs().max() / 448
+    assert torch.equal(as_fp8(data, [ENTRIES]), quantize_activation(data, qfloat8_e4m3fn, scale).dequantize())
 
 
 def test_their_layout_holds_no_kept_sets() -> None:

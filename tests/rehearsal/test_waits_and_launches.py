@@ -63,6 +63,7 @@ def grown(**choices: Any) -> tuple[list[pk.EvictionConfig], list[pk.EvictionConf
 KINDS: dict[str, dict[str, Any]] = {
     **{name: {"policy": name} for name in ("adakv", "defensive-layer", "h2o", "kvzip", "lava", "quest", "dropkv")},
     "in few bits": {"precision": "quantise(bits=4)"},
+    "in formats by layer": {"precision": "keys=rotated-3, values=fp8; layers 0: keys=fp8-tensor, values=4-channel"},
     "corrected": {"correction": "corrected"},
     "in-cache": {"policy": "adakv(positions=in-cache)"},
     "random": {"policy": "random", "selection": "random"},

@@ -11,7 +11,8 @@ _DEFAULTS: dict[str, Any] = {
     "alpha": 0.25, "split": "prefix", "score": "accumulated", "epsilon": 0.0, "pool": "max", "kernel": 7,
     "reduce": "mean", "product": "product-of-means", "sinks": 4, "seed": 0, "floor": 0.2, "safeguard": "mixture",
     "line": "prefix", "recent": 0.5, "history": 400, "positions": "kept",
-    "block": 1, "block_score": "sum", "bits": 16, "fill": 0, "norm": "l1", "mass": "oracle", "page": 16,
+    "block": 1, "block_score": "sum", "bits": 16, "group": 32, "by_layer": "", "fill": 0,
+    "norm": "l1", "mass": "oracle", "page": 16,
     "vertical": 0.5, "last": 64, "first": 4, "sums": "all", "window_queries": "all",
 }  # fmt: skip
 """METHOD's, where nobody says otherwise."""

@@ -81,6 +81,8 @@ def precision_configs(granularity: str) -> tuple[EvictionConfig, ...]:
         configuration(1.0, precision="quantise(bits=8)", **fields),
         configuration(1.0, precision="quantise(bits=2, group=5)", **fields),
         configuration(9, precision="quantise(bits=4, group=4, fill=8)", **fields),
+        configuration(14, precision="keys=4-token, values=fp8, group=5; layers 1: keys=fp8", **fields),
+        configuration(9, precision="quantise(keys=fp8, values=2-channel, group=4, fill=8)", **fields),
     ]
     adakv = configuration(12, precision="quantise(bits=4, group=4)", **{**fields, "policy": "adakv(kernel=3)"})
     return tuple(made) if granularity == "layer" else (*made, adakv)

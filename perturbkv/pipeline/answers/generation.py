@@ -5,7 +5,7 @@ The prompt is prefilled without measurement, each layer evicted as soon as it is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from perturbkv.cache.compact import CompactCache, CompactLayer, join_layers
 from perturbkv.cache.entries import GatheredSet, borrow, check_positions, gather_kept, kept_lengths
 from perturbkv.cache.makers import Entries, Maker
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.precision import FULL_BITS
+from perturbkv.configs.number_formats import FULL_BITS
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
 from perturbkv.devices import full_precision, to_device
@@ -31,11 +31,12 @@ from perturbkv.pipeline.sample import measure
 from perturbkv.pipeline.sample.capture import LOGITS, FiniteCheck, Observer, capture, decode_from
 from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.prefill import Prefill, Statistics, free_entries, prefill
-from perturbkv.pipeline.variants.presses import sources
+from perturbkv.pipeline.variants.external_caches import ExternalCache, has_own_code, read_plain_caches
+from perturbkv.pipeline.variants.given_sets import sources
 from perturbkv.pipeline.variants.readers import maker_of
 from perturbkv.scoring.layer_view import LayerView
 from perturbkv.selection import compatibility
-from perturbkv.selection.resolved_config import ResolvedRun
+from perturbkv.selection.resolved_config import ResolvedConfig, ResolvedRun
 
 _DEFAULT = Resources()
 
@@ -65,6 +66,9 @@ def prefill_and_evict(
     prefilled = prefill(adapter, prompt, run, resources, external, rows)
     prefilled.finite.raise_if_not(prompt.sample_id)
     if rows.needs_full_cache:
+        caches = read_plain_caches(adapter, run.configs, context, prefilled)
+        external |= {config: cache.kept_set for config, cache in caches.items()}
+        rows.use(caches)
         rows.evict_all(prefilled)
     rows.finite.raise_if_not(prompt.sample_id)
     cache = CompactCache(join_layers(adapter, rows.layers, prefilled.states))
@@ -93,11 +97,17 @@ class _RowBuilder:
         self._with_full, self._keep_all = with_full, keep_all
         self._makers = list(map(maker_of, run.configs))
         self._window = max(config.window for config in run.configs)
-        self.needs_full_cache = not keep_all and any(compatibility.needs_all_layers(config) for config in run.configs)
+        self.needs_full_cache = not keep_all and any(
+            compatibility.needs_all_layers(config) or has_own_code(config) for config in run.configs
+        )
         self.layers: list[CompactLayer] = []
         self.queries: list[Tensor] = []
         self.sizes: list[list[CacheSize]] = []
         self.finite = FiniteCheck()
+
+    def use(self, caches: Mapping[ResolvedConfig, ExternalCache]) -> None:
+        """Take what somebody's code has read for the caches of these configurations."""
+        self._makers = [caches.get(config, maker) for config, maker in zip(self._configs, self._makers, strict=True)]
 
     def visit(self, statistics: Statistics, view: LayerView) -> None:
         """Store the last queries of a layer, and evict it unless all layers must be read first: a `Visitor`."""
@@ -114,11 +124,12 @@ class _RowBuilder:
     def _evict(self, layer: FullLayer) -> None:
         """Append the compact layer with the entries of all rows, and count them."""
         everything = borrow(layer.keys, layer.values, layer.latent)
-        made = [maker.make_whole(everything) for maker in self._makers] if self._keep_all else self._make(layer)
+        number = self._adapter.layer_indices[layer.index]
+        made = [maker.make_whole(everything, number) for maker in self._makers] if self._keep_all else self._make(layer)
         for entries in made:
             if entries.has_rounded_numbers:
-                measure.check_quantised_entries(self.finite, self._adapter.layer_indices[layer.index], entries.row)
-        full = Maker().make_whole(everything)
+                measure.check_quantised_entries(self.finite, number, entries.row)
+        full = Maker().make_whole(everything, number)
         self.sizes.append(list(map(CacheSize.of, (full, *made))))
         first = [everything] if self._with_full else []
         stand_ins = {

@@ -12,9 +12,9 @@ from perturbkv import memory
 from perturbkv.cache import entries
 from perturbkv.configs import alpha_table, cache_contents
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.layer_types import soft_cap
+from perturbkv.configs.layer_types import measured_layers, reading_layers, soft_cap
 from perturbkv.configs.option import check_configurations
-from perturbkv.configs.precision import check_fill
+from perturbkv.configs.precision import check_precisions
 from perturbkv.configs.resources import Batches, Resources, Shape, plan_batches
 from perturbkv.configs.run import METRICS, RunConfig, Settings
 from perturbkv.datasets.encode import Prompt, check_length, check_vocabulary
@@ -23,7 +23,7 @@ from perturbkv.devices import dtype_name
 from perturbkv.errors import BudgetError
 from perturbkv.models.adapter import check_long_rotations, check_sliding_window
 from perturbkv.models.loading import ModelFiles, check_memory, device_exists, load_weights
-from perturbkv.pipeline.variants import presses
+from perturbkv.pipeline.variants import given_sets
 from perturbkv.pipeline.variants.readers import maker_of
 from perturbkv.selection import compatibility
 from perturbkv.selection.policies import registry
@@ -146,7 +146,7 @@ def plan(
     check_configurations(len(configs))
     resolved = tuple(map(resolve, configs))
     entries.check_positions(resolved, files.config, files.name)
-    presses.check_sources(resolved, files.config, files.name)
+    given_sets.check_sources(resolved, files.config, files.name)
     compatibility.check_soft_cap(resolved, soft_cap(files.config), files.name)
     alpha_table.check_tables([config.alpha for config in configs], files.config)
     if loaded is not None:  # else, when the first prompt is read
@@ -186,7 +186,8 @@ def plan(
     for name in compatibility.scores_with_norms_counted_twice(fit):
         _log.info("value norms are in %s already; the selection two-stage multiplies ν in again", name)
     shape = Shape.from_config(files.config, placement.dtype.itemsize, files.weights_bytes(placement.dtype))
-    check_fill([config.precision for config in configs], shape.d_key, shape.d_value, files.name)
+    stored = sorted({*measured_layers(files.config)} - reading_layers(files.config))
+    check_precisions([config.precision for config in configs], stored, shape.d_key, shape.d_value, files.name)
     if generate and settings.scored:
         resources = _bound_memory(resources, shape, run, prompts, placement, loaded)
     resolved_run = ResolvedRun.from_run(run, fit)

@@ -16,7 +16,7 @@ from torch import Tensor
 from perturbkv import theory
 from perturbkv.cache.entries import Lengths
 from perturbkv.cache.makers import OwnPrefill
-from perturbkv.configs.precision import FULL_BITS
+from perturbkv.configs.number_formats import FULL_BITS
 from perturbkv.configs.resources import Shape
 from perturbkv.datasets.decoded_tokens import token_kinds
 from perturbkv.datasets.metrics import leading_digits

@@ -356,6 +356,10 @@ def _step_outputs(
     step, slices, result = layer.full_step(record), layer.slices_at(record), {}
     output = theory.project_outputs(step.mixed, slices)
     for index, entries in rows.items():
+        if entries.is_full_cache(step.tokens):
+            numbers = output.new_full((len(CHANGED_VARIABLES) - 1, len(output)), torch.nan)  # without the effect
+            result[index] = numbers, torch.full_like(step.mixed, torch.nan)
+            continue
         evicted, own, changed = entries.outputs(step)
         from_full = theory.distances(output, theory.project_outputs(own - step.mixed, slices))
         from_kept_set = theory.project_outputs(own - evicted, slices).abs().sum(dim=-1)

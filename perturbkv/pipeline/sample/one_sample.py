@@ -62,7 +62,7 @@ from perturbkv.pipeline.sample.effect import average_gradients, propagated_effec
 from perturbkv.pipeline.sample.layer import LayerResult, measure_layer
 from perturbkv.pipeline.sample.sample_run import SampleRun
 from perturbkv.pipeline.variants.external_caches import plain_steps
-from perturbkv.pipeline.variants.presses import KeptMasks
+from perturbkv.pipeline.variants.given_sets import KeptMasks
 from perturbkv.pipeline.variants.readers import time_full_prefill
 from perturbkv.schema import VARIABLES
 from perturbkv.selection.resolved_config import ResolvedRun

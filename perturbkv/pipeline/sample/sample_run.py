@@ -23,7 +23,7 @@ from perturbkv.pipeline.sample.effect import add_gradients
 from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.prefill import Prefill, layer_value_norms, prefill
 from perturbkv.pipeline.variants.external_caches import ExternalCache, answer_from, read_caches
-from perturbkv.pipeline.variants.presses import KeptMasks, sources
+from perturbkv.pipeline.variants.given_sets import KeptMasks, sources
 from perturbkv.pipeline.variants.readers import Reader, maker_of, readers_of
 from perturbkv.scoring.value_norms import euclidean_value_norms
 from perturbkv.selection.resolved_config import ResolvedConfig, ResolvedRun

@@ -1,10 +1,11 @@
 """Somebody's caches of a prompt, read and decoded as for their users (METHOD: Caches that are no subset).
 
-The code reads the prompt into a cache. Where that is transformers' plain `DynamicCache`, its keys and values become a
-row of the batch, with whatever the code made of them: entries that are all those of the full cache, bit by bit, are a
-kept set, which is measured as our own; others are matched with them, so that the kept set is told where each stands for
-one. A `bias` of a layer is added to its logits. Any other cache, and any with a decoding of its own, may change while
-it decodes: it is *called*, token by token, in a pass of one row. What attention got there is what it holds.
+The code is a function, a Cache class or a press of kvpress, and reads the prompt into a cache. Where that is
+transformers' plain `DynamicCache`, its keys and values become a row of the batch, with whatever the code made of them:
+entries that are all those of the full cache are a kept set, which is measured as our own, without those that a press
+only masks; others are matched with them, so that the kept set is told where each stands for one. A `bias` of a layer is
+added to its logits. Any other cache, and any with a decoding of its own, may change while it decodes: it is *called*,
+token by token, in passes of one row.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from transformers.cache_utils import DynamicLayer
 from perturbkv import theory
 from perturbkv.cache.compact import rebuild_cache
 from perturbkv.cache.entries import GatheredSet, KeptEntries, borrow
-from perturbkv.cache.external_cache import RecoveredLayer, layer_tensors, pair_layers, recover_positions
+from perturbkv.cache.external_cache import NOWHERE, RecoveredLayer, layer_tensors, pair_layers, recover_positions
 from perturbkv.cache.makers import Entries, FullStep, Maker, Outputs, PrefilledLayer, StoredEntries, entry_bits
 from perturbkv.cache.model_state import ModelState, describe_damage
 from perturbkv.cache.stand_in import BiasedEntries
 from perturbkv.configs.cache_contents import SOMEBODYS
-from perturbkv.configs.precision import FULL_BITS
+from perturbkv.configs.number_formats import FULL_BITS
 from perturbkv.errors import ConfigError, PerturbkvError
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.forward import run_with_cache
@@ -41,11 +42,15 @@ from perturbkv.pipeline.sample.decoding import StepRecord, StepRecorder
 from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.prefill import Prefill
 from perturbkv.selection.external_eviction import Eviction, eviction_code
-from perturbkv.selection.policies import caches
+from perturbkv.selection.policies import caches, kvpress
 from perturbkv.selection.resolved_config import ResolvedConfig
 
 _BIAS = "bias"
 """Attribute of a cache's layer: numbers that are added to the logits of its entries."""
+_MASKED = "masked_key_indices"
+"""Attribute of an attention module: indices (batch, head, entry) of entries that a press masks in its cache."""
+_ROUNDING = 1e-5
+"""Largest distance, in norms of a head, of keys and values that another kernel rounded; less in finer types."""
 _FILE_BYTES = "nbytes"
 """Attribute of a cache: the bytes that a file of it would hold."""
 
@@ -61,7 +66,7 @@ class NamedCacheMaker(Maker):
 
 @dataclass(frozen=True, eq=False)
 class ExternalEntries(StoredEntries):
-    """What somebody's cache holds of a layer, where that is no kept set.
+    """Entries of somebody's cache in a layer, where they are no kept set.
 
     Attributes:
         resident: number of bits in memory.
@@ -99,25 +104,26 @@ class ExternalCache(Maker):
     """Somebody's cache of one prompt: the maker of its row, and what it decoded itself.
 
     Attributes:
-        name: of the policy, for messages.
         layers: keys and values (kv_head, entry, …) that it holds of the prompt, per layer that fills a cache.
         biases: per layer the bias (head, entry); empty where it has none.
         matched: per layer the entries' positions in the prompt.
+        kept: per layer the mask (kv_head, n) of the entries that they stand for, without masked ones.
         bits, resident_bits: of all of it, in a file and in memory; the former NaN where it does not tell.
         reads_plainly: whether the prompt was read as the plain model reads it; else it has no isolated perturbation.
+        is_called: whether it decodes for itself.
         steps: the decode steps of a cache that was called; empty for others.
         outputs: layer -> `ExternalEntries.called`.
     """
 
     has_own_tensors: ClassVar[bool] = True
-    name: str
     layers: Sequence[tuple[Tensor, Tensor]]
     biases: Sequence[Tensor]
     matched: Sequence[RecoveredLayer]
-    tokens: int
+    kept: Sequence[Bool[Tensor, "kv_head key"]]
     bits: float
     resident_bits: float
     reads_plainly: bool
+    is_called: bool
     steps: Sequence[StepRecord] = ()
     outputs: Mapping[int, Mapping[int, Tensor]] = field(default_factory=dict)
 
@@ -129,9 +135,10 @@ class ExternalCache(Maker):
     @property
     def is_kept_set(self) -> bool:
         """Whether it holds entries of the full cache as they are, in any order, each at most once, and only these."""
-        distances = [one for layer in self.matched for one in (*layer.key_distance, *layer.value_distance)]
-        unchanged = not any(bool(distance.any()) for distance in distances)
-        return self.stands_for_entries and unchanged and not self.steps and not self.biases
+        distances = [one for layer in self.matched for one in (*layer.key_distance, *layer.value_distance) if len(one)]
+        most = min(_ROUNDING, 64 * torch.finfo(self.layers[0][0].dtype).eps)
+        unchanged = all(float(distance.max()) <= most for distance in distances)
+        return self.stands_for_entries and unchanged and not self.is_called and not self.biases
 
     @property
     def stands_for_entries(self) -> bool:
@@ -146,7 +153,7 @@ class ExternalCache(Maker):
         It is a `Source`.
         """
         if self.stands_for_entries:
-            return self.matched[layer].mask(key.shape[1])
+            return self.kept[layer]
         return torch.zeros(key.shape[:2], dtype=torch.bool, device=key.device)
 
     def make(self, layer: PrefilledLayer, kept: GatheredSet) -> Entries:
@@ -189,11 +196,23 @@ def read_caches(
     """
     found = {}
     for config in configs:
-        if config.cache_contents is SOMEBODYS:
+        if has_own_code(config):
             with phase("somebody's cache"):
                 reading = _Reading(adapter, config, context, question, prefilled)
                 found[config] = reading.measure(tokens.tolist(), reference)
     return found
+
+
+def read_plain_caches(
+    adapter: Adapter, configs: Sequence[ResolvedConfig], context: Sequence[int], prefilled: Prefill
+) -> dict[ResolvedConfig, ExternalCache]:
+    """Return what `read_caches` does, where nothing is measured. Raises ConfigError for a cache that is called, too."""
+    return read_caches(adapter, configs, context, (), torch.empty(0, dtype=torch.int64), prefilled, ())
+
+
+def has_own_code(config: ResolvedConfig) -> bool:
+    """Return whether a configuration's cache is made by somebody's code."""
+    return config.cache_contents is SOMEBODYS or kvpress.is_press(config.policy)
 
 
 def plain_steps(adapter: Adapter, prefilled: Prefill, passes: Sequence[Sequence[int]]) -> list[StepRecord]:
@@ -242,29 +261,35 @@ class _Reading:
     ) -> None:
         self.adapter, self.config, self.context, self.question = adapter, config, context, question
         self.prefilled = prefilled
-        self.eviction: Eviction = caches.load(config.policy, config.kept_entries(len(context)))
+        self.eviction = _eviction(config, len(context))
         self.decoded = 0
 
     def measure(self, tokens: Sequence[int], reference: Sequence[StepRecord]) -> ExternalCache:
         """Return the cache, with its own steps where it has to be called."""
         last: list[Tensor] = []
+        n = len(self.context)
         with self._somebodys_code():
             with capture(self.adapter, Observer(final=lambda hidden: last.append(hidden[0, -1]))):
                 cache = self._read()
+            masked = [getattr(attention, _MASKED, None) for attention in self.adapter.attentions]
             plainly = bool(last) and self._is_near(last[-1], self.prefilled.final)
             size = self._file_bits(cache), resident_bits(cache, self.adapter.dtype)
             layers, steps, outputs = [], list[StepRecord](), dict[int, dict[int, Tensor]]()
             if is_plain := self._is_plain(cache):
                 layers = self._entries_of(cache)
+            elif not tokens:
+                raise ConfigError("it decodes for itself, and is measured with its answers: perturbkv quality")
             else:
                 isolated = self._isolated(cache, tokens, reference)
                 layers, outputs = list(isolated.held.values()), isolated.outputs
                 steps = self._steps(tokens, reference)
             biases = self._biases(cache) if is_plain else []
             matched = recover_positions(self._batched(layers), self._full(), numbers=self.adapter.layer_indices)
+            kept = [_without_masked(*pair).mask(n) for pair in zip(matched, masked, strict=True)]
         return ExternalCache(
-            str(self.config.policy), layers, biases, matched, len(self.context), *size, plainly, steps, outputs
-        )
+            layers, biases, matched, kept, *size, reads_plainly=plainly, is_called=not is_plain, steps=steps,
+            outputs=outputs,
+        )  # fmt: skip
 
     def answer(self, most: int, ends: Collection[int]) -> list[int]:
         """Return the greedy answer."""
@@ -416,6 +441,24 @@ class _Reading:
         if isinstance(told, bool) or not isinstance(told, int | float) or not 0 < told < math.inf:
             raise ConfigError(f"expected {_FILE_BYTES} of its cache to be a number of bytes above 0, got {told!r}")
         return 8.0 * told
+
+
+def _eviction(config: ResolvedConfig, tokens: int) -> Eviction:
+    """Return the code of a configuration's policy, which keeps what its budget asks of a prompt of `tokens` tokens."""
+    if kvpress.is_press(config.policy):
+        return kvpress.press_eviction(config.policy, config.kept_entries)
+    return caches.load(config.policy, config.kept_entries(tokens))
+
+
+def _without_masked(matched: RecoveredLayer, masked: Any) -> RecoveredLayer:
+    """Return the entries of a layer without those at the indices `masked` (batch, head, entry), None for none."""
+    if masked is None:
+        return matched
+    positions = [position.clone() for position in matched.positions]
+    _, heads, entries = (torch.as_tensor(kind).cpu() for kind in masked)
+    for head, position in enumerate(positions):
+        position[entries[heads == head].to(position.device)] = NOWHERE
+    return RecoveredLayer(tuple(positions), matched.key_distance, matched.value_distance)
 
 
 class _IsolatedOutputs:

@@ -22,7 +22,7 @@ from perturbkv.configs.resources import Resources, Shape
 from perturbkv.datasets.encode import Prompt
 from perturbkv.datasets.prompts import decode_answer, grade, metrics_of
 from perturbkv.devices import full_precision
-from perturbkv.errors import ActivationError
+from perturbkv.errors import ActivationError, ConfigError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers.generation import generate
 from perturbkv.pipeline.answers.recompression import EvictedPrompt
@@ -31,12 +31,13 @@ from perturbkv.pipeline.sample import measure
 from perturbkv.pipeline.sample.capture import FiniteCheck
 from perturbkv.pipeline.sample.decoding import decode_evicted
 from perturbkv.pipeline.sample.full_layer import FullLayer
-from perturbkv.pipeline.sample.prefill import prefill
+from perturbkv.pipeline.sample.prefill import Source, prefill
 from perturbkv.pipeline.sample.sample_run import SampleRun, full_run
-from perturbkv.pipeline.variants.presses import sources
+from perturbkv.pipeline.variants.external_caches import ExternalCache, read_plain_caches
+from perturbkv.pipeline.variants.given_sets import sources
 from perturbkv.pipeline.variants.readers import maker_of
 from perturbkv.selection.kept_sets import ExternalGroup
-from perturbkv.selection.resolved_config import ResolvedRun
+from perturbkv.selection.resolved_config import ResolvedConfig, ResolvedRun
 from perturbkv.storage.patching_file import PER_STEP, PatchingBatch, PatchingRow, PatchingStore
 
 MOST_ROWS = 32
@@ -88,7 +89,10 @@ class MixtureSample:
         check_positions(run.configs, adapter.config, adapter.name)
         adapter.check_own_caches("a mixture of kept sets")
         context, question = prompt.parts(run.scenario)
-        prefilled = prefill(adapter, prompt, run, resources, sources(adapter, context, run.configs, {}))
+        external = sources(adapter, context, run.configs, {})
+        prefilled = prefill(adapter, prompt, run, resources, external)
+        external |= {config: _kept_set(config, cache) for config, cache in
+                     read_plain_caches(adapter, run.configs, context, prefilled).items()}  # fmt: skip
         repeated = replace(prefilled, cache=copy.deepcopy(prefilled.cache), read=dict(prefilled.read))
         text = prompt.forced_tokens(run.text)
         full = {2: full_run(adapter, prefilled, question, run.steps, 3, text)}
@@ -229,6 +233,13 @@ def _step_totals(step: dict[str, Tensor]) -> dict[str, tuple[list[float], float]
         per_row = values.flatten(1).sum(dim=-1) if values.ndim > 1 else values
         totals[name] = per_row.tolist(), float(noise.sum())
     return totals
+
+
+def _kept_set(config: ResolvedConfig, cache: ExternalCache) -> Source:
+    """Return the kept sets of somebody's cache. Raises ConfigError where it holds others entries than a kept set."""
+    if not cache.is_kept_set:
+        raise ConfigError(f"expected kept sets to swap; policy '{config.policy}' holds entries of its own")
+    return cache.kept_set
 
 
 Progress = Callable[[int, int], None]

@@ -32,7 +32,7 @@ from perturbkv.cache.makers import (
     eviction_maker,
 )
 from perturbkv.configs.cache_contents import EVICTED, PAGES_READ, SOMEBODYS, SPARSE_PREFILL, CacheContents
-from perturbkv.configs.precision import FULL_BITS
+from perturbkv.configs.number_formats import FULL_BITS
 from perturbkv.configs.resources import CHUNK_BYTES, Resources
 from perturbkv.devices import block_bytes, stack_on_device, synchronise, to_device
 from perturbkv.models.adapter import Adapter

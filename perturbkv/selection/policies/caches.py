@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from perturbkv.configs.cache_contents import CACHE_PREFIX
 from perturbkv.configs.choice import UNNAMED, Choice
 from perturbkv.configs.plugins import refers_to_file
-from perturbkv.errors import ConfigError, UnknownNameError
+from perturbkv.errors import ConfigError
 from perturbkv.selection.external_eviction import (
     BUDGET,
     Eviction,
@@ -72,16 +72,17 @@ def load(choice: Choice, budget: int) -> Eviction:
 
 
 def code_of(name: str) -> Any:
-    """Return the function or class of the policy `cache:NAME`. Raises PluginError or UnknownNameError without it."""
+    """Return the function or class of the policy `cache:NAME`. Raises as `CachePolicy.complete`."""
     own = name.removeprefix(CACHE_PREFIX)
     return named_code(own)[0] if refers_to_file(own) else _registered(own)
 
 
 def _registered(name: str) -> Any:
-    """Return the registered function or class of this name. Raises UnknownNameError."""
+    """Return the registered function or class of this name. Raises ConfigError."""
     if name not in _REGISTERED:
-        hint = "write cache:file.py:name, or register it in Python: pk.external(make)"
-        raise UnknownNameError(name, "cache", _REGISTERED, hint)
+        raise ConfigError(
+            f"no cache is registered as '{name}' here; write cache:file.py:name, or in Python pk.external(make)"
+        )
     return _REGISTERED[name]
 
 

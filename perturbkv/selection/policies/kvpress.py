@@ -11,19 +11,27 @@ import importlib
 import importlib.metadata
 import inspect
 import logging
+import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache
 
 from perturbkv.configs.choice import UNNAMED, Choice
 from perturbkv.configs.layer_types import is_mixed, is_recurrent
 from perturbkv.configs.plugins import external_code
 from perturbkv.errors import ConfigError, ModelError, UnknownNameError, install_extra
+from perturbkv.models.forward import run_with_cache
+from perturbkv.selection.external_eviction import PRESS, Eviction, padding_arguments
 from perturbkv.selection.policies.external import ExternalPolicy
 
 PREFIX = "kvpress"
+_log = logging.getLogger(__name__)
 _BELOW = (5, 3)
 """kvpress 0.5.5 reads what attention layers are called with, which transformers changed in this version."""
 RATIO = "compression_ratio"
@@ -38,13 +46,15 @@ REFUSED: Mapping[str, str] = {
     "CAMPress": f"{_DECODING}; what it evicts it merges into other values",
     "KeyRerotationPress": "changes keys: it turns those that it keeps to other positions",
     "FinchPress": "changes keys: it turns them to other positions; and it needs a delimiter of its own in the prompt",
-    "MergingPress": "changes values: what it evicts is merged into what it keeps",
-    "ThinKPress": "changes keys: it empties channels of them, and evicts no entry",
     "RestoreKVPress": "adds entries of its own to the cache, and adapters to the model",
     "ComposedPress": "takes a list of presses, each with a ratio of its own, where one budget says one ratio",
     "ObservedAttentionPress": "needs attention weights, which only attn_implementation='eager' gives",
 }  # fmt: skip
-"""Presses that cannot be measured as kept sets -> the reason, as the end of a sentence."""
+"""Presses that cannot be measured -> the reason, as the end of a sentence."""
+_INNER_PRESS = "prefilling_press"
+"""Attribute with the press whose ratio is set, where a press has none: PrefillDecodingPress."""
+_DECODING_OPTIONS = ("decoding_press", "decoding")
+"""Parameters that make a press compress again while it decodes."""
 
 
 class Press(ExternalPolicy):
@@ -190,6 +200,51 @@ def build(choice: Choice) -> Any:
     options = {key: _parse_numbers(value) if "list[float]" in hints[key] else value for key, value in options.items()}
     with external_code(f"press '{name}' cannot be made:", ConfigError), quiet():
         return kind(**options)
+
+
+def press_eviction(choice: Choice, kept: Callable[[int], int]) -> Eviction:
+    """Return the eviction by a completed choice of a press, `kvpress:NAME(…)`, at the ratio that its budget asks for.
+
+    `kept` maps a number of tokens to that of the entries that it is to keep. Raises ConfigError for a value that the
+    press refuses, and for one that compresses while it decodes.
+    """
+    name = choice.name.removeprefix(f"{PREFIX}:")
+
+    def evict(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+        cache, press, tokens = DynamicCache(), build(choice), input_ids.shape[1]
+        if not set_ratio(press, tokens, min(tokens, kept(tokens))):
+            _log_ignored_budget(name)
+        padding = padding_arguments(attention_mask)
+        with quiet(), torch.inference_mode(False), torch.no_grad(), press(model):
+            run_with_cache(model.model, input_ids.clone(), cache, **padding)
+        return cache
+
+    if any(getattr(build(choice), later, None) for later in _DECODING_OPTIONS):
+        later = " and ".join(_DECODING_OPTIONS)
+        raise ConfigError(f"press '{name}' compresses again while it decodes; leave its {later} out")
+    return Eviction(str(choice), PRESS, evict)
+
+
+@functools.cache
+def _log_ignored_budget(name: str) -> None:
+    """Log, once per press, that the press's own parameters rather than the budget decide how much is kept."""
+    _log.info("press '%s' has no ratio to set: what it keeps, its own parameters say, and not --budget", name)
+
+
+def set_ratio(press: Any, tokens: int, kept: int) -> bool:
+    """Set a press's compression ratio to keep `kept` of `tokens` entries; return whether the press has a ratio.
+
+    1 − kept / n is lowered by roundings until ⌊n (1 − ratio)⌋, which is what kvpress keeps, is `kept`.
+    """
+    ratio = max(0.0, 1 - kept / tokens)
+    while int(tokens * (1 - ratio)) < kept:
+        ratio = math.nextafter(ratio, 0)  # the next smaller float
+    owner = press if hasattr(type(press), RATIO) else getattr(press, _INNER_PRESS, None)
+    try:
+        setattr(owner, RATIO, ratio)
+    except AttributeError:
+        return False
+    return owner is not None
 
 
 def _parse_numbers(value: Any) -> Any:

@@ -26,7 +26,7 @@ from perturbkv.configs.plugins import (
     load_class,
     refers_to_file,
 )
-from perturbkv.configs.precision import CORRECTION_OPTIONS, PRECISION_OPTIONS
+from perturbkv.configs.precision import CORRECTION_OPTIONS, PRECISION_OPTIONS, has_integers
 from perturbkv.configs.selections import (
     GRANULARITY_OPTIONS,
     SCORED,
@@ -97,7 +97,7 @@ def all_policies() -> list[type[Policy]]:
 
 def policy_class(name: str) -> type[Policy]:
     """Return the policy class of this name, a score's or an external one too. Raises UnknownNameError, PluginError."""
-    if _is_external(name):
+    if is_external(name):
         return _external_class(name)
     if name in _POLICIES.names() or (refers_to_file(name) and not _is_score(name)):
         return _POLICIES.load(name)
@@ -112,7 +112,7 @@ def check_name(choice: Choice) -> None:
     No module of a policy is imported; of kvpress' presses nothing is known then.
     """
     name = choice.name
-    if _is_external(name):
+    if is_external(name):
         return
     _check_known(name, "policy", names(), _hint(name))
     by = choice.options.get("by", choice.options.get(UNNAMED) if name in _POLICIES.names() else None)
@@ -161,7 +161,7 @@ def plugin_digests(config: EvictionConfig) -> dict[str, str]:
     return {name: class_digest(kind) for name, kind in used.items() if not is_builtin(kind)}
 
 
-def _is_external(name: str) -> bool:
+def is_external(name: str) -> bool:
     """Return whether a policy name denotes external kept sets, such as `kvpress:SnapKVPress`."""
     prefix, colon, _ = name.partition(":")
     return bool(colon) and prefix in _EXTERNAL_MODULES
@@ -175,7 +175,7 @@ def _external_class(name: str) -> type[ExternalPolicy]:
 
 def build(choice: Choice) -> Policy:
     """Return the policy object of a choice, with defaults for missing options. Raises as `complete_choice`."""
-    if _is_external(choice.name):
+    if is_external(choice.name):
         return _external_class(choice.name)()  # its options matter only to the code that runs it
     complete = choice if choice.defaults is not None else _complete(choice)
     kind = policy_class(choice.name)
@@ -196,7 +196,7 @@ def name_first_argument(choice: Choice) -> Choice:
 
 def _complete(choice: Choice) -> Choice:
     """Return the choice of a policy with all its options, defaults included. Raises as `complete_choice`."""
-    if _is_external(choice.name):
+    if is_external(choice.name):
         return _external_class(choice.name).complete(choice)
     complete = complete_choice(
         name_first_argument(choice), f"policy '{choice.name}'", policy_class(choice.name).options()
@@ -238,11 +238,13 @@ _BLOCKS = "a block of several entries"
 _PAGES = "a policy that keeps entries or blocks: pages are as long as page of the policy says"
 _LINES = "a policy that keeps entries or blocks: a line is a line of entries"
 _SCORES = "a selection by score"
+_INTEGERS = "integers, such as bits=4: other formats have scales of their own"
 
 
 def options_without_effect(config: EvictionConfig, policy: Policy) -> dict[OwnedOption, str]:
     """Return ineffective option -> what the option needs to take effect, for a configuration with this policy."""
     needs = {**_needs_of_score_options(config, policy), **_needs_of_product(config, policy), **_needs_of_units(config)}
+    needs |= {} if has_integers(config.precision) else {("precision", "group"): _INTEGERS}
     known = {
         "policy": policy.options(),
         "selection": SELECTION_OPTIONS[config.selection.name],
