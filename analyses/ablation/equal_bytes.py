@@ -121,6 +121,11 @@ class CachePoint(Record):
         return {"packed": self.packed, "resident": self.resident}[curve]
 
 
+def _loss_text(one: CachePoint) -> str:
+    """Return a loss with its interval in one line: '0.188 [0.171, 0.207]'."""
+    return text.three_digits(one.relative, one.relative_interval).replace("\n", " ")
+
+
 @record
 class EqualBytes(Result):
     """Bytes and loss of every configuration of a trace.
@@ -210,14 +215,14 @@ class EqualBytes(Result):
         ]  # fmt: skip
 
     def _cases(self, kind: str) -> list[Case]:
-        """Return the losses of a kind's configurations as cases, named by their share of the main curve's bytes."""
+        """Return the losses of a kind's configurations as cases, each with its share of the main curve's bytes."""
         found = [(one, one.standing(self.main_curve)) for one in self.points if one.kind == kind]
         few = self.identity.samples < MIN_SAMPLES
         return [
             Case(
-                _share_text(where.share),
+                "",
                 one.relative if where.is_told else np.nan,
-                text.three_digits(one.relative, one.relative_interval).replace("\n", " "),
+                f"{_loss_text(one)} at {_share_text(where.share)}",
                 FEW if few and where.verdict == UNDECIDED else where.verdict,
             )
             for one, where in found

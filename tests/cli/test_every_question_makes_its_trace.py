@@ -99,6 +99,21 @@ def test_a_dry_run_of_an_analysis_runs_nothing(perturbkv: Run, tiny: list[object
     assert list(tmp_path.iterdir()) == []
 
 
+def test_equal_bytes_take_few_bits_beside_every_policy_and_of_nobodys_own_cache(
+    perturbkv: Run, tiny: list[object]
+) -> None:
+    Path("mine.py").write_text("def halved(model, input_ids, attention_mask):\n    return None\n")
+    policies = ["--policy", "streaming-llm", "--policy", "cache:mine.py:halved"]
+    told = perturbkv("ablation", "--bytes", *tiny, *policies, "--precision", "quantise(bits=2)", "--dry-run", "--json")
+    chosen = {(one["config"]["policy"], one["config"].get("precision", "full"), one["config"]["budget"])
+              for one in told.json()["kept"]}  # fmt: skip
+    assert chosen == {
+        ("streaming-llm", "full", 24), ("streaming-llm", "quantise(bits=2)", 24), ("cache:mine.py:halved", "full", 24),
+        ("snapkv", "quantise(bits=2)", 1.0),
+    }  # fmt: skip
+    refused(perturbkv("ablation", "--bytes", *tiny, "--precision", "full", "--dry-run"), "give several budgets")
+
+
 def test_budgets_by_head_are_restricted_to_blocks_alone(perturbkv: Run, tiny: list[object]) -> None:
     asked = [*instead(tiny, "--budget", 80), "--policy", "adakv"]
     told = perturbkv("ablation", "--restrictions", *asked, "--dry-run", "--json").json()
