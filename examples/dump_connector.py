@@ -1,4 +1,6 @@
-"""A connector to copy into an engine: it takes the blocks of a forward pass, layer by layer, and writes a dump."""
+"""A connector to copy into an engine: it takes the blocks of forward passes, layer by layer, and dumps each."""
+
+from pathlib import Path
 
 import torch
 
@@ -6,12 +8,12 @@ import perturbkv as pk
 
 
 class DumpConnector:
-    """Three calls per forward pass; vLLM's KVConnectorBase_V1 has hooks with the names of the last two."""
+    """Three calls per forward pass; vllm_dump_connector.py makes them from vLLM's hooks."""
 
-    def __init__(self, folder, layout, **sizes):
-        """Take a new folder, the axes of a layer's tensor, and kv_heads, head_size, block_size of `pk.write_dump`."""
-        self.folder, self.layout, self.sizes = folder, layout, sizes
-        self.axis = layout.split().index("block")
+    def __init__(self, folder, layout, axis=0, **sizes):
+        """Take the dumps' folder, a layer's layout, its axis of blocks, and `write_dump`'s kv_heads, head_size, …"""
+        self.folder, self.layout, self.axis, self.sizes = Path(folder), layout, axis, sizes
+        self.passes = 0
 
     def start_step(self, tables):
         """Before it: note id -> (tokens whose entries it leaves in the cache, block table) of every living request."""
@@ -27,5 +29,7 @@ class DumpConnector:
         self.layers[layer_name] = {"cache": blocks, "block_ids": self.used}
 
     def wait_for_save(self):
-        """After the last layer: write the dump, and return its folder."""
-        return pk.write_dump(self.folder, self.requests, self.layers.values(), layout=self.layout, **self.sizes)
+        """After the last layer: write the dump into a folder with the pass's number, and return that."""
+        self.passes += 1
+        path = self.folder / str(self.passes)
+        return pk.write_dump(path, self.requests, self.layers.values(), layout=self.layout, **self.sizes)

@@ -59,8 +59,8 @@ def stored(precision: str) -> pk.EvictionConfig:
 
 def except_for(parts: Sequence[Part], code: str) -> str:
     """Return the precision with these parts in 16 bits and everything else as the code says."""
-    rules = [f"layers {', '.join(str(layer) for layer, own in parts if own == kind)}: {kind}=16"
-             for kind in KINDS if any(own == kind for _, own in parts)]  # fmt: skip
+    kinds = {layer: [kind for kind in KINDS if (layer, kind) in parts] for layer in sorted({own for own, _ in parts})}
+    rules = [f"layers {layer}: {', '.join(f'{kind}=16' for kind in own)}" for layer, own in kinds.items()]
     return "; ".join([f"keys={code}, values={code}", *rules])
 
 

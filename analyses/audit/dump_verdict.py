@@ -28,7 +28,7 @@ DUMP_FAULTS: Mapping[str, str] = {
     "missing": "entries whose keys or values are zero, or that are in no block",
     "duplicate": "a token's entries several times",
     "swapped": "keys where values belong",
-    "scale": "keys or values times a constant",
+    "scale": "keys or values times a constant, or read by attention with another scale than theirs",
     "clipped": "keys or values clipped at the largest number of the type that they are stored in",
     "request": "entries of another request",
     "stale": "entries of a request that has ended",

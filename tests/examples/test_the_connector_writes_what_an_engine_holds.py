@@ -67,7 +67,8 @@ class PagedEngine:
 
 def audited(folder: Path, layout: str = "kv block token head dim", fault: Fault = lambda *_: None) -> DumpAudit:
     """The audit of what the connector writes after the fifth step, while the engine goes on."""
-    connector = DumpConnector(folder / "dump", layout, kv_heads=HEADS, head_size=8, block_size=BLOCK)
+    axis = layout.split().index("block")
+    connector = DumpConnector(folder / "dump", layout, axis, kv_heads=HEADS, head_size=8, block_size=BLOCK)
     engine = PagedEngine(connector, layout, fault)
     for _ in range(5):
         engine.step()

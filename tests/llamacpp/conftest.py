@@ -39,16 +39,9 @@ def embedded_file() -> Path:
     return found
 
 
-@pytest.fixture(scope="session")
-def embedded() -> Path:
-    """The embedded model's file."""
-    return embedded_file()
-
-
-@pytest.fixture(scope="session")
-def in_float32(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same weights in float32, so that the engine multiplies by activations in float32."""
-    path, read = tmp_path_factory.mktemp("weights") / "float32.gguf", gguf.GGUFReader(embedded)
+def write_in_float32(embedded: Path, path: Path) -> Path:
+    """Write the embedded model's file with its weights in float32."""
+    read = gguf.GGUFReader(embedded)
     written = gguf.GGUFWriter(path, read.fields["general.architecture"].contents())
     for name, entry in read.fields.items():
         kind, value = entry.types[0], 0 if name == "general.file_type" else entry.contents()
@@ -66,6 +59,18 @@ def in_float32(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 @pytest.fixture(scope="session")
+def embedded() -> Path:
+    """The embedded model's file."""
+    return embedded_file()
+
+
+@pytest.fixture(scope="session")
+def in_float32(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same weights in float32, so that the engine multiplies by activations in float32."""
+    return write_in_float32(embedded, tmp_path_factory.mktemp("weights") / "float32.gguf")
+
+
+@pytest.fixture(scope="session")
 def adapters() -> dict[str, Adapter]:
     """The plain model of each file; the numbers of both are the same."""
     adapter = load_model(EMBEDDED, "float32", "cpu")
@@ -77,14 +82,16 @@ def text(adapters: dict[str, Adapter]) -> tuple[int, ...]:
     return tuple(adapters["q4_1"].tokenizer(" ".join(sentences()[:100]))["input_ids"][:400])
 
 
-def start(model: Path, keys: str, values: str, flash: bool, folder: Path) -> Any:
-    """A server with one slot."""
+def start(model: Path, keys: str, values: str, flash: bool, folder: Path, context: int = 512, **more: Any) -> Any:
+    """A server with one slot; `more` are other parameters of xllamacpp."""
     params, kinds, attention = xllamacpp.CommonParams(), xllamacpp.ggml_type, xllamacpp.llama_flash_attn_type
     params.model.path, params.slot_save_path = str(model), f"{folder}/"
-    params.n_ctx, params.n_parallel, params.warmup, params.endpoint_slots = 512, 1, False, True
+    params.n_ctx, params.n_parallel, params.warmup, params.endpoint_slots = context, 1, False, True
     params.cache_type_k, params.cache_type_v = (getattr(kinds, f"GGML_TYPE_{name.upper()}") for name in (keys, values))
     params.flash_attn_type = getattr(attention, f"LLAMA_FLASH_ATTN_TYPE_{'ENABLED' if flash else 'DISABLED'}")
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+    for name, value in more.items():
+        setattr(params, name, value)
     return xllamacpp.Server(params)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 
 import numpy as np
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from perturbkv import memory, theory
@@ -34,10 +35,11 @@ from perturbkv.auditing.dumps.dump_entries import (
     nearest_entries,
     truncated_heads,
 )
-from perturbkv.auditing.dumps.dump_file import REMOVED, Dump, LayerDump, Request
+from perturbkv.auditing.dumps.dump_file import REMOVED, Dump, LayerDump, Request, of_heads
 from perturbkv.auditing.dumps.matching import LayerReference, duplicate_faults, find_faults, join_faults
 from perturbkv.auditing.dumps.plain_entries import (
     Computation,
+    LayerReached,
     PlainEntries,
     StoredCache,
     StoredEntries,
@@ -55,6 +57,7 @@ from perturbkv.datasets.encode import Prompt, check_length, check_vocabulary
 from perturbkv.devices import dtype_name, full_precision
 from perturbkv.errors import UnreadableCacheError
 from perturbkv.models.adapter import Adapter
+from perturbkv.models.forward import run_with_cache
 
 _DEFAULT = Resources()
 _PARTS = (1, 2, 3)
@@ -67,6 +70,14 @@ _UNEXPLAINED = 0.1
 """Largest share of entries that differ which an explanation of all may leave."""
 _WITHOUT_CAUSE = {"changed", "unknown"}
 """Kinds of faults that name no cause."""
+_SAME_SCALE = 0.02
+"""Relative difference up to which two scales may be the same."""
+_FEWEST_SCALES = 4
+"""Fewest scales from which it is told where all come from."""
+_MOST_READ = 64
+"""Tokens that differ by which a wrong scale is looked for."""
+_EQUAL, _MORE_EQUAL = 0.8, 0.1
+"""Least share of numbers that are computed to the bit with the scale that was read; others give less by so much."""
 _FARTHER = 2
 """Ratio of a layer's median distance to the one that the engine's rounding gives, above which the type is another."""
 
@@ -133,6 +144,52 @@ class _Reading:
     layers: Sequence[Pair]
     logprobs: Tensor
     faultless: bool
+
+
+def _same_scale(one: Tensor, other: Tensor) -> bool:
+    """Return whether two scales may be the same."""
+    return bool(((one - other).abs() <= _SAME_SCALE * other.abs()).all())
+
+
+@dataclass(frozen=True)
+class _ReadScale:
+    """Scales that attention multiplies stored entries by instead of a layer's own.
+
+    Attributes:
+        layer: the layer whose scales they are; None: 1.
+        kinds: of keys (0), of values (1), or of both.
+    """
+
+    layer: int | None
+    kinds: tuple[int, ...]
+
+    def words(self) -> str:
+        """Return what was read, and with whose scale."""
+        what = " and ".join(("keys", "values")[kind] for kind in self.kinds)
+        return f"{what} without a scale" if self.layer is None else f"{what} with layer {self.layer}'s scale"
+
+    def ratios(self, scales: Mapping[int, tuple[Tensor, Tensor]], layer: int) -> tuple[Tensor, Tensor]:
+        """Return what a layer's keys and values are read as too large by; `scales` are those of the dump, by layer."""
+        own, read = scales[layer], (torch.ones(()), torch.ones(())) if self.layer is None else scales[self.layer]
+        keys, values = (
+            of_heads(read[kind]) / of_heads(own[kind]) if kind in self.kinds else torch.ones(()) for kind in range(2)
+        )
+        return keys, values
+
+    def ratios_above(
+        self, scales: Mapping[int, tuple[Tensor, Tensor]], first: int
+    ) -> Iterator[Mapping[int, tuple[Tensor, Tensor]]]:
+        """Yield by layer: in the `first` alone, in all from it on, and in these each with the layer's as far away."""
+        layers = range(first, len(scales))
+        yield {first: self.ratios(scales, first)}
+        yield {layer: self.ratios(scales, layer) for layer in layers}
+        if self.layer is not None:
+            step = self.layer - first
+            yield {
+                layer: replace(self, layer=layer + step).ratios(scales, layer)
+                for layer in layers
+                if layer + step in scales
+            }
 
 
 @dataclass
@@ -216,6 +273,7 @@ class _DumpComparison:
         unexplained_layers: layers with median distances that the types do not explain.
         following: layers with entries that follow from faults below.
         coarse: whether entries have fewer bits than the model's.
+        factors: (layer, kind) -> the constant that all keys, or values, were multiplied by, where that is a fault.
     """
 
     def __init__(self, adapter: Adapter, dump: Dump, plain: PlainEntries) -> None:
@@ -231,6 +289,7 @@ class _DumpComparison:
         self.unexplained_layers: set[int] = set()
         self.following: set[int] = set()
         self.coarse = False
+        self.factors: dict[tuple[int, int], float] = {}
 
     def add_layer(self, index: int) -> None:
         """Compare the entries of the next layer, which is number `index`."""
@@ -245,6 +304,8 @@ class _DumpComparison:
         references = self._nearest_references(index, stored, plain, typical)
         truncated = self._record_rounding(layer, index, stored, references, explained)
         entries, scaled = self._divide_by_factors(index, layer, stored, references, truncated)
+        if any(scaled):  # too large, an entry is nearer to another reference
+            references = self._nearest_references(index, entries, plain, typical)
         measured = {name: measure_distances(own, references[name]) for name, own in entries.items()}
         # rounding towards zero moves numbers twice as far as rounding to the nearest
         explained = (explained[0] * (1 + truncated[0]), explained[1] * (1 + truncated[1]))
@@ -255,10 +316,13 @@ class _DumpComparison:
             lambda: self._other_layers(index), self.adapter.frequencies,
             lambda block: self.reader.alternatives(layer, block), layer.largest,
         )  # fmt: skip
+        others = []
         for name, own in entries.items():
-            expected = self.plain.expected.get(name)
-            allowed = limits if expected is None else expected[index].limits(own.positions, limits)
+            allowed = self.plain.limits(name, index, limits, own.positions)
             far = allowed.differing_entries(own, measured[name])
+            if bool(far.any()) and (raised := self.plain.raised_limits(name, index, limits, own, measured[name])):
+                allowed, far = raised, raised.differing_entries(own, measured[name])
+            others.append(replace(measured[name], present=measured[name].present & ~far.any(dim=0)))
             request = self.requests[name]
             if request.differing:
                 faultless = request.known(index, plain[name], faultless=True)
@@ -275,6 +339,7 @@ class _DumpComparison:
             request.perturbations.append(self._output_perturbation(name, index, stored[name], plain[name]))
             if bool(far.any()):
                 self._read_faults(request, index, own, references[name], differing, limits.together[0])
+        self._record_coarse(index, others)
         if layer.earlier_rounding:
             self.faults.append(DumpFault("", "rounded", " and ".join(layer.earlier_rounding), layers=(index,)))
 
@@ -314,7 +379,7 @@ class _DumpComparison:
         """Read a request's tokens from its dumped entries, computed as told, and record the reading."""
         cache = StoredCache(request.stored, request.replaced if faultless else {}, computation or Computation())
         with computation.attention(self.adapter) if computation else nullcontext():
-            logprobs = token_logprobs(self.adapter, request.request.token_ids, cache=cache)
+            logprobs = token_logprobs(self.adapter, request.request.token_ids, cache=cache).values
         layers = [cache.computed_entries(index) for index in range(self.dump.layers)]
         request.readings.append(_Reading(layers, logprobs, faultless))
         return request.readings[-1]
@@ -389,6 +454,8 @@ class _DumpComparison:
                 words = f"query head i of layer {index - 1} read key/value head i mod {self.adapter.kv_heads}"
                 return [replace(fault, kind="grouping", what=words) for fault in found]
             request.readings = readings
+        if words := self._find_read_scale(request, index, own, far, limits):
+            return [replace(fault, kind="scale", what=words) for fault in found]
         tokens = torch.unique(own.positions[far.any(dim=0)])
         first, last = int(tokens[0]), int(tokens[-1])
         beside = max(first, len(request.request.token_ids) - 1 - last)
@@ -396,6 +463,68 @@ class _DumpComparison:
             words = "right in layer 0, from layer 1 on computed after other text"
             return [replace(fault, kind="context", what=words) for fault in found]
         return found
+
+    def _find_read_scale(
+        self,
+        request: _RequestComparison,
+        index: int,
+        own: Entries,
+        far: Bool[Tensor, "2 kv_head entry"],
+        limits: Limits,
+    ) -> str:
+        """Return in words by whose scale attention in the layer below multiplied what it read, its own being another.
+
+        Empty where no scale, or more than one, explains the entries that are `far`: with the right one nearly all of
+        their stored numbers are computed to the bit. Where one is found, its readings are recorded.
+        """
+        below = index - 1
+        alike: dict[tuple[float, ...], list[_ReadScale]] = {}
+        for layer, kinds in product([None, *range(self.dump.layers)], ((0, 1), (0,), (1,))):
+            source = _ReadScale(layer, kinds)
+            parts = [part.expand(self.dump.kv_heads, 1, 1).flatten() for part in source.ratios(self._scales, below)]
+            alike.setdefault(tuple(torch.cat(parts).tolist()), []).append(source)
+        sources = [found for numbers, found in alike.items() if set(numbers) != {1.0}]
+        if not sources or not is_complete(own, len(request.request.token_ids)):
+            return ""
+        self._read_again([request.request.id])
+        tokens = far.any(dim=0).any(dim=0).nonzero().squeeze(-1)[:_MOST_READ]
+        shares = [
+            self._share_of_equal(request, index, {below: found[0].ratios(self._scales, below)}, tokens)
+            for found in sources
+        ]
+        best, *others = sorted(range(len(sources)), key=shares.__getitem__, reverse=True)
+        least = max([_EQUAL, *(shares[other] + _MORE_EQUAL for other in others)])
+        if shares[best] < least or len(sources[best]) > 1:
+            return ""
+        (source,) = sources[best]
+        readings = list(request.readings)
+        for ratios in source.ratios_above(self._scales, below):
+            computed = self._read(request, Computation(ratios=ratios)).layers[index]
+            left = limits.differing_entries(own, measure_distances(own, computed)) & far
+            if int(left.sum()) > _UNEXPLAINED * int(far.sum()):
+                request.readings = readings
+                return ""
+        return f"layer {below} read its {source.words()}"
+
+    def _share_of_equal(
+        self,
+        request: _RequestComparison,
+        index: int,
+        ratios: Mapping[int, tuple[Tensor, Tensor]],
+        tokens: Int[Tensor, " token"],
+    ) -> float:
+        """Return the share of some tokens' stored numbers in a layer that attention gives which reads with `ratios`."""
+        cache = StoredCache(request.stored, {}, Computation(ratios=ratios), last=index)
+        ids = torch.tensor([request.request.token_ids[: int(tokens[-1]) + 1]], device=self.adapter.device)
+        with suppress(LayerReached):
+            run_with_cache(self.adapter.base, ids, cache)
+        equal = [
+            (request.stored.round(index, kind, computed[:, tokens]) == stored[:, tokens]).float().mean()
+            for kind, (computed, stored) in enumerate(
+                zip(cache.computed_entries(index), request.stored.layers[index], strict=True)
+            )
+        ]
+        return float(torch.stack(equal).mean())
 
     def _entries(self, index: int, layer: LayerDump) -> dict[str, Entries]:
         """Return the entries of all live requests in one layer, keys at their tokens' positions.
@@ -463,38 +592,76 @@ class _DumpComparison:
         Such a constant is recorded as a fault, but for numbers that were rounded towards zero, which explains it.
         Numbers that the type cuts off are none.
         """
-        most = [largest if largest.ndim == 0 else largest.unsqueeze(-1) for _, largest in layer.largest]
-        cut = {
-            name: (keys.clamp(min=-most[0], max=most[0]), values.clamp(min=-most[1], max=most[1]))
-            for name, (keys, values) in references.items()
-        }
-        factors = [common_factor(kind, entries, cut) for kind in range(2)]
-        for kind, (name, factor) in enumerate(zip(("keys", "values"), factors, strict=True)):
+        factors = [1.0, 1.0]
+        for _ in range(2):  # a wrong scale cuts off at another number than it says
+            most = [of_heads(largest) / factor for (_, largest), factor in zip(layer.largest, factors, strict=True)]
+            cut = {
+                name: (keys.clamp(min=-most[0], max=most[0]), values.clamp(min=-most[1], max=most[1]))
+                for name, (keys, values) in references.items()
+            }
+            factors = [common_factor(kind, entries, cut) for kind in range(2)]
+        for kind, factor in enumerate(factors):
             if factor != 1 and not truncated[kind]:
-                words = f"all {name} multiplied by {factor:.2g}{self._scale_owner(index, kind)}"
-                self.faults.append(DumpFault("", "scale", words, layers=(index,)))
+                self.factors[index, kind] = factor
         divided = {
             name: replace(own, keys=own.keys / factors[0], values=own.values / factors[1])
             for name, own in entries.items()
         }
         return divided, [factor != 1 for factor in factors]
 
-    def _scale_owner(self, index: int, kind: int) -> str:
-        """Return in words the one other layer with the scale that the dump gives a layer's keys or values, if any."""
-        own = self._scales[index][kind]
-        same = [layer for layer, both in self._scales.items() if layer != index and torch.equal(both[kind], own)]
-        return f", their scale is layer {same[0]}'s" if len(same) == 1 else ""
-
     @cached_property
     def _scales(self) -> dict[int, tuple[Tensor, Tensor]]:
         """Scales of keys and of values, by layer."""
         return {index: self.dump.layer(index).scales for index in range(self.dump.layers)}
 
+    def _scale_faults(self) -> Iterator[DumpFault]:
+        """Yield a fault for keys, or values, of each layer that were multiplied by a constant, with its owner."""
+        owner = self._owner_of_all()
+        for (index, kind), factor in self.factors.items():
+            words = owner or f"multiplied by {factor:.2g}{self._owner_of_one(index, kind)}"
+            yield DumpFault("", "scale", f"all {('keys', 'values')[kind]} {words}", layers=(index,))
+
+    def _owner_of_one(self, index: int, kind: int) -> str:
+        """Return in words the one right layer with the scale that the dump gives a layer's keys or values, if any."""
+        scales = [both[kind] for both in self._scales.values()]
+        same = [layer for layer, scale in enumerate(scales) if torch.equal(scale, scales[index])]
+        right = [layer for layer in same if (layer, kind) not in self.factors]
+        return f", their scale is layer {right[0]}'s" if len(right) == 1 and len(same) < len(scales) else ""
+
+    def _owner_of_all(self) -> str:
+        """Return in words where the scales come from that all wrong keys and values were multiplied by.
+
+        A scale that is right is the one that the dump gives, over the factor that is left. Empty where none or several
+        explain all of them, or where they are too few to tell.
+        """
+        right = {
+            (index, kind): both[kind] / self.factors.get((index, kind), 1)
+            for index, both in self._scales.items()
+            for kind in range(2)
+        }
+        steps = (step for step in range(1 - self.dump.layers, self.dump.layers) if step)
+        sources = {
+            f"read with the scale of layer n {'+' if step > 0 else '-'} {abs(step)} in layer n": {
+                (index, kind): (index + step, kind) for index, kind in self.factors
+            }
+            for step in steps
+        }
+        sources["read with the other's scale: those of keys and of values are swapped"] = {
+            (index, kind): (index, 1 - kind) for index, kind in self.factors
+        }
+        found = []
+        for words, source in sources.items():
+            pairs = [(place, other) for place, other in source.items() if other in right]
+            told = [(self._scales[index][kind], self._scales[other[0]][other[1]]) for (index, kind), other in pairs]
+            explained = [_same_scale(own, right[other]) for (own, _), (_, other) in zip(told, pairs, strict=True)]
+            if all(explained) and sum(not _same_scale(*both) for both in told) >= _FEWEST_SCALES:
+                found.append(words)
+        return found[0] if len(found) == 1 else ""
+
     def _layer_limits(self, index: int, typical: tuple[float, float], explained: Sequence[float]) -> Limits:
         """Return the limits of a layer's entries, given their median distances and those that the types explain.
 
-        Both are of keys and of values. Records the medians and limits, and a layer whose entries are farther from the
-        plain model's than rounding puts them.
+        Both are of keys and of values. Records the medians and limits, and a layer that the types do not explain.
         """
         floors = [float(floor) for floor in self.plain.floors[index]]
         unexplained = [
@@ -503,11 +670,6 @@ class _DumpComparison:
         ]
         if any(unexplained):
             self.unexplained_layers.add(index)
-        for kind, name in enumerate(("keys", "values")):
-            expected = self.plain.expected_distance(index, kind)
-            if expected is not None and typical[kind] > max(self.floors_allowed * floors[kind], _FARTHER * expected):
-                words = f"{name} farther from the plain model's than rounding to {self.stored} moves them"
-                self.faults.append(DumpFault("", "coarse", words, layers=(index,)))
         medians = [  # of a layer that the types do not explain, what they do explain counts
             most / 2 if odd else median for median, most, odd in zip(typical, explained, unexplained, strict=True)
         ]
@@ -516,6 +678,22 @@ class _DumpComparison:
         self.typical.append(typical)
         self.limits.append(single)
         return limits
+
+    def _record_coarse(self, index: int, others: Sequence[EntryDistances]) -> None:
+        """Record a layer whose entries are farther from the plain model's than the engine's rounding puts them.
+
+        All of them, or those that do not differ by themselves, which `others` has as present, if they are not too few.
+        """
+        for kind, name in enumerate(("keys", "values")):
+            expected = self.plain.expected_distance(index, kind)
+            if expected is None:
+                continue
+            most = max(self.floors_allowed * float(self.plain.floors[index, kind]), _FARTHER * expected)
+            share = sum(int(one.present.sum()) for one in others) / max(sum(one.present.numel() for one in others), 1)
+            rest = median_distances(others)[kind] if share > _UNEXPLAINED else np.inf
+            if min(self.typical[index][kind], rest) > most:
+                words = f"{name} farther from the plain model's than rounding to {self.stored} moves them"
+                self.faults.append(DumpFault("", "coarse", words, layers=(index,)))
 
     def _explained_distances(self, layer: LayerDump) -> tuple[float, float]:
         """Return the largest median distances of keys and of values that the dump's types explain.
@@ -562,7 +740,7 @@ class _DumpComparison:
 
     def result(self) -> DumpAudit:
         """Return the audit of all layers."""
-        requests, faults = [], [*self._join_coarse(), *self._missing_faults()]
+        requests, faults = [], [*self._join_coarse(), *self._missing_faults(), *self._scale_faults()]
         coarseness = max(1.0, float((np.array(self.typical) / self.plain.floors).max()))
         for name, request in self.requests.items():
             distance, floor, token = self._largest_logprob_distance(request)
@@ -623,8 +801,9 @@ class _DumpComparison:
         if not given:
             return np.nan, np.nan, 0
         engine = torch.tensor([request.logprobs[index] for index in given], dtype=torch.float64)
-        plain, *others = (token_logprobs(self.adapter, request.token_ids, parts)[given] for parts in _PARTS)
-        floor = max(_LEAST_LOGPROB_FLOOR, *(float((plain - other).abs().amax()) for other in others))
+        told = [token_logprobs(self.adapter, request.token_ids, parts) for parts in _PARTS]
+        plain, *others = (one.values[given] for one in told)
+        floor = max(_LEAST_LOGPROB_FLOOR, told[0].rounding, *(float((plain - other).abs().amax()) for other in others))
         model = torch.stack([plain, *(one.logprobs[given] for one in comparison.readings)])
         above, below = engine - model.amax(dim=0), model.amin(dim=0) - engine
         distances = torch.maximum(above, below).clamp(min=0).nan_to_num(torch.inf)

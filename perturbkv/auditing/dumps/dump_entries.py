@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from perturbkv.analyses.audit.dump_verdict import DumpFault
 from perturbkv.auditing.changes import round_towards_zero
-from perturbkv.auditing.dumps.dump_file import REMOVED, Dump, LayerDump, Request
+from perturbkv.auditing.dumps.dump_file import REMOVED, Dump, LayerDump, Request, of_heads
 from perturbkv.auditing.dumps.layouts import Layout, candidates, reorderings
 from perturbkv.auditing.reference import entry_distances
 from perturbkv.cache.external_cache import NOWHERE, recover_positions
@@ -53,6 +53,8 @@ _FEWER_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 """Types that entries of 16 bits may have gone through."""
 _NEARLY_ALL = 0.95
 """Share of numbers that counts as all of them."""
+_TRUNCATED = 0.92
+"""Least share of numbers that are those rounded towards zero; a factor of 0.955, rounded to e4m3, leaves 0.91."""
 _LEAST_TRUNCATED = 0.2
 """Least share of numbers for which rounding towards zero and to the nearest differ."""
 _TRIED = 64
@@ -258,13 +260,13 @@ def truncated_heads(
     found = []
     for head in range(len(next(iter(entries.values())).keys)):
         dumped, full = _dumped_and_plain(kind, entries, plain, slice(head, head + 1))
-        head_scale = scale if scale.ndim == 0 else scale[head]
+        head_scale = of_heads(scale, head)
         truncated, nearest = round_towards_zero(full / head_scale, dtype), (full / head_scale).to(dtype).float()
         differ = truncated != nearest
         if len(dumped) < LEAST_BLOCK or not bool(differ.float().mean() > _LEAST_TRUNCATED):
             continue
         equal = (truncated * head_scale == dumped).float()
-        if min(float(equal[differ].mean()), float(equal.mean())) > _NEARLY_ALL:
+        if min(float(equal[differ].mean()), float(equal.mean())) > _TRUNCATED:
             found.append(head)
     return tuple(found)
 

@@ -150,6 +150,14 @@ class Dump:
         return _LayerReader(self, index, tensors).read()
 
 
+def of_heads(scale: Tensor, heads: int | Sequence[int] | slice = slice(None)) -> Tensor:
+    """Return the scales, or largest numbers, of some heads' entries (kv_head, entry, width); of one (entry, width).
+
+    `scale` is () for all heads, or (kv_head, 1).
+    """
+    return scale if scale.ndim == 0 else scale[heads].unsqueeze(-1)
+
+
 def layer_file(index: int) -> str:
     """Return the name of a layer's file."""
     return f"layer-{index}.safetensors"
@@ -445,9 +453,12 @@ def write_dump(
         raise ConfigError(f"expected a new or empty folder for a dump, got {path}")
     count = 0
     for count, tensors in enumerate(layers, start=1):  # noqa: B007 - counted
-        save_file(
-            {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path / layer_file(count - 1)
-        )
+        stored: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            own = tensor.detach().cpu().contiguous()
+            shared = any(own.data_ptr() == other.data_ptr() for other in stored.values())  # refused by safetensors
+            stored[name] = own.clone() if shared else own
+        save_file(stored, path / layer_file(count - 1))
     header: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,

@@ -26,7 +26,7 @@ from perturbkv.auditing.changes import (
     find_base,
 )
 from perturbkv.auditing.dumps.dump_entries import LEAST_BLOCK, Entries, Limits, Pair
-from perturbkv.auditing.dumps.dump_file import REMOVED
+from perturbkv.auditing.dumps.dump_file import REMOVED, of_heads
 from perturbkv.display import plural
 
 NEAR = 0.1
@@ -256,6 +256,15 @@ class _FaultSearch:
             if not self._is_near(own, expected, self.limits[kind]):
                 yield kind, name, own, expected
 
+    def _strange_kinds(self) -> list[int]:
+        """Return whether keys (0) and values (1) are farther from those expected than other tokens' are from theirs."""
+        return [kind for kind in range(2) if not self._is_near(self.own[kind], self.expected[kind], self.near[kind])]
+
+    def _rest(self, kind: int) -> float:
+        """Return the distance of keys (`kind` 0) or values (1) that an explanation may leave."""
+        distance = self._distance(self.own[kind], self.expected[kind])
+        return max(self.limits[kind], _MUCH_NEARER * min(1, distance))
+
     def _describe_distance(self) -> tuple[str, str]:
         """Return how far entries are that are near those expected; else that they are of no token."""
         if not all(self._is_near(*each) for each in zip(self.own, self.expected, self.near, strict=True)):
@@ -283,10 +292,9 @@ class _FaultSearch:
         words = []
         for kind, name, own, expected in self._differing_kinds():
             dtype, largest = self.reference.largest[kind]
-            most = largest if largest.ndim == 0 else largest[list(self.run.heads)].unsqueeze(-1)
+            most = of_heads(largest, list(self.run.heads))
             clipped = expected.clamp(min=-most, max=most)
-            rest = max(self.limits[kind], _MUCH_NEARER * min(1, self._distance(own, expected)))
-            if torch.equal(clipped, expected) or not self._is_near(own, clipped, rest):
+            if torch.equal(clipped, expected) or not self._is_near(own, clipped, self._rest(kind)):
                 return None
             words.append(f"{name} clipped at the largest number of {dtype}")
         return ("clipped", " and ".join(words)) if words else None
@@ -297,8 +305,7 @@ class _FaultSearch:
         for kind, name, own, expected in self._differing_kinds():
             dumped, full = own[self.run.differing], expected[self.run.differing]
             factor = float((dumped * full).sum() / full.square().sum().clamp(min=torch.finfo(torch.float32).tiny))
-            rest = max(self.limits[kind], _MUCH_NEARER * min(1, self._distance(own, expected)))
-            if not factor or not self._is_near(own / factor, expected, rest):
+            if not factor or not self._is_near(own / factor, expected, self._rest(kind)):
                 return None
             short = f"{factor:.3g}"
             words.append(f"{name} multiplied by {short if short != '1' else f'{factor:.6g}'}")
@@ -306,7 +313,7 @@ class _FaultSearch:
 
     def _find_tokens(self) -> tuple[str, str] | None:
         """Find tokens of any request whose entries, keys or values these are."""
-        far = [kind for kind in range(2) if not self._is_near(self.own[kind], self.expected[kind], self.near[kind])]
+        far = self._strange_kinds()
         if not far:
             return None
         if shifted := self._find_shift(far):
@@ -393,7 +400,7 @@ class _FaultSearch:
 
     def _find_place(self) -> tuple[str, str] | None:
         """Find the place in the model, of the same tokens, whose keys or values, or both, these are."""
-        far = [kind for kind in range(2) if not self._is_near(self.own[kind], self.expected[kind], self.near[kind])]
+        far = self._strange_kinds()
         found = [place for kind in far if (place := self._find_place_of(kind)) is not None]
         if not found or len(found) < len(far):
             return None

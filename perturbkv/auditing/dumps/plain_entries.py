@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 
 from perturbkv.analyses.audit.cache_entries import FLOORS
 from perturbkv.analyses.measurements import Floats
-from perturbkv.auditing.dumps.dump_entries import MEDIANS, Entries, Limits, Pair
-from perturbkv.auditing.dumps.dump_file import REMOVED, Dump, LayerDump
+from perturbkv.auditing.dumps.dump_entries import MEDIANS, Entries, EntryDistances, Limits, Pair
+from perturbkv.auditing.dumps.dump_file import REMOVED, Dump, LayerDump, of_heads
 from perturbkv.auditing.forward_passes import make_situation
-from perturbkv.auditing.reference import decode, entry_distances, prompt_entries, read_prompts
+from perturbkv.auditing.reference import decode, entry_distances, entry_floors, prompt_entries, read_prompts
 from perturbkv.auditing.unmeasured import fill_cache
 from perturbkv.cache.entries import rotate_keys
 from perturbkv.cache.external_cache import Layers
@@ -30,6 +31,10 @@ from perturbkv.pipeline.sample.capture import Observer, capture, intercept_atten
 _TOKENS_PER_PASS = 256
 _COARSE = 0.3
 """Distance up to which an entry may be `FLOORS` times as far as rounding moved it; beyond, twice."""
+_SHORT = 64
+"""Tokens of a request below which it is also read with others after it: products of few rows are summed otherwise."""
+_ROUNDINGS = 8
+"""Readings of a model of 16 bits whose products are rounded otherwise."""
 
 
 @dataclass(frozen=True)
@@ -64,16 +69,23 @@ class ExpectedDistances:
         for largest, typical, least_single, least_together in zip(
             self.largest, self.typical, least.single, least.together, strict=True
         ):
-            by_token = torch.maximum((FLOORS * largest).clamp(max=_COARSE), 2 * largest)
-            single.append(by_token.clamp(min=max(float(least_single), MEDIANS * typical))[positions.clamp(min=0)])
+            by_token = _limits_by_token(largest).clamp(min=max(float(least_single), MEDIANS * typical))
+            single.append(by_token[positions.clamp(min=0)])
             together.append(max(MEDIANS * typical, least_together))
         return Limits((single[0], single[1]), (together[0], together[1]))
+
+
+def _limits_by_token(largest: Float[Tensor, " token"]) -> Float[Tensor, " token"]:
+    """Return the distances up to which tokens' entries are right, given the largest to which rounding moved each."""
+    return torch.maximum((FLOORS * largest).clamp(max=_COARSE), 2 * largest)
 
 
 class PlainEntries:
     """The plain model's entries of all requests, with their noise floors.
 
     Attributes:
+        adapter: the model.
+        tokens: request -> its tokens.
         layers: request -> keys and values (1, kv_head, entry, width) of each layer.
         queries: request -> the last token's query (head, d_key) in each layer.
         gates: request -> its γ (head · d_value) in each layer with a gate.
@@ -81,26 +93,38 @@ class PlainEntries:
             kernel.
         expected: request -> the distances that the engine's rounding gives, in each layer; without those where it is
             not known.
+        moved: request -> the largest distance of each token's keys and values (kind, token), in each layer, where
+            products are rounded otherwise; of requests of which it was asked.
     """
 
     def __init__(self, adapter: Adapter, dump: Dump) -> None:
+        self.adapter: Adapter = adapter
+        self.tokens: dict[str, Int[Tensor, " token"]] = {}
         self.layers: dict[str, Layers] = {}
         self.queries: dict[str, dict[int, Tensor]] = {}
         self.gates: dict[str, dict[int, Tensor]] = {}
         self.expected: dict[str, list[ExpectedDistances]] = {}
+        self.moved: dict[str, list[Float[Tensor, "2 token"]]] = {}
         floors: list[Floats] = []
         for request in dump.requests:
-            ids = torch.tensor(request.token_ids, device=adapter.device)
+            ids = self.tokens[request.id] = torch.tensor(request.token_ids, device=adapter.device)
             alone = make_situation("single", ids, ids[:1], 1)
-            if request.finished or len(ids) < 2:
+            if request.finished:
                 self.layers[request.id], _ = read_prompts(adapter, alone)
                 continue
-            entries = prompt_entries(adapter, alone)
-            self.layers[request.id] = entries.full
-            self.queries[request.id], self.gates[request.id] = _last_query(adapter, ids, entries.full)
-            floors.append(entries.floors.T.double().numpy())
+            if len(ids) > 1:
+                entries = prompt_entries(adapter, alone)
+                full = entries.full
+                self.queries[request.id], self.gates[request.id] = _last_query(adapter, ids, full)
+                floors.append(entries.floors.T.double().numpy())
+            else:
+                full, _ = read_prompts(adapter, alone)
+            self.layers[request.id] = full
+            if len(ids) < _SHORT:
+                longer = [_read_further(adapter, ids)]
+                floors.append(entry_floors(full, longer, alone, torch.finfo(adapter.dtype).eps).T.double().numpy())
             readings = [
-                [_layer_distances(*layer) for layer in zip(rounded, entries.full, strict=True)]
+                [_layer_distances(*layer) for layer in zip(rounded, full, strict=True)]
                 for rounded in dump.rounded_entries(adapter, request.token_ids)
             ]
             if readings:
@@ -108,8 +132,6 @@ class PlainEntries:
                     ExpectedDistances.of_layer(distances) for distances in zip(*readings, strict=True)
                 ]
         least = np.full((len(adapter.layers), 2), torch.finfo(adapter.dtype).eps)
-        if not floors:  # requests of one token: rounding grows from layer to layer
-            least *= np.sqrt(np.arange(1, len(least) + 1))[:, None]
         self.floors: Floats = np.max([least, *floors], axis=0)
 
     def layer(self, index: int) -> Mapping[str, Pair]:
@@ -120,6 +142,65 @@ class PlainEntries:
         """Return the median distance of keys (`kind` 0) or values (1) that rounding gives; None where not known."""
         known = [layers[index].typical[kind] for layers in self.expected.values()]
         return max(known) if known else None
+
+    def limits(self, name: str, index: int, limits: Limits, positions: Int[Tensor, "kv_head entry"]) -> Limits:
+        """Return the limits of a request's entries in a layer: at each position its own if rounding is known."""
+        return self.expected[name][index].limits(positions, limits) if name in self.expected else limits
+
+    def raised_limits(
+        self, name: str, index: int, limits: Limits, entries: Entries, measured: EntryDistances
+    ) -> Limits | None:
+        """Return the limits of a layer's entries, higher for tokens that other roundings move far.
+
+        None for a model that does not compute in 16 bits, and where limits are an engine's.
+        """
+        if self.adapter.dtype.itemsize != 2 or name in self.expected:
+            return None
+        if name not in self.moved:
+            self.moved[name] = _moved_by_rounding(self.adapter, self.tokens[name], self.layers[name])
+        keys, values = (
+            torch.maximum(one * norm, _limits_by_token(moved)[entries.positions.clamp(min=0)])
+            for one, norm, moved in zip(limits.single, measured.norm, self.moved[name][index], strict=True)
+        )
+        return Limits((keys, values), limits.together)
+
+
+def _read_further(adapter: Adapter, ids: Int[Tensor, " token"]) -> Layers:
+    """Return the entries of tokens that are read with others after them, their own once more and so on."""
+    cache = DynamicCache()
+    run_with_cache(adapter.base, ids.repeat(-(-_SHORT // len(ids)) + 1).unsqueeze(0), cache)
+    return [(layer.keys[:, :, : len(ids)], layer.values[:, :, : len(ids)]) for layer in cache.layers]
+
+
+def _moved_by_rounding(adapter: Adapter, ids: Int[Tensor, " token"], full: Layers) -> list[Float[Tensor, "2 token"]]:
+    """Return, per layer, how far other roundings move each token's keys and values, at most over heads and readings."""
+    found = []
+    for seed in range(_ROUNDINGS):
+        cache = DynamicCache()
+        with _OtherRounding(seed):
+            run_with_cache(adapter.base, ids.unsqueeze(0), cache)
+        layers = [(layer.keys, layer.values) for layer in cache.layers]
+        found.append([_layer_distances(*layer).amax(dim=1) for layer in zip(layers, full, strict=True)])
+    return [torch.stack(distances).amax(dim=0) for distances in zip(*found, strict=True)]
+
+
+class _OtherRounding(TorchFunctionMode):
+    """Products with weights, within the block, of numbers that are moved by up to ε/2 of themselves, at random.
+
+    An engine rounds other numbers than the model does: its kernels do several operations at once.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.noise = torch.Generator().manual_seed(seed)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch; in a product, with its first argument moved."""
+        if func is nn.functional.linear:
+            given = args[0]
+            moves = (torch.rand(given.shape, generator=self.noise) - 0.5) * torch.finfo(given.dtype).eps
+            args = ((given.float() * (1 + moves.to(given.device))).to(given.dtype), *args[1:])
+        return func(*args, **(kwargs or {}))
 
 
 def _layer_distances(rounded: tuple[Tensor, Tensor], plain: tuple[Tensor, Tensor]) -> Float[Tensor, "2 kv_head token"]:
@@ -150,12 +231,14 @@ class Computation:
         angles: by how many radians queries and keys are rotated too far; None: by none.
         regrouped: whether query head i reads key/value head i mod H_kv, where heads that stand together share one.
         copied: whether attention reads what was computed, of which only a copy was rounded and stored.
+        ratios: layer -> what stored keys, and values, are multiplied by when they are read.
     """
 
     layers: frozenset[int] = frozenset()
     angles: Float[Tensor, "token frequency"] | None = None
     regrouped: bool = False
     copied: bool = False
+    ratios: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def rotate(self, layer: int, part: Float[Tensor, "... token width"], first: int) -> Tensor:
         """Return the queries or keys of the tokens from `first` on, rotated as far as in this layer."""
@@ -204,9 +287,12 @@ class StoredEntries:
 
     def round(self, index: int, kind: int, new: Float[Tensor, "kv_head token width"]) -> Tensor:
         """Return keys (`kind` 0) or values (1) of a layer as they would be read after they were stored."""
-        scale = self.scales[index][kind].to(new.device)
-        scale = scale if scale.ndim == 0 else scale.unsqueeze(-1)
+        scale = of_heads(self.scales[index][kind]).to(new.device)
         return ((new / scale).to(self.dtype).to(new.dtype) * scale).to(new.dtype)
+
+
+class LayerReached(Exception):
+    """The forward pass has computed the keys and values that it was run for."""
 
 
 class StoredCache(DynamicCache):  # type: ignore[misc]
@@ -219,15 +305,21 @@ class StoredCache(DynamicCache):  # type: ignore[misc]
         stored: the entries.
         replaced: layer -> keys and values that were not there when the engine read them (kind, kv_head, token).
         computation: what the engine computes otherwise.
+        last: layer after whose keys and values the forward pass ends, with `LayerReached`; −1: none.
     """
 
     def __init__(
-        self, stored: StoredEntries, replaced: Mapping[int, Bool[Tensor, "2 kv_head token"]], computation: Computation
+        self,
+        stored: StoredEntries,
+        replaced: Mapping[int, Bool[Tensor, "2 kv_head token"]],
+        computation: Computation,
+        last: int = -1,
     ) -> None:
         super().__init__()
         self.stored: StoredEntries = stored
         self.replaced: Mapping[int, Tensor] = replaced
         self.computation: Computation = computation
+        self.last: int = last
         self.read: dict[int, Pair] = {}
 
     def update(
@@ -236,7 +328,10 @@ class StoredCache(DynamicCache):  # type: ignore[misc]
         """Append keys and values, and return the stored ones of the same tokens (1, kv_head, key, width)."""
         key_states = self.computation.rotate(layer_idx, key_states, self.get_seq_length(layer_idx))
         end = super().update(key_states, value_states, layer_idx, *args, **kwargs)[0].shape[2]
+        if layer_idx == self.last:
+            raise LayerReached
         first, both = end - key_states.shape[2], []
+        ratios = self.computation.ratios.get(layer_idx)
         layers = self.stored.divided if layer_idx in self.replaced else self.stored.layers
         for kind, new in enumerate((key_states[0], value_states[0])):
             stored = layers[layer_idx][kind][:, first:end]
@@ -245,6 +340,7 @@ class StoredCache(DynamicCache):  # type: ignore[misc]
                 wrong |= self.replaced[layer_idx][kind][:, first:end].to(wrong.device)
             rounded = new if self.computation.copied else self.stored.round(layer_idx, kind, new)
             read = torch.where(wrong.unsqueeze(-1) | self.computation.copied, rounded, stored)
+            read = read if ratios is None else (read * ratios[kind].to(read.device)).to(new.dtype)
             both.append(torch.cat([self.read[layer_idx][kind], read], dim=1) if first else read)
         self.read[layer_idx] = (both[0], both[1])
         return both[0].unsqueeze(0), both[1].unsqueeze(0)
@@ -286,21 +382,35 @@ def unrotate_to_tokens(entries: Entries, frequencies: Float[Tensor, " frequency"
     return replace(entries, keys=torch.stack(keys))
 
 
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities of a request's tokens, each after those before it; 0 for the first.
+
+    Attributes:
+        values: they.
+        rounding: how far rounding to the model's type moves the largest logit.
+    """
+
+    values: Float[Tensor, " token"]
+    rounding: float
+
+
 def token_logprobs(
     adapter: Adapter, token_ids: Sequence[int], parts: int = 1, cache: DynamicCache | None = None
-) -> Float[Tensor, " token"]:
-    """Return each token's log-probability after those before it; 0 for the first.
+) -> TokenLogprobs:
+    """Return each token's log-probability.
 
     The n tokens are read in passes of min(n, 256) / `parts`, rounded up, through `cache`; None: a new one.
     """
     at_once = -(-min(len(token_ids), _TOKENS_PER_PASS) // parts)
-    cache, found, last = DynamicCache() if cache is None else cache, [], None
+    cache, found, last, largest = DynamicCache() if cache is None else cache, [], None, 0.0
     ids = torch.tensor([list(token_ids)], device=adapter.device)
     for first in range(0, ids.shape[1], at_once):
         part = ids[:, first : first + at_once]
         logits = run_with_cache(adapter.model, part, cache).logits[0].double()
+        largest = max(largest, float(logits.abs().amax()))
         before = logits[:-1] if last is None else torch.cat([last, logits[:-1]])
         targets = part[0, 1:] if last is None else part[0]
         found.append(before.log_softmax(dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1).cpu())
         last = logits[-1:]
-    return torch.cat([torch.zeros(1, dtype=torch.float64), *found])
+    values = torch.cat([torch.zeros(1, dtype=torch.float64), *found])
+    return TokenLogprobs(values, largest * torch.finfo(adapter.dtype).eps / 2)
