@@ -306,11 +306,11 @@ def joint_identity(runs: Sequence[RunIdentity]) -> RunIdentity:
 
 def _trace_byte_shares(trace: Trace, configs: Sequence[EvictionConfig]) -> tuple[float, ...]:
     """Return the byte share of each configuration; empty where unknown, or where none is quantised or corrected."""
-    known = "held_bytes" in trace.arrays and bool(np.isfinite(trace.arrays["held_bytes"][trace.ok]).all())
-    if not known or not trace.ok.any() or all(config.in_16_bits for config in configs):
+    if not trace.ok.any() or all(config.in_16_bits for config in configs):
         return ()
     shares = Measurements(trace, "identity").byte_shares
-    return tuple(float(shares[trace.run.configs.index(config)]) for config in configs)
+    known = not np.isnan(shares).any()
+    return tuple(float(shares[trace.run.configs.index(config)]) for config in configs) if known else ()
 
 
 def answers_identity(answers: WrittenAnswers) -> RunIdentity:

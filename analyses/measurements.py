@@ -137,11 +137,18 @@ class Measurements:
 
     @property
     def byte_shares(self) -> Floats:
-        """Byte shares (config,): bytes of the evicted cache over the full one's in 16 bits, mean over samples.
+        """Packed byte shares (config,), as `byte_shares_by_sample` has them, mean over samples."""
+        return np.asarray(self.byte_shares_by_sample().mean(axis=0))
 
-        Raises TraceError where the trace does not hold them.
+    def byte_shares_by_sample(self, name: str = "held_bytes") -> Floats:
+        """Byte shares (sample, config): bytes of the evicted cache, `name`, over the full one's in 16 bits.
+
+        NaN where somebody's cache does not tell, and of all caches where the trace does not.
         """
-        return np.asarray((self["held_bytes"] / self["full_bytes"][:, None]).mean(axis=0))
+        if name not in self:
+            return np.full((self.samples, len(self.trace.run.configs)), np.nan)
+        held, full = (np.asarray(self.trace.get(one, self.analysis), dtype=np.float64) for one in (name, "full_bytes"))
+        return np.asarray(held / full[:, None])
 
     @property
     def prefill_seconds(self) -> tuple[Floats, float]:
@@ -256,9 +263,9 @@ def _check_numbers(trace: Trace, name: str, numbers: Floats) -> None:
     Numbers of kept sets, and isolated ones, may be unknown of somebody's caches: NaN.
     """
     may_lack = name in (*OF_KEPT_SETS, *ISOLATED) and "own_entries" in trace.arrays
-    wrong = np.isinf(numbers) if may_lack else np.isnan(numbers) if name in _UNBOUNDED else ~np.isfinite(numbers)
-    if wrong.any():
-        got = "NaN" if np.isnan(numbers).any() else "infinity"
+    nothing, infinite = np.isnan(numbers) & (not may_lack), np.isinf(numbers) & (name not in _UNBOUNDED)
+    if (nothing | infinite).any():
+        got = "NaN" if nothing.any() else "infinity"
         raise TraceError(f"expected numbers in every complete sample of {trace.source}, got {got} in '{name}'")
 
 

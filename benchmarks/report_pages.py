@@ -144,7 +144,7 @@ _LOST = 10
 """Lost entries per head, as many as `measure` stores."""
 _OWN_NOISE = 0.3
 """Standard deviation of the scores of one configuration, over that of the scores that all share."""
-_COMPUTED = {*KEPT, DIGEST, *TEXT, *(name for pair in ROWS.values() for name in pair)}
+_COMPUTED = {*KEPT, DIGEST, *TEXT, *(name for pair in ROWS.values() for name in pair), "own_entries"}
 
 
 def sweep(sides: int = 8, budgets: tuple[float, ...] = (0.1, 0.2, 0.4)) -> tuple[EvictionConfig, ...]:

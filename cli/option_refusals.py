@@ -103,6 +103,7 @@ _STRICTER_NEEDS: Mapping[str, Mapping[str, Need]] = {
 _ON_A_TRACE = frozenset({
     "trace", "output", "overwrite", "as_json", "step", "figure_format", "columns", "style", "explain",
     "compare", "distance", "per_sample", "budget", "budgets", "selection", "methods", "margin", "restrictions",
+    "bytes",
     "traces", "right", "lost", "by", "max_kl", "max_perplexity", "max_drop", "min_top1", "for_length", "for_batch",
     "everything", "kl", "cliff", "sample", "layer", "head", "metric",
 })  # fmt: skip

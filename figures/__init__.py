@@ -24,6 +24,7 @@ FIGURES = {
     "Divergence": ("quality:draw_divergence", "Where answers leave the full cache's"),
     "DriftSeries": ("layers:draw_layers", "Drift of the residual stream by layer"),
     "HeadComparisons": ("heads:draw_panels", "Perturbation per head, one selection against another"),
+    "EqualBytes": ("ablation:draw_equal_bytes", "Loss of evicted and rounded caches over their bytes"),
     "Horizon": ("horizon", "Perturbation over the decode steps"),
     "Horizon.plot_heads": ("horizon:draw_heads", "Growth of the perturbation by head"),
     "Correlation": ("correlation", "Does perturbation tell which answers are lost?"),

@@ -1,8 +1,8 @@
-"""Figures of the ablation, the ranking of methods and the restrictions: perturbation over a baseline's, per setting.
+"""Figures of the ablation, the ranking of methods, the restrictions, and caches at equal bytes.
 
 Ingredients are compared with plain attention; methods with SnapKV and with random entries under the same protection;
 restrictions with one set per key/value head. Perturbation is isolated and propagated; restrictions have the last
-layer's drift, too.
+layer's drift, too. At equal bytes loss is drawn over bytes.
 """
 
 from __future__ import annotations
@@ -19,13 +19,23 @@ from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
 from perturbkv.analyses import text
 from perturbkv.analyses.ablation.ablation import Ablation
+from perturbkv.analyses.ablation.equal_bytes import (
+    BOTH,
+    CURVES,
+    DOMINATED,
+    EVICTED,
+    OWN,
+    ROUNDED,
+    WHOLE,
+    EqualBytes,
+)
 from perturbkv.analyses.ablation.ingredients import BASELINE, INGREDIENTS, MEAN_OF_PRODUCTS, Setting
 from perturbkv.analyses.ablation.methods import MethodRanking, MethodSetting, Row
 from perturbkv.analyses.ablation.restriction import RESTRICTION_BASELINE, Restriction, RestrictionSetting
 from perturbkv.analyses.names import common_text, short_names
 from perturbkv.analyses.stats.equivalence import margin_text
 from perturbkv.figures import style
-from perturbkv.figures.labels import legend_columns, sort_by_cache_share
+from perturbkv.figures.labels import draw_key, key_height_mm, legend_columns, sort_by_cache_share
 from perturbkv.figures.panels import (
     draw_drift,
     draw_ratio,
@@ -268,3 +278,99 @@ def _draw_restriction_setting(axes: Axes, result: RestrictionSetting, name: str)
     names = [f"{RESTRICTION_BASELINE} (= 1)", *(row.name for row in result.rows)]
     shown = [f"{name}, held {text.decimal(share)}" for name, share in zip(names, shares, strict=True)]
     finish_ratio_panel(axes, shown, name, f"over {RESTRICTION_BASELINE}'s (log axis)", ylim=(len(shown) - 0.4, -0.5))
+
+
+_BYTES_ROW_MM, _GREY = 78, "0.75"
+_KIND_MARKS = {EVICTED: "o", ROUNDED: "s", BOTH: "D", OWN: "^", WHOLE: "*"}
+_NEAR = np.array([0.06, 0.08])
+"""Shares of a panel's width and height within which points share a label."""
+
+
+def draw_equal_bytes(result: EqualBytes, width_mm: float = style.WIDE_MM) -> Figure:
+    """Draw each configuration's loss over its packed and its resident bytes; a line joins the least losses.
+
+    Points are numbered as in the result, with a key below.
+    """
+    with style.use():
+        columns = 1 if width_mm < style.WIDE_MM else len(CURVES)
+        rows = len(CURVES) // columns
+        key = [result.identity.name_of(one.config) for one in result.points]
+        note = f"line: the least loss at no more bytes; {style.interval_note(result.identity.samples)}"
+        figure = style.figure(width_mm, rows * _BYTES_ROW_MM + 10 + key_height_mm(key, width_mm))
+        panels = list(figure.subplots(rows, columns, squeeze=False, sharey=True).flat)
+        policies = list(dict.fromkeys(one.config.policy.name for one in result.points))
+        colours = dict(zip(policies, style.category_colours(len(policies)), strict=True))
+        for axes, curve in zip(panels, CURVES, strict=True):
+            _draw_curve(axes, result, curve, colours)
+        for axes, curve in zip(panels, CURVES, strict=True):  # once the axes that they share have their ends
+            _number_points(axes, result, curve)
+        for axes in panels[1:columns]:
+            axes.set_ylabel("")
+        present = {one.kind for one in result.points}
+        handles = [
+            *(Line2D([], [], linestyle="", marker="o", color=colour, label=name) for name, colour in colours.items()),
+            *(
+                Line2D([], [], linestyle="", marker=marker, color="0.3", label=kind)
+                for kind, marker in _KIND_MARKS.items()
+                if kind in present
+            ),
+            Line2D([], [], linestyle="", marker="o", color=_GREY, label="dominated"),
+        ]
+        places = legend_columns((str(handle.get_label()) for handle in handles), width_mm, len(handles))
+        figure.legend(handles=handles, loc="outside upper left", ncols=places, markerscale=0.7)
+        style.describe_run(figure, result.identity, note)
+        of_points = [colours[one.config.policy.name] for one in result.points]
+        draw_key(figure, key, of_points, width_mm, style.foot_mm(result.identity, note, width_mm))
+    return figure
+
+
+def _draw_curve(axes: Axes, result: EqualBytes, curve: str, colours: dict[str, Any]) -> None:
+    """Draw the points on one curve whose bytes are told, dominated ones grey, and the line of the least losses."""
+    least = result.least_losses(curve)
+    axes.plot([100 * one.standing(curve).share for one in least],
+              style.mask_nonpositive(np.array([100 * one.relative for one in least])), color="0.35",
+              linewidth=0.8, zorder=1, gid="least")  # fmt: skip
+    told = [one for one in result.points if one.standing(curve).is_told]
+    for one in told:
+        is_grey = one.standing(curve).verdict == DOMINATED
+        ends = style.error_bars(one.relative, one.relative_interval)
+        axes.errorbar([100 * one.standing(curve).share], style.mask_nonpositive(np.array([100 * one.relative])),
+                      yerr=ends and [[100 * end for end in side] for side in ends], marker=_KIND_MARKS[one.kind],
+                      color=_GREY if is_grey else colours[one.config.policy.name], markersize=4, linewidth=0.8,
+                      zorder=2 if is_grey else 3, gid=one.standing(curve).verdict)  # fmt: skip
+    axes.set(xlabel=f"{curve} bytes, % of the full cache's", ylabel=style.symbols_to_tex("loss, % of ‖o_h‖₁"))
+    style.typeset([axes.yaxis.label])
+    if not told:
+        style.draw_note(axes, "bytes are not told", "middle")
+    style.set_log_axes(axes, x=True, y=True)
+    axes.margins(x=0.09, y=0.09)
+    axes.grid(visible=True)
+
+
+def _number_points(axes: Axes, result: EqualBytes, curve: str) -> None:
+    """Write each point's number, from 1: below those on the line, above the others; near ones share a label, '2, 3'."""
+    least = result.least_losses(curve)
+    shown = {
+        number: (one in least, np.array([100 * one.standing(curve).share, 100 * one.relative]))
+        for number, one in enumerate(result.points, 1)
+        if one.standing(curve).is_told and one.relative > 0
+    }
+    if not shown:
+        return
+    size = np.abs(np.diff(np.log([axes.get_xlim(), axes.get_ylim()]), axis=1)[:, 0])  # of the panel, on its log axes
+    groups: list[list[int]] = []
+    for number, (below, point) in shown.items():
+        near = (
+            numbers
+            for numbers in groups
+            if shown[numbers[0]][0] == below and (np.abs(np.log(point / shown[numbers[0]][1])) < _NEAR * size).all()
+        )
+        if numbers := next(near, None):
+            numbers.append(number)
+        else:
+            groups.append([number])
+    for numbers in groups:
+        below, point = shown[numbers[0]]
+        offset, across, up = ((-3, -3), "right", "top") if below else ((3, 3), "left", "bottom")
+        axes.annotate(", ".join(map(str, numbers)), (point[0], point[1]), offset, textcoords="offset points",
+                      ha=across, va=up, fontsize=style.points(6), gid=style.NUMBERS)  # fmt: skip

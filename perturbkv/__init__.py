@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from perturbkv.analyses import stats as stats
     from perturbkv.analyses.ablation.ablation import ablation as ablation
+    from perturbkv.analyses.ablation.equal_bytes import equal_bytes as equal_bytes
     from perturbkv.analyses.ablation.methods import methods as methods
     from perturbkv.analyses.ablation.restriction import restriction as restriction
     from perturbkv.analyses.bounds.assumption import assumption as assumption
@@ -93,6 +94,7 @@ _PUBLIC = {
     "write_dump": "perturbkv.auditing",
     "cliff": "perturbkv.analyses.budget.cliff",
     "divergence": "perturbkv.analyses.quality.divergence",
+    "equal_bytes": "perturbkv.analyses.ablation.equal_bytes",
     "external": "perturbkv.selection.policies.caches",
     "generate": "perturbkv.api.measuring",
     "grid": "perturbkv.selection.grid",

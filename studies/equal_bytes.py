@@ -54,14 +54,11 @@ class TraceNumbers:
 
     def __init__(self, trace: pk.Trace) -> None:
         self.configs = trace.run.configs
+        self.points = {point.config: point for point in pk.equal_bytes(trace, 0).points}
         norms = variable(trace, "output_norm")[:, -1].sum(axis=-1)
         self.perturbation = variable(trace, "perturbation_propagated")[:, :, -1].sum(axis=-1) / norms[:, None]
         self.kl = variable(trace, "logit_kl")
-        self.evicts = trace.arrays["evicted"][trace.ok].max(axis=0) > 0
-        arrays = {name: trace.get(name, "equal_bytes").astype(float)
-                  for name in ("held_share", "held_bytes", "full_bytes")}  # fmt: skip
-        self.cache_share = arrays["held_share"].mean(axis=0)
-        self.byte_share = (arrays["held_bytes"] / arrays["full_bytes"][:, None]).mean(axis=0)
+        self.cache_share = common.cache_shares(trace)
         self.score = self.full_score = None
         if "score_full" in trace.arrays:
             self.score, self.full_score = (
@@ -73,10 +70,10 @@ class TraceNumbers:
     def row(self, index: int, base: int | None) -> dict[str, Any]:
         """Return a configuration's row, held against the one at `base`, which evicts alone; None: against none."""
         stats, config, own, kl = pk.stats.intervals, self.configs[index], self.perturbation[:, index], self.kl[:, index]
-        kind = "evicted" if not config.quantised else "both" if self.evicts[index] else "quantised"
+        point = self.points[config]
         row = {
-            "config": config, "bits": config.bits, "stored": stored_as(config), "kind": kind,
-            "held": self.cache_share[index], "bytes": self.byte_share[index],
+            "config": config, "bits": config.bits, "stored": stored_as(config), "kind": point.kind,
+            "held": self.cache_share[index], "bytes": point.packed.share,
             **estimate("moved", (own.mean(), stats.of_mean(own, stats.POSITIVE))),
             **estimate("kl_median", (float(np.median(kl)), stats.of_median(kl))),
         }  # fmt: skip
@@ -100,7 +97,7 @@ def setting_rows(numbers: TraceNumbers) -> list[list[dict[str, Any]]]:
     """
     found = []
     for base, config in enumerate(numbers.configs):
-        if config.quantised or not numbers.evicts[base]:
+        if numbers.points[config].kind != "evicted":
             continue
         alike = [
             index
@@ -124,12 +121,14 @@ def whole_cache_rows(numbers: TraceNumbers, shown: Sequence[Sequence[Mapping[str
     alone = [
         index
         for index, config in enumerate(numbers.configs)
-        if config.quantised
+        if numbers.points[config].kind == "rounded"
         and not config.precision.options.get("fill")
         and config not in compared
-        and not numbers.evicts[index]
     ]
-    return [numbers.row(index, None) for index in sorted(alone, key=lambda index: -numbers.byte_share[index])]
+    return [
+        numbers.row(index, None)
+        for index in sorted(alone, key=lambda index: -numbers.points[numbers.configs[index]].packed.share)
+    ]
 
 
 def table_row(row: Mapping[str, Any]) -> dict[str, Any]:

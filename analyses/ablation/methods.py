@@ -141,12 +141,11 @@ class _ControlColumns:
         return self.controls.get("attention")
 
 
-_RELATIVE = "propagated Σ L1 over Σ ‖o_h‖₁, how far all outputs move as a share of their norm under the full cache"
+RELATIVE = "propagated Σ L1 over Σ ‖o_h‖₁, how far all outputs move as a share of their norm under the full cache"
 
 
-def relative_sum(trace: Trace, config: EvictionConfig, step: int | None) -> dict[str, Any]:
+def relative_sum(measured: Measurements, config: EvictionConfig) -> dict[str, Any]:
     """Return the columns `relative` and `relative_interval` of a configuration, over all heads and samples."""
-    measured = Measurements(trace, ANALYSIS, step)
     perturbation = measured["perturbation_propagated"][:, measured.index(config)].sum(axis=(1, 2))  # (sample,)
     norm = measured["output_norm"].sum(axis=(1, 2))
     relative = float(ratio(perturbation.sum(), norm.sum()))
@@ -166,7 +165,7 @@ class Row(_ControlColumns, Outcome):
     controls: Mapping[str, ControlComparison] = column(
         "the method against snapkv's entries so selected (random, attention) with its own window and protection"
     )
-    relative: float = column(_RELATIVE, unit="share")
+    relative: float = column(RELATIVE, unit="share")
     relative_interval: OptionalInterval = interval()
     difference: str = ""
 
@@ -189,7 +188,7 @@ class MethodSetting(_ControlColumns, OutcomeSetting):
     controls: Mapping[str, ControlComparison] = column(
         "the same controls of the baseline as each row has of its method"
     )
-    relative: float = column(_RELATIVE, unit="share")
+    relative: float = column(RELATIVE, unit="share")
     relative_interval: OptionalInterval = interval()
 
     @property
@@ -343,6 +342,7 @@ def _setting(
     methods = [
         config for config in _methods(group, baseline) if not only or any(_is_method(config, name) for name in only)
     ]
+    measured = Measurements(trace, ANALYSIS, step)
     rows = [
         Row.compare(
             trace,
@@ -351,14 +351,14 @@ def _setting(
             config,
             step,
             controls=_compare_with_controls(trace, baseline, config, group, step, margin),
-            **relative_sum(trace, config, step),
+            **relative_sum(measured, config),
         )
         for config in methods
     ]
     return MethodSetting(
         baseline=baseline,
         **next_token_kl(trace, ANALYSIS, baseline, step),
-        **relative_sum(trace, baseline, step),
+        **relative_sum(measured, baseline),
         controls=_compare_with_controls(trace, baseline, baseline, group, step, margin),
         rows=tuple(sorted(_with_distinct_names(rows), key=lambda row: row.propagated.sum_ratio)),
         identity=identity_at(trace, group, step),

@@ -1,4 +1,4 @@
-"""`perturbkv ablation`: ingredients of the two-stage selection, whole methods, or restrictions of an engine."""
+"""`perturbkv ablation`: ingredients of two-stage selection, whole methods, an engine's restrictions, equal bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from perturbkv.cli.session import Analysis, Session, analysis_views
 from perturbkv.configs.cache_contents import WITHOUT_EVICTION
 from perturbkv.configs.choice import Choice, as_choice, parse, split_policy_and_selection
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.selections import UNION, reduction
+from perturbkv.configs.precision import FULL
+from perturbkv.configs.selections import GIVEN, UNION, reduction
 from perturbkv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -211,20 +212,61 @@ def _default_granularities(run: RunOptions) -> list[str]:
     return [*names, *blocks, *filter(fits, ("head", "model", f"model(reduce={UNION})")), "query"]
 
 
+_BUDGETS = ("0.1", "0.2", "0.4")
+_FEW_BITS = ("quantise(bits=8)", "quantise(bits=4)")
+
+
+def _equal_bytes(run: RunOptions, look: LookOptions) -> Analysis:
+    """Compare caches of all bytes: evicted, in few bits, both."""
+
+    def analyse(session: Session) -> Result:
+        from perturbkv.analyses.ablation.equal_bytes import equal_bytes
+
+        return equal_bytes(session.trace, look.step)
+
+    return Analysis(
+        "ablation-bytes", run, lambda: _byte_configs(run), analyse, command="ablation --bytes", compares_sums=True,
+        leave_out_unfit="budget" not in run.typed_options,
+    )  # fmt: skip
+
+
+def _byte_configs(run: RunOptions) -> tuple[EvictionConfig, ...]:
+    """Return each policy at each budget in 16 bits and in few, then every entry in few bits.
+
+    Few bits are those of a typed --precision, and of no cache of somebody's; kept sets are per kv head unless
+    --granularity says otherwise. Raises ConfigError where all take the same bytes.
+    """
+    few = [name for name in run.precision or _FEW_BITS if name != FULL]
+    selections = [_with_selection(name) for name in run.policy or ["snapkv"]]
+    ours = [name for name in selections if split_policy_and_selection(name)[-1] != GIVEN]
+    chosen = dataclasses.replace(
+        run.with_budgets(_BUDGETS), granularity=run.granularity or ["kv"], policy=None, typed_options=frozenset()
+    )
+    if not few and ours == selections and len(chosen.budget or ()) < 2:
+        raise ConfigError("--bytes compares caches of different bytes: give several budgets, or --precision")
+    configs = dataclasses.replace(chosen, precision=[FULL]).configs(selections)
+    if few and ours:
+        configs += dataclasses.replace(chosen, precision=few).configs(ours)
+    if few:
+        configs += dataclasses.replace(chosen, precision=few, budget=["1.0"]).configs(["snapkv:attention"])
+    return tuple(dict.fromkeys(configs))
+
+
 @analysis_views(
     _ingredients,
     methods=_method_ranking,
     restrictions=_restrictions,
+    bytes=_equal_bytes,
     flags={
         "restrictions": Annotated[
             bool, Option("--restrictions", help="Compare what engines restrict: shared sets, blocks")
-        ]
+        ],
+        "bytes": Annotated[bool, Option("--bytes", help="Compare at equal bytes: evicted, in few bits, both")],
     },
 )
 def ablation() -> None:
     """Measure what each ingredient or restriction brings.
 
     Un-pooling, the value norms and the group's product, between the baseline and hindsight; without --granularity per
-    query head and per kv head. --methods ranks policies against snapkv, and against random entries and attention's
-    of the same protection. --restrictions: the price of shared kept sets, and of blocks.
+    query head and per kv head. --methods ranks policies against snapkv, and against controls of the same protection.
     """

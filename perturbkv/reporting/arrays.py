@@ -14,7 +14,6 @@ from perturbkv.analyses.measurements import Floats, Measurements, measured_steps
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.intervals import POSITIVE, SIGNED, estimate_mean, share_kind
 from perturbkv.analyses.verdicts import DISTANCES
-from perturbkv.errors import TraceError
 from perturbkv.escaping import escape_line
 from perturbkv.reporting.head_measures import (
     ANALYSIS,
@@ -43,7 +42,7 @@ from perturbkv.trace import Trace
 
 def config_rows(trace: Trace, sides: Sides) -> list[dict[str, Any]]:
     """Return the configurations as JSON objects: label, side, budget and cache shares (NaN if unknown)."""
-    cache_shares, byte_shares = Measurements(trace, ANALYSIS).cache_shares, _byte_shares(trace)
+    measured = Measurements(trace, ANALYSIS)
     return [
         {
             "label": escape_line(config.label()),
@@ -53,7 +52,7 @@ def config_rows(trace: Trace, sides: Sides) -> list[dict[str, Any]]:
             "bytes": float(byte_share),
         }
         for config, side, budget, cache_share, byte_share in zip(
-            trace.run.configs, sides.side, sides.budget, cache_shares, byte_shares, strict=True
+            trace.run.configs, sides.side, sides.budget, measured.cache_shares, measured.byte_shares, strict=True
         )
     ]
 
@@ -111,14 +110,6 @@ def drift_floors(trace: Trace) -> Floats:
     each = [drift.drift_floors(measured, distance) for distance in DISTANCES]
     nothing = np.full(trace.decoder_layers, np.nan)
     return np.stack([nothing if floor is None else floor.mean(axis=0) for floor in each])
-
-
-def _byte_shares(trace: Trace) -> Floats:
-    """Return (config,): cache bytes as a share of the full 16-bit cache's; NaN where the trace lacks them."""
-    try:
-        return Measurements(trace, ANALYSIS).byte_shares
-    except TraceError:
-        return np.full(len(trace.run.configs), np.nan)
 
 
 def _mean_over_heads(values: Floats) -> Floats:

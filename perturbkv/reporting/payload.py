@@ -32,6 +32,7 @@ from perturbkv.reporting.sides import (
     ablation_settings,
     compare_with_baseline,
     conclusions,
+    equal_bytes_part,
     first_choice,
     make_distinct,
     replace_by_digests,
@@ -96,6 +97,7 @@ def trace_part(trace: Trace, blocks: Blocks, name: str, full: bool) -> dict[str,
         **tokens_part(trace, blocks, texts, pairs, head),
         **kinds_part(digest_trace or trace, compared),
         **perplexity_part(trace),
+        **equal_bytes_part(digest_trace or trace),
     }
     return {**part, "lacks": lacks, "arrays": blocks.arrays}
 

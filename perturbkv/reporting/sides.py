@@ -1,4 +1,4 @@
-"""Pairs of configurations on a page: names, budgets, comparisons of each pair, conclusions and the ablation."""
+"""Configurations on a page: names, budgets, comparisons of each pair, conclusions, the ablation, equal bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.analyses.ablation import ingredients
+from perturbkv.analyses.ablation import equal_bytes, ingredients
+from perturbkv.analyses.ablation.equal_bytes import CachePoint, EqualBytes
 from perturbkv.analyses.ablation.ingredients import Row
 from perturbkv.analyses.heads import head_comparison, heads
 from perturbkv.analyses.heads.head_comparison import HeadComparison, better_share, sum_ratio
@@ -207,6 +208,11 @@ def with_interval(value: float, interval: OptionalInterval) -> list[float]:
     return [value, *((np.nan, np.nan) if interval is None else (interval.low, interval.high))]
 
 
+def with_kind(value: float, interval: OptionalInterval) -> list[Any]:
+    """Return [value, lower end, upper end, kind], kind being interval, range or none."""
+    return [*with_interval(value, interval), interval.kind if interval else "none"]
+
+
 def with_band(value: Floats, band: Band) -> Floats:
     """Return (…, 3): the value and the lower and upper end of its band; NaN ends without a band."""
     nothing = np.full_like(value, np.nan)
@@ -293,6 +299,36 @@ def ablation_settings(trace: Trace, sides: Sides) -> list[dict[str, Any]]:
         }
         for one, name in zip(settings, names, strict=True)
     ]
+
+
+def equal_bytes_part(trace: Trace) -> dict[str, Any]:
+    """Return the JSON field `equal_bytes` on all caches by bytes and loss; empty where bytes compare nothing."""
+    try:
+        found = equal_bytes.equal_bytes(trace)
+    except TraceError:
+        return {}
+    part = {
+        "title": escape_line(found.title()),
+        "conclusion": escape_line(found.conclusion()),
+        "notes": [escape_line(one) for one in found.caveats()],
+        "points": [
+            {
+                "name": escape_line(found.identity.name_of(one.config)),
+                "policy": escape_line(one.config.policy.name),
+                "kind": one.kind,
+                "loss": with_kind(one.relative, one.relative_interval),
+                **{curve: _standing_part(found, one, curve) for curve in equal_bytes.CURVES},
+            }
+            for one in found.points
+        ],
+    }
+    return {"equal_bytes": part}
+
+
+def _standing_part(found: EqualBytes, point: CachePoint, curve: str) -> dict[str, Any]:
+    """Return the JSON object of a configuration's standing on a curve; `on_line`: it is among the least losses."""
+    standing = point.standing(curve)
+    return {"share": standing.share, "verdict": standing.verdict, "on_line": point in found.least_losses(curve)}
 
 
 def _pairs_with_baseline(sides: Sides, baseline: int) -> Sequence[IndexPair]:

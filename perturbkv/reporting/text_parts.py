@@ -9,11 +9,10 @@ from perturbkv.analyses.heads.head_comparison import HeadComparison
 from perturbkv.analyses.heads.token_kinds import TokenKind, compare_token_kinds, kinds_note
 from perturbkv.analyses.measurements import Measurements
 from perturbkv.analyses.quality.perplexity import CachePerplexity, perplexity
-from perturbkv.analyses.stats.intervals import OptionalInterval
 from perturbkv.errors import TraceError
 from perturbkv.escaping import escape_line
 from perturbkv.reporting.head_measures import ANALYSIS
-from perturbkv.reporting.sides import with_interval
+from perturbkv.reporting.sides import with_kind
 from perturbkv.trace import Trace
 
 
@@ -46,7 +45,7 @@ def perplexity_part(trace: Trace) -> dict[str, Any]:
         "title": escape_line(found.title()),
         "conclusion": escape_line(found.conclusion()),
         "notes": [escape_line(one) for one in found.caveats()],
-        "full": _with_kind(found.full, found.full_interval),
+        "full": with_kind(found.full, found.full_interval),
         "configs": [_perplexity_row(one) for one in found.configs],
     }
     return {"perplexity": part}
@@ -58,22 +57,17 @@ def _kind_row(one: TokenKind) -> dict[str, Any]:
         "kind": one.kind,
         "samples": one.samples,
         "steps": one.steps,
-        "isolated": _with_kind(one.isolated_ratio, one.isolated_ratio_interval),
-        "propagated": _with_kind(one.propagated_ratio, one.propagated_ratio_interval),
-        "rest": _with_kind(one.rest_ratio, one.rest_ratio_interval),
+        "isolated": with_kind(one.isolated_ratio, one.isolated_ratio_interval),
+        "propagated": with_kind(one.propagated_ratio, one.propagated_ratio_interval),
+        "rest": with_kind(one.rest_ratio, one.rest_ratio_interval),
     }
 
 
 def _perplexity_row(one: CachePerplexity) -> dict[str, Any]:
     """Return the JSON object of a configuration's perplexity, alone, over the full cache's and the baseline's."""
-    over = None if one.over_baseline is None else _with_kind(one.over_baseline, one.over_baseline_interval)
+    over = None if one.over_baseline is None else with_kind(one.over_baseline, one.over_baseline_interval)
     return {
-        "perplexity": _with_kind(one.perplexity, one.perplexity_interval),
-        "ratio": _with_kind(one.ratio, one.ratio_interval),
+        "perplexity": with_kind(one.perplexity, one.perplexity_interval),
+        "ratio": with_kind(one.ratio, one.ratio_interval),
         "over_baseline": over,
     }
-
-
-def _with_kind(value: float, interval: OptionalInterval) -> list[Any]:
-    """Return [value, lower end, upper end, kind], kind being interval, range or none."""
-    return [*with_interval(value, interval), interval.kind if interval else "none"]

@@ -26,6 +26,7 @@ QUESTIONS: dict[str, tuple[tuple[float, ...], int, set[str]]] = {
     "bound-tightness --step 1": ((24, 60), 14, {"bound-tightness", "bound-tightness-heads"}),
     "ablation": ((24,), 27, {"ablation"}),
     "ablation --restrictions": ((80,), 20, {"ablation-restrictions"}),
+    "ablation --bytes": ((24,), 5, {"ablation-bytes"}),
     "ablation --methods tova,h2o": ((24,), 6, {"ablation-methods", "ablation-methods-budgets"}),
     "horizon": ((24,), 2, {"horizon", "horizon-heads"}),
     "tokens --layer 1 --head 2": ((24,), 2, {"tokens"}),
@@ -96,6 +97,21 @@ def test_a_dry_run_of_an_analysis_runs_nothing(perturbkv: Run, tiny: list[object
     assert len(told["kept"]) == 27
     assert {(one["config"]["budget"], one["entries"]) for one in told["kept"]} == {(24, 24)}
     assert list(tmp_path.iterdir()) == []
+
+
+def test_equal_bytes_take_few_bits_beside_every_policy_and_of_nobodys_own_cache(
+    perturbkv: Run, tiny: list[object]
+) -> None:
+    Path("mine.py").write_text("def halved(model, input_ids, attention_mask):\n    return None\n")
+    policies = ["--policy", "streaming-llm", "--policy", "cache:mine.py:halved"]
+    told = perturbkv("ablation", "--bytes", *tiny, *policies, "--precision", "quantise(bits=2)", "--dry-run", "--json")
+    chosen = {(one["config"]["policy"], one["config"].get("precision", "full"), one["config"]["budget"])
+              for one in told.json()["kept"]}  # fmt: skip
+    assert chosen == {
+        ("streaming-llm", "full", 24), ("streaming-llm", "quantise(bits=2)", 24), ("cache:mine.py:halved", "full", 24),
+        ("snapkv", "quantise(bits=2)", 1.0),
+    }  # fmt: skip
+    refused(perturbkv("ablation", "--bytes", *tiny, "--precision", "full", "--dry-run"), "give several budgets")
 
 
 def test_budgets_by_head_are_restricted_to_blocks_alone(perturbkv: Run, tiny: list[object]) -> None:

@@ -28,6 +28,7 @@ ANALYSES: dict[str, Callable[[Trace], Result]] = {
     "bound-tightness": lambda trace: pk.bound_tightness(trace),
     "ablation": lambda trace: pk.ablation(trace),
     "ablation --restrictions": lambda trace: pk.restriction(trace),
+    "ablation --bytes": lambda trace: pk.equal_bytes(trace),
     "horizon": lambda trace: pk.horizon(trace),
     "needle": lambda trace: pk.needle(trace),
     "correlation": lambda trace: pk.correlation(trace),
@@ -37,6 +38,7 @@ ANALYSES: dict[str, Callable[[Trace], Result]] = {
 OPTIONS = {"budget": ["--max-kl", "200"]}
 OF_COMMAND = {
     "restriction": "ablation --restrictions",
+    "equal_bytes": "ablation --bytes",
     "link": "correlation",
     "cliff": "budget --cliff",
 }
@@ -173,7 +175,7 @@ def test_answers_of_the_frame_add_up_to_those_lost(results: dict[str, Result]) -
         assert (len(rows), rows.lost_answer.sum()) == (setting["answers"], setting["lost"])
 
 
-EXAMPLES = "assumption bound_tightness ablation restriction horizon needle correlation quality cliff"
+EXAMPLES = "assumption bound_tightness ablation restriction equal_bytes horizon needle correlation quality cliff"
 
 
 @pytest.mark.parametrize("name", EXAMPLES.split())
@@ -189,7 +191,7 @@ def test_analyses_are_public_without_torch() -> None:
     """A finished trace is read and analysed where torch is not even imported."""
     source = (
         "import sys, perturbkv as pk\n"
-        "names = 'assumption bound_tightness ablation restriction horizon needle correlation quality '\n"
+        "names = 'assumption bound_tightness ablation restriction equal_bytes horizon needle correlation quality '\n"
         "names += 'safe_budget cliff'\n"
         "for name in names.split():\n"
         "    getattr(pk, name)\n"

@@ -69,7 +69,14 @@ SWEPT = tuple(
     configuration(budget, selection=selection)
     for selection in ("attention", "two-stage") for budget in (0.1, 0.2, 0.4, 0.6, 0.8)
 )  # fmt: skip
+BYTES = (
+    *(configuration(budget, selection="attention", granularity="kv") for budget in (0.1, 0.2, 0.4)),
+    configuration(0.2, policy="streaming-llm", selection="position", granularity="kv"),
+    configuration(0.2, selection="attention", granularity="kv", precision="quantise(bits=4)"),
+    configuration(1.0, selection="attention", granularity="kv", precision="quantise(bits=4)"),
+)
 OWN = {
+    "ablation --bytes": BYTES,
     "ablation --restrictions": RESTRICTED,
     "ablation --methods": RANKED,
     "correlation": LINKED,
@@ -86,6 +93,7 @@ COMMANDS = {
     "ablation": [],
     "ablation --methods": ["all"],
     "ablation --restrictions": [],
+    "ablation --bytes": [],
     "horizon": ["--compare", "attention,two-stage"],
     "needle": [],
     "correlation": [],
@@ -123,11 +131,14 @@ def made(configs: Sequence[EvictionConfig] = CONFIGS) -> Trace:
         moved = arrays["perturbation_isolated"]
         arrays |= {"theta": 3 * moved, "theta_hat": 4 * moved, "theta_hat_relax": 5 * moved}
         arrays |= {name: draw.uniform(0.51, 1, moved.shape) for name in ("sigma_topk", "sigma_stage1", "retained_mass")}
-        arrays |= {"evicted": np.ones(len(configs), dtype=np.uint8), "prompt_tokens": np.asarray(500)}
+        arrays |= {"prompt_tokens": np.asarray(500)}
+        arrays["evicted"] = np.array([config.budget.value != 1 for config in configs], dtype=np.uint8)
         arrays |= {name: np.full_like(arrays[name], 1e-3) for name in ("noise_floor", "noise_floor_isolated")}
         arrays |= {"score": draw.integers(0, 2, len(configs)).astype(float), "score_full": np.asarray(1.0)}
         arrays |= {"digits": draw.uniform(0, 1, len(configs)), "digits_full": np.asarray(1.0)}
         arrays["held_share"] = draw.uniform(0.1, 0.5, len(configs))
+        arrays |= {"resident_bytes": 1000 * arrays["held_share"], "full_bytes": np.asarray(1000.0)}
+        arrays["held_bytes"] = arrays["resident_bytes"] / [4 if config.quantised else 1 for config in configs]
         arrays |= {"next_token_id": np.ones(3, dtype=np.int64), "text_logp_full": -draw.uniform(0.1, 1, 3)}
         arrays["text_logp"] = arrays["text_logp_full"] - draw.normal(0.1, 0.1, (len(configs), 3))
         arrays |= {"cache_bytes": np.asarray(90_000), "cache_padding_bytes": np.asarray(500)}

@@ -22,7 +22,7 @@ SAFE = "--max-kl 200 --max-drop 99 --min-top1 0.01"
 ANALYSES = (
     "heads --compare attention,two-stage,random", "heads --distance cosine --step 1", "layers --per-sample --budgets",
     "layers --distance l2 --compare attention,random", "assumption", "bound-tightness", "ablation",
-    "ablation --methods all", "ablation --restrictions", "needle", "horizon", "budget --cliff",
+    "ablation --methods all", "ablation --restrictions", "ablation --bytes", "needle", "horizon", "budget --cliff",
     f"budget {SAFE} --for-length 2000 --for-batch 3", "budget --max-kl 200",
     "quality", "correlation", "list", "tokens --all", "tokens --layer 1 --head 2",
 )  # fmt: skip
@@ -32,8 +32,8 @@ CHOSEN = {("stored", "layers --per-sample --budgets"): "--compare attention,rand
 LOOKS = ("list", "tokens")
 """Commands without figures."""
 ALONE = (
-    "heads", "layers", "assumption", "bound-tightness", "ablation", "ablation --restrictions", "horizon",
-    "budget --cliff", "quality", "correlation", f"budget {SAFE}", "needle",
+    "heads", "layers", "assumption", "bound-tightness", "ablation", "ablation --restrictions", "ablation --bytes",
+    "horizon", "budget --cliff", "quality", "correlation", f"budget {SAFE}", "needle",
 )  # fmt: skip
 """Questions that make a trace where none is given."""
 COMMANDS = (

@@ -218,3 +218,20 @@ def test_the_ablation_is_the_analysis_rows() -> None:
             for one, row in zip(shown[part], rows, strict=True):
                 kind = row.propagated
                 assert one["propagated"] == [kind.sum_ratio, *interval(kind.sum_ratio_interval)]
+
+
+def test_caches_at_equal_bytes_are_those_of_the_analysis() -> None:
+    """Twice the bytes at twice the budget; where all take the same bytes the page has no such section."""
+    budgets = np.array([one.budget.value for one in trace().run.configs], dtype=float)
+    held = {"held_bytes": np.tile(1000 * budgets, (6, 1)), "resident_bytes": np.full((6, len(budgets)), np.nan)}
+    held["full_bytes"] = np.full(6, 1000.0)
+    sized = dataclasses.replace(trace(), arrays={**trace().arrays, **held})
+    shown, found = trace_of(payload([sized]))["equal_bytes"], pk.equal_bytes(sized)
+    assert shown["conclusion"] == found.conclusion()
+    for one, point in zip(shown["points"], found.points, strict=True):
+        kind = "none" if point.relative_interval is None else point.relative_interval.kind
+        assert one["loss"] == [point.relative, *interval(point.relative_interval), kind]
+        assert (one["packed"]["share"], one["packed"]["verdict"]) == (point.packed.share, point.packed.verdict)
+        assert one["packed"]["on_line"] == (point in found.least_losses("packed"))
+        assert (one["resident"]["share"], one["resident"]["verdict"]) == (None, "")
+    assert "equal_bytes" not in trace_of(payload([sized.sel(where=lambda config: config.budget.value == 0.1)]))

@@ -58,6 +58,7 @@ _RESULTS: Mapping[str, Callable[[], Any]] = {
     "Divergence": lambda: divergence(written(*ROWS)),
     "DumpAudit": dump_audit,
     "DriftSeries": lambda: pk.layer_drift(plain())[0],
+    "EqualBytes": lambda: pk.equal_bytes(asked_of("ablation --bytes")),
     "HeadComparisons": lambda: pk.compare_heads(plain(), "attention", ["two-stage"]),
     "Horizon": lambda: pk.horizon(plain()),
     "MethodRanking": lambda: pk.methods(asked_of("ablation --methods")),

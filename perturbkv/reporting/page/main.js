@@ -9,6 +9,7 @@ import { drawChoices } from "./choosing.js";
 import { onPaperChange } from "./colours.js";
 import { lacking, make } from "./dom.js";
 import { Drawing } from "./drawing.js";
+import { equalBytes } from "./equal_bytes.js";
 import { head } from "./head.js";
 import { kinds } from "./kinds.js";
 import { layers } from "./layers.js";
@@ -21,7 +22,7 @@ import { attachTooltip } from "./tooltip.js";
 import { Trace } from "./trace.js";
 import { verdict } from "./verdict.js";
 
-const PARTS = [verdict, map, scatter, head, prompt, kinds, layers, assumption, budgets, ablation, perplexity, answers];
+const PARTS = [verdict, map, scatter, head, prompt, kinds, layers, assumption, budgets, equalBytes, ablation, perplexity, answers];
 /** A page has no section of what none of its traces holds, such as the assumption of no two-stage selection. */
 const shownParts = () => PARTS.filter((part) => document.getElementById(part.id));
 

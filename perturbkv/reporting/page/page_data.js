@@ -10,6 +10,9 @@
  */
 /** @typedef {{name: string, isolated: Estimate, propagated: Estimate}} Row */
 /** @typedef {{budget: number | null, title: string, rows: Row[], brings: Row[]}} Setting */
+/** @typedef {{share: number | null, verdict: string, on_line: boolean}} Standing */
+/** @typedef {{name: string, policy: string, kind: string, loss: Mean, packed: Standing, resident: Standing}} CachePoint */
+/** @typedef {{title: string, conclusion: string, notes: string[], points: CachePoint[]}} EqualBytes */
 /** @typedef {{texts: string[] | null, scores: (number | null)[] | null, mean?: Mean | null}} Answered */
 /**
  * @typedef {{unit: string, metric: string, expected: string[][] | null, full: Answered, configs: Answered[],
@@ -32,7 +35,7 @@
  *   arrays: Record<string, Stored>, prompts: Record<string, PromptBlocks>, losses: number, distances: string[], stepped: string[], ablation: Setting[] | null,
  *   answers: Answers | null, step_samples: number[], kl_floor: number | null,
  *   held_heads: {of: number, held: number, why: string}, kinds?: Record<string, {rows: KindRow[], note: string}>,
- *   perplexity?: Perplexity}} TraceData
+ *   perplexity?: Perplexity, equal_bytes?: EqualBytes}} TraceData
  */
 /** @typedef {{format: number, made_with: string, traces: TraceData[]}} Page */
 
