@@ -49,6 +49,7 @@ from perturbkv.analyses.result import Result
 from perturbkv.analyses.sides import LEAST_CONFIGS, comparable_groups, matches
 from perturbkv.analyses.stats.intervals import Estimate
 from perturbkv.analyses.verdicts import ALIKE, EQUIVALENT, LESS, MORE, UNDECIDED, verdict_at
+from perturbkv.configs.cache_contents import SOMEBODYS
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Part, plural
 from perturbkv.errors import TraceError
@@ -277,7 +278,10 @@ def correlation(
     rule, bins = Rule(right, lost), check_bins(bins)
     chosen = [_select_methods(trace, only) for trace in as_traces(traces)]
     prompts = pool_prompts(chosen, rule)
-    groups = comparable_groups(prompts.configs)
+    groups = {
+        name: [index for index in indices if prompts.configs[index].cache_contents is not SOMEBODYS]
+        for name, indices in comparable_groups(prompts.configs).items()
+    }  # of somebody's caches the budget tells nothing
     settings = mark_significant_settings(
         [
             correlate_setting(prompts, name, group, rule, bins)

@@ -40,7 +40,7 @@ from perturbkv.analyses.tokens.fates import (
 )
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Part, plural
-from perturbkv.errors import ConfigError
+from perturbkv.errors import ConfigError, TraceError
 from perturbkv.escaping import HighlightedText, Span, escape_line, show_control_characters
 from perturbkv.trace import Trace
 
@@ -463,6 +463,12 @@ def tokens(
     matching = pairs(trace.run, first_side, treatments[0])
     first, second = matching[0]
     sides = (trace.run.configs.index(first), trace.run.configs.index(second))
+    own = trace.arrays.get("own_entries")
+    if own is not None and (without := [side for side in sides if own[prompt.index, side] == 2]):
+        raise TraceError(
+            f"expected kept sets of both sides, got '{trace.run.configs[without[0]].label()}', whose entries stand for "
+            "none of the prompt's"
+        )
     heads = [] if head is not None else changed_heads(trace, prompt.index, sides, index, _HEADS)
     # a head is asked for with its layer
     shown = changed_head(trace, prompt.index, sides, index or 0, head) if head is not None else heads[0]

@@ -103,7 +103,8 @@ class BiasedEntries:
         logits = softmax.logits_of_scaled(grouped, self.keys.to(work)).view(heads, queries, -1)
         logits = logits + self.bias.to(work).unsqueeze(1)
         logsumexp = logits.logsumexp(dim=-1)
-        weights = (logits - logsumexp.unsqueeze(-1)).exp().view(len(self.keys), -1, logits.shape[-1])
+        weights = (logits - logsumexp.clamp(min=torch.finfo(work).min).unsqueeze(-1)).exp()  # of none: 0
+        weights = weights.view(len(self.keys), -1, logits.shape[-1])
         return (weights @ self.values.to(work)).view(heads, queries, -1), logsumexp
 
 

@@ -115,8 +115,16 @@ def commands_for_signed(score: type) -> str:
 def class_digest(kind: Any) -> str:
     """Return a version digest of an external class or function: of its source file, or its own where it has no file.
 
-    Where no source is known, as of a class typed at a prompt, it is a digest of its methods' bytecode.
+    Where no source is known, as of a class typed at a prompt, it is a digest of its methods' bytecode. Arguments that a
+    partial holds, plain values of a closure and of an object are part of it.
     """
+    if isinstance(kind, functools.partial):
+        return hashlib.sha256(f"{class_digest(kind.func)}{kind.args}{kind.keywords}".encode()).hexdigest()[:16]
+    cells = [cell.cell_contents for cell in getattr(kind, "__closure__", None) or ()]
+    held = [*cells, *(() if inspect.isclass(kind) or inspect.isfunction(kind) else vars(kind).values())]
+    if plain := [value for value in held if isinstance(value, bool | int | float | str)]:
+        code = kind.__code__.co_code.hex() if inspect.isfunction(kind) else type(kind).__qualname__
+        return hashlib.sha256(f"{code}{plain}".encode()).hexdigest()[:16]
     try:
         path = inspect.getsourcefile(kind) if kind.__module__ not in ("__main__", None) else None
         source = Path(path).read_bytes() if path else inspect.getsource(kind).encode()

@@ -229,6 +229,9 @@ def _compare_pair(
     by_sample = np.zeros(baseline.shape, dtype=np.int8)
     by_sample[known] = verdicts(lower[known], higher[known], floor[known], measure.distance)
     lower_mean, higher_mean, floor_mean = (part[known].mean(axis=0) for part in (lower, higher, floor))
+    if not known.any():
+        unknown = np.full((2, 3), np.nan)
+        return np.concatenate([by_sample[:1] * 0, by_sample]), unknown, unknown
     means = verdicts(lower_mean, higher_mean, floor_mean, measure.distance)
     sums = [
         _compare_sums(measure, *(part[known] for part in head_comparison.select_sides(values, sides, equal)))

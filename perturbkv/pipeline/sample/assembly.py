@@ -24,7 +24,7 @@ from perturbkv.datasets.prompts import decode_answer, grade, metrics_of
 from perturbkv.devices import move_to_first_device, stack_on_device
 from perturbkv.pipeline.answers.recompression import CacheSize
 from perturbkv.pipeline.sample.layer import LayerEffects, LayerResult, config_order, measure_effects
-from perturbkv.pipeline.sample.measure import CHANGED_VARIABLES, Arrays, to_numpy
+from perturbkv.pipeline.sample.measure import CHANGED_VARIABLES, Arrays, isolated_floors, to_numpy
 from perturbkv.pipeline.sample.sample_run import SampleRun
 from perturbkv.schema import APART, ISOLATED, OF_KEPT_SETS, VARIABLES
 
@@ -146,9 +146,17 @@ def own_entries_arrays(sample: SampleRun, arrays: Arrays) -> Arrays:
         return {}
     caches = [sample.caches.get(config) for config in sample.run.configs]
     kinds = [0 if cache is None else cache.kind for cache in caches]
-    unmatched = [index for index, kind in enumerate(kinds) if kind == 2]
-    misread = [index for index, cache in enumerate(caches) if kinds[index] and cache and not cache.reads_plainly]
     result = _as_arrays({"own_entries": kinds})
+    for index, cache in enumerate(caches):  # what it told or holds has its windows in it
+        if cache is not None:
+            result.setdefault("resident_bytes", arrays["resident_bytes"].copy())[index] -= arrays["unmeasured_bytes"]
+            if cache.tells_bits or not cache.is_kept_set:
+                result.setdefault("held_bytes", arrays["held_bytes"].copy())[index] -= arrays["unmeasured_bytes"]
+    if sample.control is not None:
+        for name, called in called_floors(sample, sample.control.outputs).items():
+            result[name] = np.maximum(arrays[name], called)
+    unmatched = [index for index, kind in enumerate(kinds) if kind == 2]
+    misread = [index for index, cache in enumerate(caches) if kinds[index] and cache and not cache.is_isolated]
     for names, indices in ((OF_KEPT_SETS, unmatched), (ISOLATED, misread), (APART, misread)):
         for name in names if indices else ():
             if name in arrays:
@@ -158,6 +166,20 @@ def own_entries_arrays(sample: SampleRun, arrays: Arrays) -> Arrays:
         result |= {"lost_output": arrays["lost_output"].copy(), "lost_position": arrays["lost_position"].copy()}
         result["lost_output"][unmatched], result["lost_position"][unmatched] = np.nan, -1
     return result
+
+
+def called_floors(sample: SampleRun, outputs: Mapping[int, Mapping[int, Tensor]]) -> Arrays:
+    """Return name -> noise floor (step, layer, head) of isolated perturbations of caches that are called."""
+    layers = [
+        isolated_floors(sample.layer(index), sample.full.steps, outputs[index])
+        for index in range(len(sample.adapter.layers))
+    ]
+    names = theory.Distances.names("noise_floor_isolated")
+    device = sample.adapter.device
+    return {
+        name: to_numpy(stack_on_device(device, [layer[:, place] for layer in layers], dim=1), VARIABLES[name].dtype)
+        for place, name in enumerate(names)
+    }
 
 
 def effect_arrays(sample: SampleRun, batches: Sequence[BatchResult], layers: Sequence[LayerResult]) -> Arrays:
@@ -195,17 +217,15 @@ def lost_arrays(layers: Sequence[LayerResult], device: torch.device) -> Arrays:
 def step_arrays(batches: Sequence[BatchResult]) -> Arrays:
     """Return the variables of the decode steps, joined from all batches, in the run's order of configurations.
 
-    Variables without a configuration are those of the first batch.
+    Variables without a configuration, floors and norms, are the largest of all batches.
     """
     run_order = _inverse_order([index for batch in batches for index in batch.configs])
     arrays = {}
     for name in batches[0].steps[0]:
         dims = VARIABLES[name].dims
-        stacked = [
-            torch.stack([step[name] for step in batch.steps], dim=dims.index("step"))
-            for batch in (batches if "config" in dims else batches[:1])
-        ]
-        array = to_numpy(torch.cat(stacked), VARIABLES[name].dtype)
+        stacked = [torch.stack([step[name] for step in batch.steps], dim=dims.index("step")) for batch in batches]
+        joined = torch.cat(stacked) if "config" in dims else torch.stack(stacked).amax(dim=0)
+        array = to_numpy(joined, VARIABLES[name].dtype)
         arrays[name] = array[run_order] if "config" in dims else array
     return arrays
 

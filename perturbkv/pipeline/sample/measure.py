@@ -349,6 +349,22 @@ def own_outputs(layer: FullLayer, full: Sequence[StepRecord], rows: Mapping[int,
     return result
 
 
+def isolated_floors(
+    layer: FullLayer, full: Sequence[StepRecord], outputs: Mapping[int, Tensor]
+) -> Float[Tensor, "step distance head"]:
+    """Return the distances, in the order of `Distances.names`, of a plain cache's outputs from the full run's.
+
+    `outputs` are Σ A V (head, d_value) by the number of entries that a step attends to.
+    """
+    found = []
+    for record in full:
+        step, slices = layer.full_step(record), layer.slices_at(record)
+        output = theory.project_outputs(step.mixed, slices)
+        moved = theory.project_outputs(outputs[record.entries] - step.mixed, slices)
+        found.append(torch.stack(theory.distances(output, moved).tensors()))
+    return torch.stack(found)
+
+
 def _step_outputs(
     layer: FullLayer, record: StepRecord, rows: Mapping[int, OwnEntries]
 ) -> dict[int, tuple[Float[Tensor, "name head"], Float[Tensor, "head d_value"]]]:

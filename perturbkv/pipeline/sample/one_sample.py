@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from types import MappingProxyType, TracebackType
 
 import torch
@@ -61,7 +61,6 @@ from perturbkv.pipeline.sample.decoding import StepRecord, decode_evicted, join_
 from perturbkv.pipeline.sample.effect import average_gradients, propagated_effects
 from perturbkv.pipeline.sample.layer import LayerResult, measure_layer
 from perturbkv.pipeline.sample.sample_run import SampleRun
-from perturbkv.pipeline.variants.external_caches import plain_steps
 from perturbkv.pipeline.variants.given_sets import KeptMasks
 from perturbkv.pipeline.variants.readers import time_full_prefill
 from perturbkv.schema import VARIABLES
@@ -190,9 +189,9 @@ def _assemble_arrays(
         arrays = sample_arrays(sample, batches, lengths) | isolated_arrays(layers, adapter.device)
         arrays |= effect_arrays(sample, batches, layers) | lost_arrays(layers, adapter.device)
         arrays |= changed_isolated_arrays(batches, arrays)
-        arrays |= own_entries_arrays(sample, arrays)
         arrays |= {"held_share": cached_shares(batches, adapter.shape, n)}
         arrays |= cached_bytes(batches, adapter.shape, n)
+        arrays |= own_entries_arrays(sample, arrays)
         arrays |= first_token_arrays(sample, batches)
         arrays |= step_arrays(batches) | kept_arrays(batches, lengths, layers, adapter.heads)
         if run.generate:
@@ -276,6 +275,11 @@ class _BatchDecoder:
         if question_logits is not None:
             log_p = theory.log_probabilities(question_logits[1 : 1 + len(indices)])
             first_logp = theory.token_log_probability(log_p, sample.full.tokens[0])
+            for place, index in enumerate(indices):
+                own = sample.caches.get(self.run.configs[index])
+                if own is not None and own.question_logits is not None:
+                    log_p = theory.log_probabilities(own.question_logits)
+                    first_logp[place] = theory.token_log_probability(log_p, sample.full.tokens[0])
         first, owners = evicted_layers[0], self.adapter.owners
         return BatchResult(
             configs=indices,
@@ -295,16 +299,6 @@ class _BatchDecoder:
             gradients=[[layer[1:] for layer in step.gradient] for step in records] if undecoded is not None else [],
         )
 
-    @cached_property
-    def _plain_steps(self) -> list[StepRecord]:
-        """The steps of a plain cache that was called as somebody's caches are: their noise floor."""
-        sample = self.sample
-        passes = [sample.question] * bool(sample.question) + [[token] for token in sample.full.tokens.tolist()]
-        steps = plain_steps(self.adapter, sample.prefill, passes)[len(sample.question) :]
-        for full, plain in zip(sample.full.steps, steps, strict=True):
-            measure.check_everything_kept(self.finite, self.adapter, full.logits[0], plain.logits[0])
-        return steps
-
     def _put_called(self, indices: Sequence[int], steps: Sequence[dict[str, Tensor]]) -> None:
         """Put the quantities of caches that decoded for themselves in the place of those of their rows of the batch.
 
@@ -312,11 +306,12 @@ class _BatchDecoder:
         """
         caches = {row: self.sample.caches.get(self.run.configs[index]) for row, index in enumerate(indices)}
         called = {row: cache.steps for row, cache in caches.items() if cache is not None and cache.steps}
-        if not called:
+        if not called or self.sample.control is None:
             return
         rows = to_device(list(called), self.adapter.device)
-        each = zip(self.sample.full.steps, self._plain_steps, *called.values(), strict=True)
+        each = zip(self.sample.full.steps, self.sample.control.steps, *called.values(), strict=True)
         for step, (full, *records) in enumerate(each):
+            measure.check_everything_kept(self.finite, self.adapter, full.logits[0], records[0].logits[0])
             joined = join_rows(records)
             joined.gradient = [layer.expand(len(records), -1, -1) for layer in full.gradient]
             own = self._measure(full, joined, self.sample.full.next_tokens[step], len(called))

@@ -15,6 +15,7 @@ from perturbkv.cache.makers import Maker
 from perturbkv.configs.resources import Resources
 from perturbkv.configs.selections import FIRST_STEP
 from perturbkv.datasets.encode import Prompt
+from perturbkv.errors import ConfigError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers.generation import end_tokens
 from perturbkv.pipeline.progress import phase
@@ -22,7 +23,7 @@ from perturbkv.pipeline.sample.decoding import StepRecord, decode_full
 from perturbkv.pipeline.sample.effect import add_gradients
 from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.prefill import Prefill, layer_value_norms, prefill
-from perturbkv.pipeline.variants.external_caches import ExternalCache, answer_from, read_caches
+from perturbkv.pipeline.variants.external_caches import Control, ExternalCache, answer_from, read_caches, read_control
 from perturbkv.pipeline.variants.given_sets import KeptMasks, sources
 from perturbkv.pipeline.variants.readers import Reader, maker_of, readers_of
 from perturbkv.scoring.value_norms import euclidean_value_norms
@@ -82,6 +83,7 @@ class SampleRun:
         prefill: its full cache and the statistics of its context.
         full: the reference.
         caches: configuration -> somebody's cache of the context.
+        control: a plain cache that was called as some of these are; None where none is.
     """
 
     adapter: Adapter
@@ -91,6 +93,7 @@ class SampleRun:
     prefill: Prefill
     full: FullRun
     caches: Mapping[ResolvedConfig, ExternalCache] = field(default_factory=dict)
+    control: Control | None = None
 
     @classmethod
     def read(
@@ -114,9 +117,17 @@ class SampleRun:
         if "effect" in run.save:
             with phase("effect"):
                 add_gradients(adapter, prefilled, question, full.steps, full.text)
-        caches = read_caches(adapter, run.configs, context, question, full.tokens, prefilled, full.steps)
+        reading = (context, question, full.tokens, prefilled, full.steps)
+        caches = read_caches(adapter, run.configs, *reading)
+        called = [config for config, cache in caches.items() if cache.is_called]
+        if called and run.averages_gradients:
+            raise ConfigError(
+                f"policy '{called[0].policy}' decodes for itself, and no gradient goes through it: use "
+                "--effect-gradient full"
+            )
+        control = read_control(adapter, *reading) if called else None
         external |= {config: cache.kept_set for config, cache in caches.items()}
-        sample = cls(adapter, run, resources, prompt, prefilled, full, caches)
+        sample = cls(adapter, run, resources, prompt, prefilled, full, caches, control)
         sample._add_hindsight_norms()
         return sample
 

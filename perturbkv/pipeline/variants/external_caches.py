@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -26,22 +28,29 @@ from transformers.cache_utils import DynamicLayer
 from perturbkv import theory
 from perturbkv.cache.compact import rebuild_cache
 from perturbkv.cache.entries import GatheredSet, KeptEntries, borrow
-from perturbkv.cache.external_cache import NOWHERE, RecoveredLayer, layer_tensors, pair_layers, recover_positions
+from perturbkv.cache.external_cache import (
+    NOWHERE,
+    STRANGE_DISTANCE,
+    RecoveredLayer,
+    layer_tensors,
+    pair_layers,
+    recover_positions,
+)
 from perturbkv.cache.makers import Entries, FullStep, Maker, Outputs, PrefilledLayer, StoredEntries, entry_bits
 from perturbkv.cache.model_state import ModelState, describe_damage
+from perturbkv.cache.sliding import Window
 from perturbkv.cache.stand_in import BiasedEntries
 from perturbkv.configs.cache_contents import SOMEBODYS
 from perturbkv.configs.number_formats import FULL_BITS
 from perturbkv.errors import ConfigError, PerturbkvError
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.forward import run_with_cache
-from perturbkv.models.proof.calls import LOGIT_ERRORS
 from perturbkv.pipeline.progress import phase
 from perturbkv.pipeline.sample.capture import Observer, capture
 from perturbkv.pipeline.sample.decoding import StepRecord, StepRecorder
 from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.prefill import Prefill
-from perturbkv.selection.external_eviction import Eviction, eviction_code
+from perturbkv.selection.external_eviction import FUNCTION, Eviction, eviction_code
 from perturbkv.selection.policies import caches, kvpress
 from perturbkv.selection.resolved_config import ResolvedConfig
 
@@ -49,6 +58,8 @@ _BIAS = "bias"
 """Attribute of a cache's layer: numbers that are added to the logits of its entries."""
 _MASKED = "masked_key_indices"
 """Attribute of an attention module: indices (batch, head, entry) of entries that a press masks in its cache."""
+_OTHER_KERNEL = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
+"""Largest relative distance of a last hidden state, or a head's output, that another kernel rounded."""
 _ROUNDING = 1e-5
 """Largest distance, in norms of a head, of keys and values that another kernel rounded; less in finer types."""
 _FILE_BYTES = "nbytes"
@@ -62,6 +73,18 @@ class NamedCacheMaker(Maker):
 
     def __init__(self, config: ResolvedConfig) -> None:
         self.config = config
+
+
+@dataclass(frozen=True, eq=False)
+class ExternalKeptSet(Entries):
+    """A kept set as somebody's cache holds it in a layer; `resident` is the number of bits in memory."""
+
+    resident: float = math.nan
+
+    @property
+    def resident_bits(self) -> float:
+        """Number of bits in memory."""
+        return self.resident
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +134,9 @@ class ExternalCache(Maker):
         bits, resident_bits: of all of it, in a file and in memory; the former NaN where it does not tell.
         reads_plainly: whether the prompt was read as the plain model reads it; else it has no isolated perturbation.
         is_called: whether it decodes for itself.
+        attends_plainly: whether its attention is the softmax over all that it gets, token by token of the text; else it
+            has no isolated perturbation either.
+        question_logits: those after the question (vocab,), of a cache that was called in a context-only run.
         steps: the decode steps of a cache that was called; empty for others.
         outputs: layer -> `ExternalEntries.called`.
     """
@@ -124,8 +150,20 @@ class ExternalCache(Maker):
     resident_bits: float
     reads_plainly: bool
     is_called: bool
+    attends_plainly: bool = True
+    question_logits: Tensor | None = None
     steps: Sequence[StepRecord] = ()
     outputs: Mapping[int, Mapping[int, Tensor]] = field(default_factory=dict)
+
+    @property
+    def tells_bits(self) -> bool:
+        """Whether it tells the bits of a file."""
+        return not math.isnan(self.bits)
+
+    @property
+    def is_isolated(self) -> bool:
+        """Whether it has an isolated perturbation."""
+        return self.reads_plainly and self.attends_plainly
 
     @property
     def kind(self) -> int:
@@ -138,12 +176,22 @@ class ExternalCache(Maker):
         distances = [one for layer in self.matched for one in (*layer.key_distance, *layer.value_distance) if len(one)]
         most = min(_ROUNDING, 64 * torch.finfo(self.layers[0][0].dtype).eps)
         unchanged = all(float(distance.max()) <= most for distance in distances)
-        return self.stands_for_entries and unchanged and not self.is_called and not self.biases
+        return self.stands_for_entries and unchanged and not self.is_called
 
     @property
     def stands_for_entries(self) -> bool:
-        """Whether each of its entries stands for one of the prompt's, and no two for the same."""
-        return not any(sum(layer.stranger_counts) or sum(layer.duplicate_counts) for layer in self.matched)
+        """Whether each of its entries is like one of the prompt's, key and value, and no two like the same.
+
+        A key may stand elsewhere where its value is unchanged. Entries with biases, and those that attention does not
+        weigh by their logits, are like none.
+        """
+        far = any(
+            bool(((value > STRANGE_DISTANCE) | ((key > STRANGE_DISTANCE) & (value > _ROUNDING))).any())
+            for layer in self.matched
+            for key, value in zip(layer.key_distance, layer.value_distance, strict=True)
+        )
+        strange = any(sum(layer.stranger_counts) or sum(layer.duplicate_counts) for layer in self.matched)
+        return not (far or strange or self.biases) and self.attends_plainly
 
     def kept_set(
         self, layer: int, key: Float[Tensor, "kv_head key d_key"], value: Float[Tensor, "kv_head key d_value"]
@@ -162,7 +210,8 @@ class ExternalCache(Maker):
         if self.is_kept_set:
             whole = min(kept.entries.lengths) == layer.tokens
             row = borrow(layer.prompt_keys, layer.prompt_values) if whole else kept.entries
-            return Entries(row, entry_bits(row) if math.isnan(self.bits) else self.bits / share)
+            bits = self.bits / share if self.tells_bits else entry_bits(row)
+            return ExternalKeptSet(row, bits, resident=self.resident_bits / share)
         keys, values = self.layers[layer.index]
         sizes: Any = {"bits": self.bits / share, "resident": self.resident_bits / share}
         common: Any = {"has_rounded_numbers": True, "kept": kept.entries, "called": self.outputs.get(layer.index, {})}
@@ -198,7 +247,7 @@ def read_caches(
     for config in configs:
         if has_own_code(config):
             with phase("somebody's cache"):
-                reading = _Reading(adapter, config, context, question, prefilled)
+                reading = _Reading(adapter, _eviction(config, len(context)), context, question, prefilled)
                 found[config] = reading.measure(tokens.tolist(), reference)
     return found
 
@@ -215,13 +264,42 @@ def has_own_code(config: ResolvedConfig) -> bool:
     return config.cache_contents is SOMEBODYS or kvpress.is_press(config.policy)
 
 
+class Control(NamedTuple):
+    """A plain cache that is called as others are: its steps, and its isolated outputs as in `ExternalCache`."""
+
+    steps: list[StepRecord]
+    outputs: Mapping[int, Mapping[int, Tensor]]
+
+
+def read_control(
+    adapter: Adapter,
+    context: Sequence[int],
+    question: Sequence[int],
+    tokens: Int[Tensor, " step"],
+    prefilled: Prefill,
+    reference: Sequence[StepRecord],
+) -> Control:
+    """Return what rounding does to a cache that is called. Args are those of `read_caches`."""
+    plain = _PlainReading(adapter, Eviction("the plain cache", FUNCTION, _no_code), context, question, prefilled)
+    outputs = plain.isolated(plain.read(), tokens.tolist(), reference).outputs
+    return Control(plain.steps(tokens.tolist(), reference)[0], outputs)
+
+
+def _no_code(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    """Raise NotImplementedError: the control's cache is that of the prefill."""
+    raise NotImplementedError
+
+
+def plain_cache(adapter: Adapter, prefilled: Prefill) -> Cache:
+    """Return a full cache of the context, apart from the prefill's."""
+    layers = (FullLayer.from_prefill(adapter, prefilled, index) for index in adapter.holders)
+    entries = [(layer.prompt_keys, layer.prompt_values) for layer in layers]
+    return rebuild_cache(adapter, entries, prefilled.states)
+
+
 def plain_steps(adapter: Adapter, prefilled: Prefill, passes: Sequence[Sequence[int]]) -> list[StepRecord]:
     """Return a record of every token that a plain cache decodes, which keeps everything, in passes of one row."""
-    entries = [
-        (layer.prompt_keys, layer.prompt_values)
-        for layer in (FullLayer.from_prefill(adapter, prefilled, index) for index in adapter.holders)
-    ]
-    cache, steps = rebuild_cache(adapter, entries, prefilled.states), list[StepRecord]()
+    cache, steps = plain_cache(adapter, prefilled), list[StepRecord]()
     for tokens in passes:
         recorder = StepRecorder(adapter, 1, prefilled.finite, [StepRecord() for _ in tokens])
         ids = torch.tensor([list(tokens)], device=adapter.device)
@@ -242,7 +320,7 @@ def answer_from(
     ends: Collection[int],
 ) -> list[int]:
     """Return the greedy answer of at most `most` tokens, up to one in `ends`, of a cache that has to be called."""
-    return _Reading(adapter, config, context, question, prefilled).answer(most, ends)
+    return _Reading(adapter, _eviction(config, len(context)), context, question, prefilled).answer(most, ends)
 
 
 class _Reading:
@@ -254,48 +332,50 @@ class _Reading:
     def __init__(
         self,
         adapter: Adapter,
-        config: ResolvedConfig,
+        eviction: Eviction,
         context: Sequence[int],
         question: Sequence[int],
         prefilled: Prefill,
     ) -> None:
-        self.adapter, self.config, self.context, self.question = adapter, config, context, question
+        self.adapter, self.eviction, self.context, self.question = adapter, eviction, context, question
         self.prefilled = prefilled
-        self.eviction = _eviction(config, len(context))
         self.decoded = 0
 
     def measure(self, tokens: Sequence[int], reference: Sequence[StepRecord]) -> ExternalCache:
         """Return the cache, with its own steps where it has to be called."""
-        last: list[Tensor] = []
+        passes: list[Tensor] = []
         n = len(self.context)
         with self._somebodys_code():
-            with capture(self.adapter, Observer(final=lambda hidden: last.append(hidden[0, -1]))):
-                cache = self._read()
+            with capture(self.adapter, Observer(final=lambda hidden: passes.append(hidden[0]))):
+                cache = self.read()
             masked = [getattr(attention, _MASKED, None) for attention in self.adapter.attentions]
-            plainly = bool(last) and self._is_near(last[-1], self.prefilled.final)
-            size = self._file_bits(cache), resident_bits(cache, self.adapter.dtype)
-            layers, steps, outputs = [], list[StepRecord](), dict[int, dict[int, Tensor]]()
-            if is_plain := self._is_plain(cache):
+            plainly = sum(map(len, passes)) == n and self._is_near(passes[-1][-1], self.prefilled.final)
+            size = self._file_bits(cache), resident_bits(cache, self.adapter.model, self.adapter.dtype)
+            layers, called = [], dict[str, Any]()
+            whole = self._holds_windows(cache)
+            if is_plain := whole and self._is_plain(cache):
                 layers = self._entries_of(cache)
             elif not tokens:
                 raise ConfigError("it decodes for itself, and is measured with its answers: perturbkv quality")
             else:
-                isolated = self._isolated(cache, tokens, reference)
-                layers, outputs = list(isolated.held.values()), isolated.outputs
-                steps = self._steps(tokens, reference)
+                isolated = self.isolated(cache, tokens, reference)
+                layers = list(isolated.held.values())
+                called = {"outputs": isolated.outputs, "attends_plainly": isolated.attends_plainly}
+                called["steps"], called["question_logits"] = self.steps(tokens, reference)
             biases = self._biases(cache) if is_plain else []
             matched = recover_positions(self._batched(layers), self._full(), numbers=self.adapter.layer_indices)
             kept = [_without_masked(*pair).mask(n) for pair in zip(matched, masked, strict=True)]
-        return ExternalCache(
-            layers, biases, matched, kept, *size, reads_plainly=plainly, is_called=not is_plain, steps=steps,
-            outputs=outputs,
-        )  # fmt: skip
+            plainly &= whole  # windows that it changed change queries of later layers
+            found = ExternalCache(layers, biases, matched, kept, *size, plainly, not is_plain, **called)
+            if not found.is_kept_set and any(mask is not None and len(mask[0]) for mask in masked):
+                raise ConfigError("it masks entries of a cache whose entries it changed, too; let it remove them")
+        return found
 
     def answer(self, most: int, ends: Collection[int]) -> list[int]:
         """Return the greedy answer."""
         answer: list[int] = []
         with self._somebodys_code():
-            cache, logits = self._read(), self.prefilled.logits
+            cache, logits = self.read(), self.prefilled.logits
             if self.question:
                 logits = self._decode(cache, self.question)[0, -1]
             while (token := int(logits.argmax())) not in ends:
@@ -319,17 +399,20 @@ class _Reading:
                 torch.manual_seed(zlib.crc32(str(list(self.context)).encode()))
                 yield
         except PerturbkvError as error:
-            raise ConfigError(f"policy '{self.config.policy}': {error}") from error
+            raise ConfigError(f"policy '{self.eviction.name}': {error}") from error
         finally:
             damage = describe_damage(state.restore())
         if damage:
-            raise ConfigError(f"policy '{self.config.policy}': {damage}, so that nothing after it would be right")
+            raise ConfigError(f"policy '{self.eviction.name}': {damage}, so that nothing after it would be right")
 
-    def _read(self) -> Cache:
+    def read(self) -> Cache:
         """Return the cache that the code makes of the context."""
         self.decoded = 0
         ids = torch.tensor([list(self.context)], device=self.adapter.device)
         cache = self.eviction.read(self.adapter.model, ids, torch.ones_like(ids))
+        rows = {len(layer.keys) for layer in cache.layers if isinstance(getattr(layer, "keys", None), Tensor)}
+        if rows - {0, 1}:
+            raise ConfigError(f"expected a cache of one row, got one of {max(rows)}")
         if self.eviction.masks:
             raise ConfigError("it masks entries that its cache holds; let it remove them, or audit it")
         return cache
@@ -337,12 +420,27 @@ class _Reading:
     def _is_plain(self, cache: Cache) -> bool:
         """Return whether a cache is transformers' own that holds what it is given, so that it need not be called."""
         measured = [cache.layers[index] for index in self.adapter.layer_indices if index < len(cache.layers)]
-        return self.eviction.decode is None and type(cache) is DynamicCache and {*map(type, measured)} == {DynamicLayer}
+        own = any("update" in vars(one) for one in (cache, *cache.layers))
+        plain = type(cache) is DynamicCache and {*map(type, measured)} == {DynamicLayer}
+        return plain and not own and self.eviction.decode is None
+
+    def _holds_windows(self, cache: Cache) -> bool:
+        """Return whether sliding layers hold what they do in the full cache; False where layers are recurrent."""
+        for index, window in self.prefilled.states.items():
+            layer: Any = cache.layers[index] if index < len(getattr(cache, "layers", ())) else None
+            for held, full in (("keys", window.keys), ("values", window.values)) if isinstance(window, Window) else ():
+                own = getattr(layer, held, None)
+                size = full.shape[1]
+                if not isinstance(own, Tensor) or own.ndim != 4 or not torch.equal(own[0, :, -size:], full):
+                    return False
+            if not isinstance(window, Window):
+                return False
+        return True
 
     def _is_near(self, hidden: Tensor, expected: Tensor) -> bool:
         """Return whether a hidden state differs from another by rounding alone."""
         distance = (hidden.double() - expected.double()).norm() / expected.double().norm()
-        return bool(distance <= LOGIT_ERRORS[self.adapter.dtype])
+        return bool(distance <= _OTHER_KERNEL[self.adapter.dtype])
 
     def _full(self) -> list[tuple[Tensor, Tensor]]:
         """Return the context's entries in the full cache, keys and values (1, kv_head, n, …) per layer."""
@@ -390,27 +488,34 @@ class _Reading:
             biases.append(bias[0].to(layer.keys.device, theory.WORK).repeat_interleave(heads // bias.shape[1], dim=0))
         return biases
 
-    def _steps(self, tokens: Sequence[int], reference: Sequence[StepRecord]) -> list[StepRecord]:
-        """Return the steps of a cache that was read anew, as it decodes the question and the text token by token."""
-        cache, steps = self._read(), list[StepRecord]()
+    def steps(
+        self, tokens: Sequence[int], reference: Sequence[StepRecord]
+    ) -> tuple[list[StepRecord], Float[Tensor, " vocab"] | None]:
+        """Return the steps of a cache that was read anew, decoded token by token, and the logits after the question.
+
+        Raises ConfigError where its decoding runs the model more often than once for a token.
+        """
+        cache, steps, question_logits = self.read(), list[StepRecord](), None
         if self.question:
-            self._decode(cache, self.question)
+            question_logits = self._decode(cache, self.question)[0, -1]
         for token, step in zip(tokens, reference, strict=True):
             recorder = StepRecorder(self.adapter, 1, self.prefilled.finite, [StepRecord()])
             with capture(self.adapter, recorder.observer()):
                 logits = self._decode(cache, [token])
             recorder.record_end(logits, step.entries)
+            if len(recorder.records[0].head_output) != len(self.adapter.layers):
+                raise ConfigError("its decode runs the model more often than once for a token, which is not measured")
             steps += recorder.records
-        return steps
+        return steps, question_logits
 
-    def _isolated(self, cache: Cache, tokens: Sequence[int], reference: Sequence[StepRecord]) -> _IsolatedOutputs:
+    def isolated(self, cache: Cache, tokens: Sequence[int], reference: Sequence[StepRecord]) -> _IsolatedOutputs:
         """Return what attention does in each layer where all layers before it give what they do in the full run.
 
         Queries and entries of new tokens are thereby the full run's, at the positions where the cache decodes.
         """
         outputs = _IsolatedOutputs(self.adapter)
         read = plain_steps(self.adapter, self.prefilled, [self.question] if self.question else [])
-        with capture(self.adapter, Observer(attention=outputs.record, head_output=outputs.replace)):
+        with capture(self.adapter, outputs.observer()):
             if self.question:
                 outputs.expect([step.head_output for step in read], None)
                 self._decode(cache, self.question)
@@ -434,8 +539,9 @@ class _Reading:
 
     def _file_bits(self, cache: Cache) -> float:
         """Return the bits that a file of a cache would hold, as it tells; NaN where it does not tell."""
-        told = getattr(cache, _FILE_BYTES, None)
-        told = told() if callable(told) else told
+        with eviction_code(f"{_FILE_BYTES} of its cache raises"):
+            told = getattr(cache, _FILE_BYTES, None)
+            told = told() if callable(told) else told
         if told is None:
             return math.nan
         if isinstance(told, bool) or not isinstance(told, int | float) or not 0 < told < math.inf:
@@ -461,12 +567,22 @@ def _without_masked(matched: RecoveredLayer, masked: Any) -> RecoveredLayer:
     return RecoveredLayer(tuple(positions), matched.key_distance, matched.value_distance)
 
 
+class _PlainReading(_Reading):
+    """A reading whose cache is that of the prefill, which keeps everything."""
+
+    def read(self) -> Cache:
+        """Return a copy of the full cache of the context."""
+        self.decoded = 0
+        return plain_cache(self.adapter, self.prefilled)
+
+
 class _IsolatedOutputs:
     """The callbacks that compute each layer's output from a cache and put the full run's in its place.
 
     Attributes:
         held: layer -> keys and values of the first pass but for its new tokens: what the cache holds of the context.
         outputs: layer -> number of entries of the full cache at a step -> Σ A' V' in `theory.WORK`.
+        attends_plainly: whether the model's attention gave just that, in one pass for each token.
     """
 
     def __init__(self, adapter: Adapter) -> None:
@@ -475,6 +591,16 @@ class _IsolatedOutputs:
         self.outputs: dict[int, dict[int, Tensor]] = {}
         self.expected: list[list[Tensor]] = []
         self.entries: int | None = None
+        self.attends_plainly = True
+        self.gate: Tensor | None = None
+
+    def observer(self) -> Observer:
+        """Return the observer of its passes."""
+        return Observer(attention=self.record, head_output=self.replace, gate=self.record_gate)
+
+    def record_gate(self, layer: int, gate: Tensor) -> None:
+        """Keep γ of a layer's last token: an `Observer.gate`."""
+        self.gate = gate[0, -1]
 
     def expect(self, head_outputs: list[list[Tensor]], entries: int | None) -> None:
         """Expect a pass of tokens with these head outputs (row, head, d_value) per token and layer.
@@ -494,17 +620,33 @@ class _IsolatedOutputs:
 
     def replace(self, layer: int, mixed: Tensor) -> Tensor:
         """Return the full run's output of the layer instead of its own: an `Observer.head_output`."""
+        if mixed.shape[1] != len(self.expected):
+            self.attends_plainly = False
+            return mixed
+        if self.entries is not None:
+            own = self.outputs[layer][self.entries].flatten()
+            own = own if self.gate is None else own * self.gate
+            distance = (own - mixed[0, -1]).norm() / own.norm().clamp(min=torch.finfo(theory.WORK).tiny)
+            self.attends_plainly &= bool(distance <= _OTHER_KERNEL[self.adapter.dtype])
+        self.gate = None
         return torch.stack([token[layer][0].flatten() for token in self.expected]).unsqueeze(0).to(mixed.dtype)
 
 
-def resident_bits(cache: object, dtype: torch.dtype) -> float:
-    """Return the bits of all tensors that an object holds, each storage once; a number of `dtype` counts 16 bits."""
+_NO_HOLDERS = (ModuleType, type, FunctionType, MethodType, BuiltinFunctionType)
+"""Types of objects whose attributes are no part of what refers to them."""
+
+
+def resident_bits(cache: object, model: torch.nn.Module, dtype: torch.dtype) -> float:
+    """Return the bits of all tensors that an object holds, each storage once; a number of `dtype` counts 16 bits.
+
+    What belongs to the model is left out.
+    """
     storages: dict[int, float] = {}
-    seen: set[int] = set()
+    seen = set(map(id, model.modules()))
     waiting: list[Any] = [cache]
     while waiting:
         one = waiting.pop()
-        if id(one) in seen or isinstance(one, torch.nn.Module):
+        if id(one) in seen or isinstance(one, _NO_HOLDERS):
             continue
         seen.add(id(one))
         if isinstance(one, Tensor):
@@ -512,8 +654,9 @@ def resident_bits(cache: object, dtype: torch.dtype) -> float:
             storages[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes() // one.itemsize * size
         elif isinstance(one, Mapping):
             waiting += one.values()
-        elif isinstance(one, list | tuple | set):
+        elif isinstance(one, list | tuple | set | frozenset | deque):
             waiting += one
-        elif hasattr(one, "__dict__"):
-            waiting += vars(one).values()
+        else:
+            waiting += getattr(one, "__dict__", {}).values()
+            waiting += [getattr(one, name, None) for name in getattr(type(one), "__slots__", ())]
     return float(sum(storages.values()))

@@ -96,7 +96,8 @@ def external(make: Any, name: str = "") -> str:
             returns, the bytes that a file of it would hold.
         name: of the policy, without `cache:`; by default that of `make`.
 
-    Raises ConfigError for what is no function or Cache class, and for a name that is taken or no name.
+    Another one of the same name takes its place. Raises ConfigError for what is no function or Cache class, and for no
+    name.
 
     >>> import perturbkv as pk
     >>> from transformers import DynamicCache
@@ -113,8 +114,6 @@ def external(make: Any, name: str = "") -> str:
     if not _NAME.fullmatch(name) or refers_to_file(name):
         raise ConfigError(f"expected a name of letters, digits, '-', '_' and '.', a letter first, got {name!r}")
     callable_eviction(make, name, with_budget(make, {}, _ANY_BUDGET))
-    if _REGISTERED.get(name, make) is not make:
-        raise ConfigError(f"a cache named '{name}' is registered already; give another name")
     _REGISTERED[name] = make
     policy_class.cache_clear()
     return f"{CACHE_PREFIX}{name}"

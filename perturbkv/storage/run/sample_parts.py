@@ -28,7 +28,7 @@ FULL_RUN = (
 """Variables that identify a full-cache run: where they differ between parts, the parts are not comparable."""
 
 _FLOORS = tuple(name for name in VARIABLES if "noise_floor" in name)
-_FILLED = (*KEPT, DIGEST, *PREFILLS, *APART)
+_FILLED = (*KEPT, DIGEST, *PREFILLS, *APART, "own_entries")
 """Variables that are filled in for a part without them where another part of the sample has them."""
 
 
@@ -120,6 +120,7 @@ def _missing_arrays(arrays: Arrays, names: set[str]) -> Arrays:
     """Return fill values of the named variables, for a part without them."""
     zeros = np.zeros_like(arrays["kept_count"])
     empty = dict(zip(KEPT, (zeros, zeros, np.zeros(0, dtype=np.uint8)), strict=True))
+    empty |= {"own_entries": np.zeros(len(zeros), dtype=np.uint8)}
     empty |= {"prefill_seconds": np.full(len(zeros), np.nan), "prefill_seconds_full": np.array(np.nan)}
     whole = arrays["perturbation_isolated"]
     empty |= dict(zip(APART, (whole, np.zeros_like(whole)), strict=True))
@@ -152,6 +153,7 @@ def merged_shapes(parts: Sequence[Shapes]) -> Shapes:
 def _missing_shape(name: str, part: Shapes) -> tuple[int, ...]:
     """Return the shape of the fill values of a variable, for a part without it."""
     shapes = {"kept_code": (0,), "prefill_seconds": part["kept_count"][:1], "prefill_seconds_full": ()}
+    shapes["own_entries"] = part["kept_count"][:1]
     shapes |= dict.fromkeys(APART, part["perturbation_isolated"])
     return shapes.get(name, part["kept_count"])
 
