@@ -6,15 +6,18 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import perturbkv as pk
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ActivationError, ConfigError
+from perturbkv.models.loading import ByteTokenizer
 from perturbkv.pipeline.sample import measure
 from perturbkv.schema import VARIABLES
 from perturbkv.selection.grid import configuration, grid
@@ -22,7 +25,7 @@ from perturbkv.selection.policies import caches
 from tests.oracle import theory
 from tests.oracle.decoder import Decoder, Step
 from tests.support import somebodys
-from tests.support.models import HEADS, exact_adapter, token_ids
+from tests.support.models import HEADS, exact_adapter, tiny_adapter, tiny_model, token_ids
 from tests.support.resolved import answer, trace_sample
 from tests.support.traces import kept_of
 
@@ -227,6 +230,126 @@ def test_a_prefill_of_its_own_has_no_isolated_perturbation() -> None:
     for name in (*ISOLATED, "perturbation_eviction", "perturbation_change"):
         assert np.isnan(arrays[name][2]).all() and not np.isnan(arrays[name][:2]).any(), name
     assert (arrays["perturbation_propagated"][2] > 0).all() and np.isfinite(arrays["logit_kl"][2]).all()
+
+
+def _decode_hiding(model: Any, cache: Any, token: Any, step: int) -> Any:
+    """Of the prompt's entries the last twelve are seen alone."""
+    seen = cache.get_seq_length() + token.shape[1]
+    mask = torch.zeros(1, 1, token.shape[1], seen, dtype=torch.float64)
+    mask[..., : len(IDS) - 12] = -torch.inf
+    positions = torch.arange(seen - token.shape[1], seen).unsqueeze(0)
+    return model(input_ids=token, past_key_values=cache, position_ids=positions, attention_mask=mask).logits
+
+
+def _hiding(*inputs: Any) -> Any:
+    return somebodys.plain(*inputs)
+
+
+_hiding.decode = _decode_hiding  # type: ignore[attr-defined]
+
+
+def _decode_one_by_one(model: Any, cache: Any, token: Any, step: int) -> Any:
+    return torch.cat([somebodys.in_place.decode(model, cache, token[:, [place]], step + place)
+                      for place in range(token.shape[1])], dim=1)  # fmt: skip
+
+
+def _one_by_one(*inputs: Any) -> Any:
+    return somebodys.in_place(*inputs)
+
+
+_one_by_one.decode = _decode_one_by_one  # type: ignore[attr-defined]
+
+
+def test_attention_that_is_not_over_what_it_gets_has_no_isolated_perturbation() -> None:
+    arrays = traced(_hiding, partial(somebodys.recent, budget=12))
+    np.testing.assert_allclose(arrays["perturbation_propagated"][2], arrays["perturbation_propagated"][3], rtol=1e-7)
+    assert np.isnan(arrays["perturbation_isolated"][2]).all() and arrays["own_entries"][2] == 2
+
+
+def test_a_question_that_is_read_token_by_token_has_no_isolated_perturbation() -> None:
+    arrays = traced(_one_by_one, partial(somebodys.recent, budget=12), scenario="context-only")
+    np.testing.assert_allclose(arrays["perturbation_propagated"][2], arrays["perturbation_propagated"][3], rtol=1e-7)
+    np.testing.assert_allclose(arrays["first_logp"][2], arrays["first_logp"][3], rtol=1e-7)
+    assert np.isnan(arrays["perturbation_isolated"][2]).all()
+
+
+def test_a_decode_that_reads_a_token_twice_is_one_line() -> None:
+    def twice(*inputs: Any) -> Any:
+        return somebodys.in_place(*inputs)
+
+    def decode(model: Any, cache: Any, token: Any, step: int) -> Any:
+        somebodys.in_place.decode(model, copy.deepcopy(cache), token, step)
+        return somebodys.in_place.decode(model, cache, token, step)
+
+    twice.decode = decode  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="its decode runs the model more often than once for a token"):
+        traced(twice)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])
+def test_windows_of_sliding_layers_are_its_own(family: str) -> None:
+    """Halved values in sliding layers alone are no kept set's loss: they are decoded, and have no isolated part."""
+
+    def halved(*inputs: Any) -> Any:
+        cache = somebodys.plain(*inputs)
+        for layer in cache.layers[::2]:
+            layer.values = layer.values / 2
+        return cache
+
+    adapter = exact_adapter(family, 4, 2)
+    arrays = traced(halved, partial(somebodys.recent, budget=12), adapter=adapter)
+    assert (arrays["perturbation_propagated"][2] > 1e-3).all() and np.isnan(arrays["perturbation_isolated"][2]).all()
+    assert arrays["own_entries"].tolist() == [0, 0, 1, 0], "a plain cache's windows are the prompt's"
+
+
+def test_floors_are_those_of_caches_that_are_called() -> None:
+    adapter = tiny_adapter("llama", *HEADS["GQA"])
+    plain, called = traced(somebodys.plain, adapter=adapter), traced(somebodys.Forgetting, adapter=adapter)
+    assert (called["noise_floor_isolated"] > 10 * plain["noise_floor_isolated"]).all(), "float32 against float64 sums"
+    assert (called["noise_floor"] >= plain["noise_floor"]).all()
+
+
+def test_other_random_entries_are_no_kept_set() -> None:
+    def drawn(*inputs: Any) -> Any:
+        cache = somebodys.plain(*inputs)
+        for layer in cache.layers:
+            layer.keys, layer.values = torch.randn_like(layer.keys), torch.randn_like(layer.values)
+        return cache
+
+    assert traced(drawn)["own_entries"][2] == 2
+
+
+def test_an_entry_without_weight_is_none() -> None:
+    """A bias of −∞ on all but the last twelve entries, and on all of them in one head."""
+
+    def hidden(*inputs: Any) -> Any:
+        cache = somebodys.plain(*inputs)
+        for layer in cache.layers:
+            layer.bias = torch.zeros(1, 4, len(IDS), dtype=torch.float64)
+            layer.bias[..., : len(IDS) - 12] = -torch.inf
+        return cache
+
+    def nothing(*inputs: Any) -> Any:
+        cache = hidden(*inputs)
+        cache.layers[0].bias[:, 1] = -torch.inf
+        return cache
+
+    arrays = traced(hidden, partial(somebodys.recent, budget=12), nothing)
+    for name in ("perturbation_isolated", "perturbation_propagated"):
+        np.testing.assert_allclose(arrays[name][2], arrays[name][3], rtol=1e-7)
+    assert np.isfinite(arrays["perturbation_isolated"][4]).all()
+
+
+def test_parts_of_a_sample_with_and_without_such_caches_are_joined(tmp_path: Path) -> None:
+    """A trace of ours that goes on with somebody's is that of one run."""
+    policies = [caches.external(make) for make in (somebodys.merged, somebodys.rounded)]
+    model = pk.load_model(tiny_model("llama", *HEADS["GQA"]), tokenizer=ByteTokenizer())
+    configs = [SNAPKV, *grid(12, policy=policies)]
+    first = pk.measure(model, [PROMPT], [SNAPKV], path=tmp_path / "t.h5", settings=pk.Settings(steps=2), progress=False)
+    assert "own_entries" not in first.arrays
+    joined = pk.measure(model, [PROMPT], configs, path=tmp_path / "t.h5", settings=pk.Settings(steps=2), progress=False)
+    assert joined.arrays["own_entries"].tolist() == [[0, 2, 1]]
+    assert pk.read_trace(tmp_path / "t.h5").arrays["own_entries"].tolist() == [[0, 2, 1]]
 
 
 def test_what_stands_for_no_entry_has_no_kept_set() -> None:
