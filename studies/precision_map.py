@@ -156,14 +156,14 @@ def layer_words(parts: Sequence[Part], layers: Sequence[int]) -> str:
 
 def draw(maps: Mapping[str, Losses], layers: Sequence[int], judged: Sequence[Mapping[str, Any]]) -> Figure:
     """Draw each format's map, KL of a part alone over layers, and what the lists cost on the judged samples."""
-    figure = common.page_figure(46 * len(maps) + 8)
+    figure = common.page_figure(50 * len(maps) + 4)
     panels = figure.subplots(len(maps), 2, squeeze=False, width_ratios=(2, 1))
     for (left, right), (code, losses) in zip(panels, maps.items(), strict=True):
         values = np.array([[losses.kl[layer, kind].mean() for layer in layers] for kind in KINDS])
         image = left.imshow(values, aspect="auto", cmap="cividis", norm=LogNorm(max(values.min(), 1e-9), values.max()))
         left.set(yticks=range(2), yticklabels=KINDS, title=f"{code}: KL of the part alone, nat", xlabel="layer")
         left.set(xticks=range(0, len(layers), 4), xticklabels=[str(layer) for layer in layers[::4]])
-        figure.colorbar(image, ax=left)
+        figure.colorbar(image, ax=left, format=lambda value, _: common.tick_text(value))
         for name in ("list", "outermost", "random"):
             rows = [row for row in judged if row["format"] == code and row["kept in 16 bits"] == name]
             right.plot(
@@ -172,7 +172,8 @@ def draw(maps: Mapping[str, Losses], layers: Sequence[int], judged: Sequence[Map
         none = next((row["kl"] for row in judged if row["format"] == code and row["kept in 16 bits"] == "none"), None)
         if none is not None:
             right.axhline(none, color="0.35", linestyle="--", linewidth=0.9, label="none")
-        right.set(yscale="log", xlabel="parts in 16 bits", title="KL on other samples, nat")
+        common.plain_log(right, "y")
+        right.set(xlabel="parts in 16 bits", xticks=SHARES, title="on other samples, nat")
     panels[0, 1].legend(fontsize="small")
     return figure
 
