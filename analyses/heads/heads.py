@@ -38,6 +38,9 @@ from perturbkv.display import Part, plural
 from perturbkv.errors import ConfigError
 from perturbkv.trace import Trace
 
+_UNEQUAL = 0.1
+"""Difference of cache shares, relative to the larger one, that is told."""
+
 
 @record
 class HeadComparisons(MemberSequence[HeadComparison], Result):
@@ -113,6 +116,7 @@ class HeadComparisons(MemberSequence[HeadComparison], Result):
         return [
             *kinds_note(self.token_kinds, len(self)),
             *(one.note(self.identity.name_of(one.config)) for one in self.changed),
+            *self._sizes_note(),
             *self._disagreement_note(),
             *self._extremes_note(),
             *self.members[0].propagated.sign_flips.power_caveat(),
@@ -146,6 +150,19 @@ class HeadComparisons(MemberSequence[HeadComparison], Result):
     def _names(self) -> list[str]:
         """A distinct name per pair."""
         return pair_names(self.members)
+
+    def _sizes_note(self) -> list[str]:
+        """Return notes on pairs of caches of different size, and on those without isolated perturbation."""
+        unequal = [(first, second) for first, second in (pair.cache_shares for pair in self.members)
+                   if abs(second - first) > _UNEQUAL * max(first, second)]  # fmt: skip
+        shares = ", ".join(dict.fromkeys(f"{second:.2f} against {first:.2f}" for first, second in unequal))
+        unknown = sum(not pair.isolated.is_known for pair in self.members)
+        whose = f" in {unknown} of {len(self)} cases" if len(self) > 1 else ""
+        return [
+            *([f"Not of one size: {shares} of the cache; ablation --bytes sets them side by side."] if shares else []),
+            *([f"No isolated perturbation{whose}: the prompt was read otherwise, or attention is its own."]
+              if unknown else []),
+        ]  # fmt: skip
 
     def _disagreement_note(self) -> list[str]:
         """Return the note on pairs with different isolated and propagated verdicts; empty without such."""

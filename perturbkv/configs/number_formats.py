@@ -145,7 +145,9 @@ def _parse_layer_rules(text: str) -> list[tuple[list[int], Codes]]:
 
 def _parse_layers(text: str) -> list[int]:
     """Return the layers of a text such as `0, 3-6`."""
-    ends = [sorted(int(number) for number in part.split("-")) for part in text.split(",")]
+    ends = [[int(number) for number in part.split("-")] for part in text.split(",")]
+    if backwards := next((part for part in ends if part[-1] < part[0]), None):
+        raise ConfigError(f"expected layers such as {backwards[-1]}-{backwards[0]}, got {backwards[0]}-{backwards[-1]}")
     return sorted(layer for part in ends for layer in range(part[0], part[-1] + 1))
 
 
