@@ -65,7 +65,7 @@ RIDGE = 0.01
 """Weight of the squared distance of fitted values from those of the entries, beside a squared error of a reference."""
 LARGEST = 3.0
 """Largest absolute bias of a fit."""
-ROUNDS = 100
+ROUNDS = 500
 """Steps of the projected gradient."""
 METHODS: dict[str, dict[str, Any]] = {
     "matching": {"fits": "bias+values"},
