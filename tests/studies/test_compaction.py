@@ -1,4 +1,4 @@
-"""`studies/compaction.py`: its fits against SciPy, its merging against a loop, and what its words are from planted numbers."""
+"""`studies/compaction.py`: its fits against SciPy, its merging against a loop, its words from planted numbers."""
 
 from __future__ import annotations
 
@@ -136,8 +136,10 @@ def trace(tmp_path: Path) -> Path:
     arrays = {
         "perturbation_propagated": each[:, :, None, None] * np.full((2, 2), 0.25),
         "perturbation_isolated": each[:, :, None, None] * np.full((2, 2), 0.5),
-        "logit_kl": each / 100, "held_bytes": np.full((SAMPLES, len(base)), 200.0), "full_bytes": np.full(SAMPLES, 1000.0),
-    }  # fmt: skip
+        "logit_kl": each / 100,
+        "held_bytes": np.full(each.shape, 200.0),
+        "full_bytes": np.full(SAMPLES, 1000.0),
+    }
     return hand_made(list(configs), arrays, layers=2, heads=2).save(tmp_path / "trace.h5")
 
 
