@@ -31,8 +31,8 @@ the fit.
 What is claimed (CLAIMS): matching moves less than SnapKV; its fits bring something to the same keys, the values alone,
 too, and the bias something to the values; more reference queries are better; merging is better than evicting the same
 entries, and with a bias better than without; matching is better than the best subset. For that one `hindsight` stands,
-which ranks by the realised A ν of each head and so knows the queries; the search for a head's best set takes seconds a
-head and budget, of 270 heads a prompt, and is left out.
+which ranks by the realised A ν of each head; the search for a head's best set takes seconds a head and budget, of 270
+heads a prompt, and is left out. (Added when the numbers were there: it knows the query of the first step alone.)
 
     python studies/compaction.py --dataset multi_news --data-dir LONGBENCH --samples 12 --max-tokens 700
     python studies/compaction.py TRACE
@@ -256,7 +256,7 @@ def name_of(config: pk.EvictionConfig) -> str:
 
 
 class Numbers:
-    """Of a trace's complete samples: (sample, config) sums over heads, KL, and shares of bytes; means over steps."""
+    """Sums over heads, KL (sample, config) and shares of bytes of a trace's complete samples; means over steps."""
 
     def __init__(self, trace: pk.Trace) -> None:
         def steps_of(name: str) -> Floats:
@@ -316,37 +316,59 @@ def draw(rows: Sequence[Mapping[str, Any]], budgets: Sequence[str]) -> Figure:
                           markersize=3, linewidth=0.9, label=kind)  # fmt: skip
         common.plain_log(axes, "x")
         axes.axvline(1, color="0.35", linewidth=0.9)
-        axes.set(title=f"{100 * float(budget):g} % of the bytes", xlabel="Σ L / Σ L of the baseline")
+        axes.set(title=f"{100 * float(budget):g} % of the bytes")
     panels[0].set_yticks(range(len(names)), names)
     panels[0].invert_yaxis()
+    figure.supxlabel("Σ L over heads / Σ L of the baseline", fontsize="medium")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left", ncols=2)
     return figure
 
 
+LEVELS = {"propagated": ("propagated L over SnapKV's", 3), "isolated": ("isolated L over SnapKV's", 3),
+          "kl": ("KL, nat", 4), "bytes": ("bytes over the full cache's", 4)}  # fmt: skip
+"""Number of a method -> its name in a table, and its digits."""
+COMPARED = {"propagated": ("propagated", 2, "L"), "kl": ("KL", 4, "KL"), "isolated": ("isolated", 2, None)}
+"""Number of a comparison -> its name in a table, its digits, and the key of its word."""
+
+
+def tables(levels: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]], n: int) -> Iterator[common.Table]:
+    """Return the tables: methods by number and share, then claims by number and share, with what is decided."""
+    budgets = list(dict.fromkeys(row["share"] for row in rows))
+    columns = [f"{100 * float(budget):g} %" for budget in budgets]
+    lines = [
+        [name, told, *(f"{row[number]:.{digits}f}" for row in levels if row["method"] == name)]
+        for number, (told, digits) in LEVELS.items()
+        for name in dict.fromkeys(row["method"] for row in levels)
+    ]
+    yield f"Methods at shares of the bytes, n = {n}: means over prompts, geometric of ratios; KL: median", [
+        "cache", "number", *columns,
+    ], lines  # fmt: skip
+    lines = []
+    for claim in CLAIMS:
+        own = [row for row in rows if (row["treatment"], row["baseline"]) == claim]
+        for number, (told, digits, word) in COMPARED.items():
+            cells = [interval_text(row[number], row[f"{number}_interval"], digits) for row in own]
+            cells = [f"{cell} {row[word]}" if word else cell for cell, row in zip(cells, own, strict=True)]
+            decided = verdict([row[word] for row in own]) if word else ""
+            lines.append([" < ".join(claim), told, *cells, decided])
+    yield f"Claims, n = {n}: ratios of L and differences in KL, with 95 % intervals over prompts", [
+        "claim", "number", *columns, "claim",
+    ], lines  # fmt: skip
+
+
 def study(asked: argparse.Namespace) -> None:
-    """Measure or read the trace; print the tables and the verdicts, write document and picture."""
+    """Measure or read the trace; print the tables, write document and picture."""
     configs = [] if asked.trace else configurations(asked)
     trace = common.read_or_measure(asked, configs, steps=STEPS)
     numbers = Numbers(trace)
     levels = [numbers.level(name, budget) for budget in numbers.budgets for name in (*EVICTED, *METHODS)]
-    common.show("sums of L over those of SnapKV (geometric mean over prompts), KL in nat (median)", levels)
     rows = [numbers.compare(*claim, budget) for claim in CLAIMS for budget in numbers.budgets]
-    shown = [
-        {"claim": f"{row['treatment']} < {row['baseline']}", "share": row["share"],
-         "propagated": interval_text(row["propagated"], row["propagated_interval"]), "L": row["L"],
-         "isolated": interval_text(row["isolated"], row["isolated_interval"]),
-         "KL": interval_text(row["kl"], row["kl_interval"], 5), "of KL": row["KL"]}
-        for row in rows
-    ]  # fmt: skip
-    common.show("ratios of sums and differences in KL, of the same prompts", shown)
+    for title, heads, lines in tables(levels, rows, int(trace.ok.sum())):
+        print(f"\n{title}\n\n{common.markdown(heads, lines)}")
     verdicts = {}
     for treatment, baseline in CLAIMS:
-        words = {number: [row[number] for row in rows if (row["treatment"], row["baseline"]) == (treatment, baseline)]
-                 for number in ("L", "KL")}  # fmt: skip
-        verdicts[f"{treatment} < {baseline}"] = {number: verdict(own) for number, own in words.items()}
-        told = "; ".join(f"{number} {verdict(own)} ({', '.join(own)})" for number, own in words.items())
-        print(f"{treatment} < {baseline}: {told}")
-    print(f"n = {int(trace.ok.sum())}; in brackets: 95 % intervals over prompts; shares {', '.join(numbers.budgets)}.")
+        own = [row for row in rows if (row["treatment"], row["baseline"]) == (treatment, baseline)]
+        verdicts[f"{treatment} < {baseline}"] = {one: verdict([row[one] for row in own]) for one in ("L", "KL")}
     document = {**common.trace_summary(trace), "levels": levels, "claims": rows, "verdicts": verdicts}
     common.save(asked, document, draw(rows, numbers.budgets))
 
