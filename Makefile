@@ -50,7 +50,7 @@ PACKAGES = .venv-packages
 # All tests of an environment of its own; CI leaves out the slow ones: make test-vllm SLOW=
 SLOW = -m "not chaos"
 
-.PHONY: demo test test-slow families sizes snapshots pins mutants attack chaos test-ray test-browser test-kvpress test-oldest test-newest test-quantised test-vllm test-llamacpp test-packages docs check types check-js vendor examples figures report-pictures longbench tables scores bytes questions paper needle models second-model studies bench gpu install develop clean
+.PHONY: demo test test-slow families sizes snapshots pins mutants attack chaos test-ray test-browser test-kvpress test-oldest test-newest test-quantised test-vllm test-llamacpp test-packages docs check types check-js vendor examples figures report-pictures longbench tables scores bytes compaction questions paper needle models second-model studies bench gpu install develop clean
 
 install: $(VENV)/.installed
 develop: $(VENV)/.developing
@@ -332,6 +332,11 @@ bytes: longbench develop
 	$(PY) studies/equal_bytes.py --dataset multi_news --data-dir $(LONGBENCH) --samples 16 --max-tokens 1500 --answers --max-new-tokens 128 --output runs/bytes/news
 	cp runs/bytes/needle/equal_bytes.png docs/figures/bytes.png
 	cp runs/bytes/news/equal_bytes.png docs/figures/bytes-news.png
+
+# docs/results/compaction.md: half an hour on two cores; killed, it goes on where it was.
+compaction: longbench develop
+	$(PY) studies/compaction.py --dataset multi_news --data-dir $(LONGBENCH) --samples 12 --max-tokens 700 --output runs/compaction
+	cp runs/compaction/compaction.png docs/figures/
 
 # docs/results/second_model.md: an hour and a half on one core; killed, it goes on where it was.
 second-model: longbench develop

@@ -15,7 +15,7 @@ from typer import Argument, Option
 from perturbkv.cli import data_options
 from perturbkv.cli.choices import check_choice, check_distinct
 from perturbkv.cli.data_options import DataOptions
-from perturbkv.configs.cache_contents import DEFAULT_STEPS
+from perturbkv.configs.cache_contents import DEFAULT_STEPS, SOMEBODYS
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import check_number
@@ -345,13 +345,18 @@ class RunOptions(DataOptions):
         """Return the configurations of all combinations: preset × budget × alpha × granularity × policy × selection.
 
         A selection may name its policy: `streaming-llm:position`. A policy alone stands for its first selection;
-        `random` alone is the selection. Raises ConfigError for a --policy or --selection without effect, and first of
-        all as `check_inputs`.
+        `random` alone is the selection. Beside somebody's cache, which holds one set per key/value head, all others
+        hold one, too, unless granularity or preset is asked for. Raises ConfigError for a --policy or --selection
+        without effect, and first of all as `check_inputs`.
         """
         self.check_inputs()
         if "policy" in self.typed_options and all(map(names_policy, selections)):
             raise ConfigError(f"--policy has no effect here: {', '.join(selections)} name their own; leave it out")
-        configs = expand_grid({**self.choices(), "selection": selections}, self.cache)
+        choices = {**self.choices(), "selection": selections}
+        configs = expand_grid(choices, self.cache)
+        beside_somebodys = any(one.cache_contents is SOMEBODYS for one in configs)
+        if beside_somebodys and not self.typed_options & {"granularity", "preset"}:
+            configs = expand_grid({**choices, "granularity": "kv"}, self.cache)
         if (
             "selection" in self.typed_options
             and all(one.is_external for one in configs)

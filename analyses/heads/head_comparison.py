@@ -225,7 +225,10 @@ class ChangedLoss(Record):
 
 
 def changed_losses(measured: Measurements, configs: Sequence[EvictionConfig]) -> tuple[ChangedLoss, ...]:
-    """Return the parts of the loss of each configuration that does more than evict; empty in a trace without such."""
+    """Return the parts of the loss of each configuration that does more than evict; empty in a trace without such.
+
+    One from which nothing is evicted, or whose eviction loses no more than rounding, has none to compare with.
+    """
     if "perturbation_change" not in measured:
         return ()
     losses, evicting = [], only_evicts(measured.trace)
@@ -236,7 +239,8 @@ def changed_losses(measured: Measurements, configs: Sequence[EvictionConfig]) ->
         whole, eviction, change = (
             measured[f"perturbation_{name}"][:, index] for name in ("isolated", "eviction", "change")
         )
-        losses.append(ChangedLoss(config, *sum_ratio(eviction, whole), *sum_ratio(eviction, change)))
+        if (eviction > 2 * measured["noise_floor_isolated"]).any():
+            losses.append(ChangedLoss(config, *sum_ratio(eviction, whole), *sum_ratio(eviction, change)))
     return tuple(losses)
 
 

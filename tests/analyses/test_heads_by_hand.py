@@ -190,6 +190,9 @@ def test_eviction_and_moving_are_told_apart() -> None:
     (apart,) = found.changed
     assert (apart.config, apart.whole_ratio, apart.change_ratio) == (inside, 2.0, 0.5)
     assert any("2.00" in note and "0.50" in note and "eviction alone" in note for note in found.caveats())
+    rounding = arrays | {"perturbation_eviction": [[[[1.0]], [[1e-13]]], [[[2.0]], [[2e-13]]]]}
+    whole = Measurements(hand_measured([kept, inside], rounding), "heads")
+    assert head_comparison.changed_losses(whole, [kept, inside]) == (), "nothing that it evicts is lost"
     alone = hand_measured([kept, inside], {"perturbation_isolated": arrays["perturbation_isolated"]})
     assert head_comparison.changed_losses(Measurements(alone, "heads"), [kept, inside]) == ()
 

@@ -204,3 +204,23 @@ def test_answers_whose_cache_is_compressed_again_take_a_table(
     answers = [[one["tokens"] for one in row["evicted"].values()] for row in rows if "evicted" in row]
     assert len(answers) == 2 and all(number == table for number, table, _ in answers)
     assert any(number != table for number, _, table in answers)
+
+
+OWN = """
+from transformers import DynamicCache
+
+def halves(model, input_ids, attention_mask):
+    cache = DynamicCache()
+    model(input_ids=input_ids, past_key_values=cache)
+    for layer in cache.layers:
+        layer.values = layer.values / 2
+    return cache
+"""
+
+
+def test_beside_somebodys_cache_a_method_keeps_a_set_per_key_value_head(perturbkv: Run, tiny: list[object]) -> None:
+    """As that cache does: sets per query head would hold more, and are none that it can be compared with."""
+    Path("own.py").write_text(OWN)
+    ran = perturbkv("heads", *tiny, "--compare", "snapkv:attention,cache:own.py:halves", "-o", "out", "--json")
+    assert ran.code == 0, ran.err
+    assert [str(config.granularity) for config in read_trace(Path("out/trace.h5")).run.configs] == ["kv", "kv"]
