@@ -15,7 +15,7 @@ from typer import Argument, Option
 from perturbkv.cli import data_options
 from perturbkv.cli.choices import check_choice, check_distinct
 from perturbkv.cli.data_options import DataOptions
-from perturbkv.configs.cache_contents import DEFAULT_STEPS, SOMEBODYS
+from perturbkv.configs.cache_contents import DEFAULT_STEPS
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import check_number
@@ -313,10 +313,7 @@ class RunOptions(DataOptions):
         return self if self.budget else dataclasses.replace(self, budget=list(budgets))
 
     def beside_snapkv(self, compare: str) -> tuple[RunOptions, str]:
-        """Return the options and --compare: SnapKV against policies from outside alone, unless --compare was typed.
-
-        SnapKV then keeps one set per key/value head, as they do, unless another granularity was typed.
-        """
+        """Return the options and --compare: SnapKV against policies from outside alone, unless --compare was typed."""
         from perturbkv.selection.policies.registry import is_external
 
         policies = self.policy or []
@@ -324,7 +321,7 @@ class RunOptions(DataOptions):
             return self, compare
         typed = self.typed_options - {"policy"}
         sides = ",".join(["snapkv:attention", *policies])
-        return dataclasses.replace(self, granularity=self.granularity or ["kv"], typed_options=typed), sides
+        return dataclasses.replace(self, typed_options=typed), sides
 
     def choices(self) -> dict[str, Any]:
         """Return choice -> value or values of all eviction choices except the selection, for `expand_grid`.
@@ -345,17 +342,16 @@ class RunOptions(DataOptions):
         """Return the configurations of all combinations: preset × budget × alpha × granularity × policy × selection.
 
         A selection may name its policy: `streaming-llm:position`. A policy alone stands for its first selection;
-        `random` alone is the selection. Beside somebody's cache, which holds one set per key/value head, all others
-        hold one, too, unless granularity or preset is asked for. Raises ConfigError for a --policy or --selection
-        without effect, and first of all as `check_inputs`.
+        `random` alone is the selection. Beside policies from outside, which hold one set per key/value head, all
+        others hold one, too, unless granularity or preset is asked for. Raises ConfigError for a --policy or
+        --selection without effect, and first of all as `check_inputs`.
         """
         self.check_inputs()
         if "policy" in self.typed_options and all(map(names_policy, selections)):
             raise ConfigError(f"--policy has no effect here: {', '.join(selections)} name their own; leave it out")
         choices = {**self.choices(), "selection": selections}
         configs = expand_grid(choices, self.cache)
-        beside_somebodys = any(one.cache_contents is SOMEBODYS for one in configs)
-        if beside_somebodys and not self.typed_options & {"granularity", "preset"}:
+        if any(one.is_external for one in configs) and not self.typed_options & {"granularity", "preset"}:
             configs = expand_grid({**choices, "granularity": "kv"}, self.cache)
         if (
             "selection" in self.typed_options

@@ -265,7 +265,7 @@ def cache_types(losses: Losses) -> str:
 def report_bias(losses: Losses, model: Any) -> dict[str, Any]:
     """Print rule 4, and how large the biases are; return them as a document."""
     ratio = losses.ratio(losses.kl, ["without the bias"], ["with the bias"])
-    norms = [float(layer.self_attn.k_proj.bias.float().norm()) for layer in model.model.model.layers]
+    norms = [float(layer.self_attn.k_proj.bias.detach().float().norm()) for layer in model.model.model.layers]
     first, last, median = norms[0], norms[-1], float(np.median(norms))
     print(f"keys in 3 bits by token, KL without the bias / with it: {interval_text(*ratio)}: {half(ratio, below=True)}")
     print(f"norm of the bias: {first:.3g} in the first layer, {last:.3g} in the last, {median:.3g} in the median")

@@ -123,7 +123,7 @@ def test_a_budget_of_bytes_is_filled_with_entries(equal_bytes: dict[str, Any], t
             assert row["held"] == 1 or row["bytes"] > 0.9 * base["bytes"]
             assert 0 <= row["score"] <= 1
     assert [row["bits"] for row in equal_bytes["everything"]] == [8, 4, 2]
-    assert all(row["held"] == 1 and row["kind"] == "quantised" for row in equal_bytes["everything"])
+    assert all(row["held"] == 1 and row["kind"] == "rounded" for row in equal_bytes["everything"])
     assert len(equal_bytes["settings"]) == 2 * 3
     assert (tmp_path / "out" / "equal_bytes.png").exists()
 
