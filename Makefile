@@ -50,7 +50,7 @@ PACKAGES = .venv-packages
 # All tests of an environment of its own; CI leaves out the slow ones: make test-vllm SLOW=
 SLOW = -m "not chaos"
 
-.PHONY: demo test test-slow families sizes snapshots pins mutants attack chaos test-ray test-browser test-kvpress test-oldest test-newest test-quantised test-vllm test-llamacpp test-packages docs check types check-js vendor examples figures report-pictures longbench tables scores bytes compaction questions paper needle models second-model studies bench gpu install develop clean
+.PHONY: demo test test-slow families sizes snapshots pins mutants attack chaos test-ray test-browser test-kvpress test-oldest test-newest test-quantised test-vllm test-llamacpp test-packages docs check types check-js vendor examples figures report-pictures longbench tables scores bytes compaction precision-map questions paper needle models second-model studies bench gpu install develop clean
 
 install: $(VENV)/.installed
 develop: $(VENV)/.developing
@@ -332,6 +332,14 @@ bytes: longbench develop
 	$(PY) studies/equal_bytes.py --dataset multi_news --data-dir $(LONGBENCH) --samples 16 --max-tokens 1500 --answers --max-new-tokens 128 --output runs/bytes/news
 	cp runs/bytes/needle/equal_bytes.png docs/figures/bytes.png
 	cp runs/bytes/news/equal_bytes.png docs/figures/bytes-news.png
+
+# docs/results/precision_map.md: an hour on two cores; killed, it goes on where it was.
+MAPPED = --dataset multi_news --data-dir $(LONGBENCH) --max-tokens 600
+precision-map: longbench develop models
+	$(PY) studies/precision_map.py --model smollm2-135m-q4_1 --samples 24 $(MAPPED) --output runs/precision-map-smollm2
+	cp runs/precision-map-smollm2/precision_map.png docs/figures/precision-map-smollm2.png
+	$(PY) studies/precision_map.py --model qwen2.5-coder-0.5b-q4_k_m --samples 20 $(MAPPED) --output runs/precision-map-qwen
+	cp runs/precision-map-qwen/precision_map.png docs/figures/precision-map-qwen.png
 
 # docs/results/compaction.md: half an hour on two cores; killed, it goes on where it was.
 compaction: longbench develop

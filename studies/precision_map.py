@@ -156,7 +156,7 @@ def layer_words(parts: Sequence[Part], layers: Sequence[int]) -> str:
 
 def draw(maps: Mapping[str, Losses], layers: Sequence[int], judged: Sequence[Mapping[str, Any]]) -> Figure:
     """Draw each format's map, KL of a part alone over layers, and what the lists cost on the judged samples."""
-    figure = common.page_figure(50 * len(maps) + 4)
+    figure = common.page_figure(50 * len(maps) + 10)
     panels = figure.subplots(len(maps), 2, squeeze=False, width_ratios=(2, 1))
     for (left, right), (code, losses) in zip(panels, maps.items(), strict=True):
         values = np.array([[losses.kl[layer, kind].mean() for layer in layers] for kind in KINDS])
@@ -174,7 +174,7 @@ def draw(maps: Mapping[str, Losses], layers: Sequence[int], judged: Sequence[Map
             right.axhline(none, color="0.35", linestyle="--", linewidth=0.9, label="none")
         common.plain_log(right, "y")
         right.set(xlabel="parts in 16 bits", xticks=SHARES, title="on other samples, nat")
-    panels[0, 1].legend(fontsize="small")
+    figure.legend(*panels[0, 1].get_legend_handles_labels(), loc="outside upper right", ncols=4)
     return figure
 
 
