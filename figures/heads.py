@@ -227,7 +227,7 @@ def _kind_title(kind: HeadKind, name: str, ratio_name: str) -> str:
     ratio = text.decimal(kind.sum_ratio, kind.sum_ratio_interval)
     lines = [f"{name}: {share} of heads better", f"{ratio_name}: {ratio}", counts, beyond]
     if not kind.is_known:
-        lines = [f"{name}: none, the prompt was read", "in a prefill of its own"]
+        lines = [f"{name}: none, the prompt was read", "otherwise, or attention is its own"]
     if not style.current_style().notes:
         return "\n".join(lines[:2])
     return "\n".join(fold(line, _LETTERS) for line in lines)

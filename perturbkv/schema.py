@@ -354,7 +354,7 @@ OF_KEPT_SETS = (
 )  # fmt: skip
 """Variables that are NaN for configurations whose entries stand for none of the prompt's (`own_entries` 2)."""
 ISOLATED = ("perturbation_isolated", "perturbation_isolated_l2", "perturbation_isolated_cosine", "effect_isolated")
-"""Variables that are NaN for configurations with entries of their own that were read in a prefill of their own."""
+"""Variables that are NaN for entries of their own whose prompt was read otherwise, or whose attention is their own."""
 
 APART = ("perturbation_eviction", "perturbation_change")
 """Parts of the isolated perturbation, in runs of configurations that do more than evict."""

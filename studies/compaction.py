@@ -1,4 +1,4 @@
-"""Caches that are no subset of the prompt's entries: fitted and merged ones against evicting, at equal bytes.
+"""Caches that are no kept set of the prompt's entries: fitted and merged ones against evicting, at equal bytes.
 
 *Matching* fits a cache to the attention of reference queries ("Fast KV compaction via attention matching", arXiv
 2602.16284). In each key/value head it keeps the keys with the largest mean attention; a bias per kept entry makes the

@@ -148,10 +148,10 @@ def half(estimated: tuple[float, Any], below: bool) -> str:
     return "undecided" if not side else "supported" if (side < 0) == below else "contradicted"
 
 
-def layer_words(parts: Sequence[Part], layers: Sequence[int]) -> str:
+def layer_words(parts: Sequence[Part]) -> str:
     """Return the layers of a list as an engine is told them that skips whole layers, first come first."""
     wanted = list(dict.fromkeys(layer for layer, _ in parts))[: max(1, len(parts) // 2)]
-    return " ".join(str(layer) for layer in sorted(wanted) if layer in layers)
+    return " ".join(str(layer) for layer in sorted(wanted))
 
 
 def draw(maps: Mapping[str, Losses], layers: Sequence[int], judged: Sequence[Mapping[str, Any]]) -> Figure:
@@ -234,7 +234,7 @@ def report(
                "kl": float(judged.kl[code, count, name].mean()), "of none": interval_text(*own)}  # fmt: skip
         row |= estimate("list_over", beside)
         row["list / this"] = "" if name == "list" else f"{interval_text(*beside)} {WORDS[side_of(beside[1], 1)]}"
-        rows.append({**row, "skip_layers": layer_words(kept, layers)})
+        rows.append({**row, "skip_layers": layer_words(kept)})
     none = [{"format": code, "parts": 0, "kept in 16 bits": "none", "bytes": judged.bytes[code, 0, "none"],
              "kl": float(judged.kl[code, 0, "none"].mean()), "of none": "1", "list / this": "", "skip_layers": ""}
             for code in maps]  # fmt: skip

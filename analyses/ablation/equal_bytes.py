@@ -1,6 +1,6 @@
 """Caches at equal bytes: evicted, rounded, both, or with entries of their own; which of them another one dominates.
 
-A configuration is dominated where another one takes no more bytes and loses less (METHOD: Caches that are no subset).
+A configuration is dominated where another one takes no more bytes and loses less (METHOD: Caches that are no kept set).
 Two are compared over the same samples, by the interval of the ratio of their sums (METHOD: the protocol, 11), and tie
 where rounding explains every difference.
 """

@@ -104,7 +104,7 @@ class HeadKind(Record):
 
     @property
     def is_known(self) -> bool:
-        """Whether both sides have this perturbation; somebody's cache with a prefill of its own has no isolated one."""
+        """Whether both sides have this perturbation; not every cache of somebody's has an isolated one."""
         return not np.isnan(self.treatment_mean - self.baseline_mean).any()
 
     @property

@@ -159,7 +159,7 @@ class HeadComparisons(MemberSequence[HeadComparison], Result):
         unknown = sum(not pair.isolated.is_known for pair in self.members)
         whose = f" in {unknown} of {len(self)} cases" if len(self) > 1 else ""
         return [
-            *([f"Not of one size: {shares} of the cache; ablation --bytes sets them side by side."] if shares else []),
+            *([f"Cache shares differ: {shares}; `ablation --bytes` compares caches by bytes."] if shares else []),
             *([f"No isolated perturbation{whose}: the prompt was read otherwise, or attention is its own."]
               if unknown else []),
         ]  # fmt: skip

@@ -222,6 +222,8 @@ class Entries:
         read_entries: number of them that one decoding query attends to, added up over the kept sets; None: all.
         stand_in: an additional entry per query head, with a bias; None without.
         has_rounded_numbers: whether numbers were rounded, so that large ones may have overflowed.
+        resident_bits: bits that they take in memory while a query attends to them, at 16 bits per number of the model;
+            None: `bits`.
     """
 
     row: KeptEntries
@@ -229,16 +231,12 @@ class Entries:
     read_entries: int | None = None
     stand_in: StandIn | None = None
     has_rounded_numbers: bool = False
+    resident_bits: float | None = None
 
     @property
     def attended_entries(self) -> int:
         """Number of entries that one decoding query attends to, added up over the kept sets; a latent counts once."""
         return self.row.stored_entries if self.read_entries is None else self.read_entries
-
-    @property
-    def resident_bits(self) -> int | float:
-        """Number of bits that they take in memory while a query attends to them, at 16 bits per number of the model."""
-        return self.bits
 
 
 class OwnEntries(Entries):
@@ -262,11 +260,6 @@ class StoredEntries(OwnEntries):
     """
 
     kept: KeptEntries = field(kw_only=True)
-
-    @property
-    def resident_bits(self) -> int | float:
-        """Number of bits in memory, where attention reads rounded numbers back in full."""
-        return entry_bits(self.row)
 
     def is_full_cache(self, tokens: int) -> bool:
         """Return whether nothing is evicted or rounded."""
@@ -414,7 +407,10 @@ class StorageMaker(Maker):
         """Return the entries that a decoder layer's kept set became, with the bits of codes, scales and norms."""
         precision, window = self.config.precision, self.config.window
         bits = stored_bits(precision, entries.lengths, window, *entries.widths, layer)
-        return StoredEntries(entries, bits, has_rounded_numbers=has_few_bits(precision, layer), kept=kept)
+        few = has_few_bits(precision, layer)
+        return StoredEntries(
+            entries, bits, has_rounded_numbers=few, resident_bits=float(entry_bits(entries)), kept=kept
+        )
 
 
 @dataclass(frozen=True)

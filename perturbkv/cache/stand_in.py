@@ -8,7 +8,7 @@ window's mean query, after rotation, like the kept keys. A head without evicted 
 output, bit for bit. Decoded tokens and sinks in the softmax count as kept. A log-mass is no logit of an entry, and no
 soft cap is on it; where logits are capped, none is linear in the query.
 
-A compacted cache has entries of its own, with a bias that is added to each logit (METHOD: Caches that are no subset).
+A compacted cache has entries of its own, with a bias that is added to each logit (METHOD: Caches that are no kept set).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.precision import LINEAR, ORACLE
 from perturbkv.theory import Softmax
 
-Attended = tuple[Float[Tensor, "head query d_value"], Float[Tensor, "head query"]]
+Attended = tuple[Float[Tensor, "head #query d_value"], Float[Tensor, "head query"]]
 """Attention output per query, or the one of all queries, and the log-sum-exp of the logits."""
 
 

@@ -11,8 +11,8 @@ some lines only. Its cache is whole, and each decoding query attends to all of i
 query of the prompt attends to: the local band, which is the window, the first entries, and as many lines as remain
 (METHOD: Lines that a prefill looks along).
 
-*Somebody's.* What a function or a Cache class of somebody's leaves of a prompt (METHOD: Caches that are no subset). Its
-own options say how much that is.
+*Somebody's.* What a function or a Cache class of somebody's leaves of a prompt (METHOD: Caches that are no kept set).
+Its own options say how much that is.
 """
 
 from __future__ import annotations

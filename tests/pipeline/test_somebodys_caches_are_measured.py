@@ -454,5 +454,5 @@ def test_answers_are_those_of_generate(scenario: str) -> None:
 
 def test_generate_says_where_answers_of_a_called_cache_are() -> None:
     configs = grid(12, policy=caches.external(somebodys.Forgetting))
-    with pytest.raises(ConfigError, match="it decodes for itself, and is measured with its answers"):
+    with pytest.raises(ConfigError, match="it decodes for itself, which is not possible here"):
         answer(exact_adapter("llama", *HEADS["GQA"]), PROMPT, configs, 4)

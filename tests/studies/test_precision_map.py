@@ -39,7 +39,7 @@ def test_a_list_is_ranked_by_what_a_part_costs_alone() -> None:
     precision = MAP["except_for"](lists["list"], "q4_0")
     assert precision == "keys=q4_0, values=q4_0; layers 2: keys=16, values=16; layers 3: keys=16, values=16"
     assert pk.grid(1.0, precision=precision, window=1)[0].precision.name == "quantise"
-    assert MAP["layer_words"](lists["list"], LAYERS) == "2 3"
+    assert MAP["layer_words"](lists["list"]) == "2 3"
 
 
 def test_rules_decide_by_intervals_alone() -> None:

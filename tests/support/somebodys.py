@@ -73,9 +73,10 @@ class Window(DynamicLayer):
     def get_seq_length(self) -> int:
         return self.seen
 
-    def get_mask_sizes(self, query_length: int, *more: Any) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: Any, *more: Any) -> tuple[int, int]:
         held = self.keys.shape[2] if self.is_initialized else 0
-        return held + query_length, self.seen - held
+        new = query_length if isinstance(query_length, int) else len(query_length)  # positions, in older transformers
+        return held + new, self.seen - held
 
 
 class Forgetting(Cache):

@@ -67,7 +67,8 @@ class CacheSize(NamedTuple):
     @classmethod
     def of(cls, entries: Entries) -> CacheSize:
         """Return the size of what a row holds."""
-        return cls(entries.attended_entries, entries.bits, entries.resident_bits)
+        resident = entries.bits if entries.resident_bits is None else entries.resident_bits
+        return cls(entries.attended_entries, entries.bits, resident)
 
 
 @dataclass(frozen=True)

@@ -147,11 +147,6 @@ def own_entries_arrays(sample: SampleRun, arrays: Arrays) -> Arrays:
     caches = [sample.caches.get(config) for config in sample.run.configs]
     kinds = [0 if cache is None else cache.kind for cache in caches]
     result = _as_arrays({"own_entries": kinds})
-    for index, cache in enumerate(caches):  # what it told or holds has its windows in it
-        if cache is not None:
-            result.setdefault("resident_bytes", arrays["resident_bytes"].copy())[index] -= arrays["unmeasured_bytes"]
-            if cache.tells_bits or not cache.is_kept_set:
-                result.setdefault("held_bytes", arrays["held_bytes"].copy())[index] -= arrays["unmeasured_bytes"]
     if sample.control is not None:
         for name, called in called_floors(sample, sample.control.outputs).items():
             result[name] = np.maximum(arrays[name], called)

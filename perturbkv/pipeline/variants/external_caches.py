@@ -1,4 +1,4 @@
-"""Somebody's caches of a prompt, read and decoded as for their users (METHOD: Caches that are no subset).
+"""Somebody's caches of a prompt, read and decoded as for their users (METHOD: Caches that are no kept set).
 
 The code is a function, a Cache class or a press of kvpress, and reads the prompt into a cache. Where that is
 transformers' plain `DynamicCache`, its keys and values become a row of the batch, with whatever the code made of them:
@@ -76,36 +76,17 @@ class NamedCacheMaker(Maker):
 
 
 @dataclass(frozen=True, eq=False)
-class ExternalKeptSet(Entries):
-    """A kept set as somebody's cache holds it in a layer; `resident` is the number of bits in memory."""
-
-    resident: float = math.nan
-
-    @property
-    def resident_bits(self) -> float:
-        """Number of bits in memory."""
-        return self.resident
-
-
-@dataclass(frozen=True, eq=False)
 class ExternalEntries(StoredEntries):
     """Entries of somebody's cache in a layer, where they are no kept set.
 
     Attributes:
-        resident: number of bits in memory.
         stand_in: its entries, where they have biases.
         called: number of entries of the full cache at a step -> Σ A' V', in `theory.WORK`, where the cache was called;
             else it follows from the entries.
     """
 
-    resident: float = field(kw_only=True)
     stand_in: BiasedEntries | None = None
     called: Mapping[int, Float[Tensor, "head d_value"]] = field(kw_only=True)
-
-    @property
-    def resident_bits(self) -> float:
-        """Number of bits in memory."""
-        return self.resident
 
     @property
     def attended_entries(self) -> int:
@@ -211,9 +192,9 @@ class ExternalCache(Maker):
             whole = min(kept.entries.lengths) == layer.tokens
             row = borrow(layer.prompt_keys, layer.prompt_values) if whole else kept.entries
             bits = self.bits / share if self.tells_bits else entry_bits(row)
-            return ExternalKeptSet(row, bits, resident=self.resident_bits / share)
+            return Entries(row, bits, resident_bits=self.resident_bits / share)
         keys, values = self.layers[layer.index]
-        sizes: Any = {"bits": self.bits / share, "resident": self.resident_bits / share}
+        sizes: Any = {"bits": self.bits / share, "resident_bits": self.resident_bits / share}
         common: Any = {"has_rounded_numbers": True, "kept": kept.entries, "called": self.outputs.get(layer.index, {})}
         if not self.biases:
             return ExternalEntries(KeptEntries.of(list(keys), list(values)), **sizes, **common)
@@ -279,15 +260,11 @@ def read_control(
     prefilled: Prefill,
     reference: Sequence[StepRecord],
 ) -> Control:
-    """Return what rounding does to a cache that is called. Args are those of `read_caches`."""
-    plain = _PlainReading(adapter, Eviction("the plain cache", FUNCTION, _no_code), context, question, prefilled)
+    """Return the steps and outputs of a plain cache that is called. Args are those of `read_caches`."""
+    eviction = Eviction("the plain cache", FUNCTION, lambda *_: plain_cache(adapter, prefilled))
+    plain = _Reading(adapter, eviction, context, question, prefilled)
     outputs = plain.isolated(plain.read(), tokens.tolist(), reference).outputs
     return Control(plain.steps(tokens.tolist(), reference)[0], outputs)
-
-
-def _no_code(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
-    """Raise NotImplementedError: the control's cache is that of the prefill."""
-    raise NotImplementedError
 
 
 def plain_cache(adapter: Adapter, prefilled: Prefill) -> Cache:
@@ -350,13 +327,17 @@ class _Reading:
                 cache = self.read()
             masked = [getattr(attention, _MASKED, None) for attention in self.adapter.attentions]
             plainly = sum(map(len, passes)) == n and self._is_near(passes[-1][-1], self.prefilled.final)
-            size = self._file_bits(cache), resident_bits(cache, self.adapter.model, self.adapter.dtype)
+            windows = FULL_BITS * self.adapter.shape.unmeasured_numbers(n)  # counted with those of all
+            file_bits = self._file_bits(cache) - windows
+            resident = tensor_bits(cache, self.adapter.model, self.adapter.dtype) - windows
             layers, called = [], dict[str, Any]()
             whole = self._holds_windows(cache)
             if is_plain := whole and self._is_plain(cache):
                 layers = self._entries_of(cache)
             elif not tokens:
-                raise ConfigError("it decodes for itself, and is measured with its answers: perturbkv quality")
+                raise ConfigError(
+                    "it decodes for itself, which is not possible here; perturbkv quality has its answers"
+                )
             else:
                 isolated = self.isolated(cache, tokens, reference)
                 layers = list(isolated.held.values())
@@ -366,7 +347,8 @@ class _Reading:
             matched = recover_positions(self._batched(layers), self._full(), numbers=self.adapter.layer_indices)
             kept = [_without_masked(*pair).mask(n) for pair in zip(matched, masked, strict=True)]
             plainly &= whole  # windows that it changed change queries of later layers
-            found = ExternalCache(layers, biases, matched, kept, *size, plainly, not is_plain, **called)
+            sizes = (file_bits, resident, plainly, not is_plain)
+            found = ExternalCache(layers, biases, matched, kept, *sizes, **called)
             if not found.is_kept_set and any(mask is not None and len(mask[0]) for mask in masked):
                 raise ConfigError("it masks entries of a cache whose entries it changed, too; let it remove them")
         return found
@@ -567,15 +549,6 @@ def _without_masked(matched: RecoveredLayer, masked: Any) -> RecoveredLayer:
     return RecoveredLayer(tuple(positions), matched.key_distance, matched.value_distance)
 
 
-class _PlainReading(_Reading):
-    """A reading whose cache is that of the prefill, which keeps everything."""
-
-    def read(self) -> Cache:
-        """Return a copy of the full cache of the context."""
-        self.decoded = 0
-        return plain_cache(self.adapter, self.prefilled)
-
-
 class _IsolatedOutputs:
     """The callbacks that compute each layer's output from a cache and put the full run's in its place.
 
@@ -636,7 +609,7 @@ _NO_HOLDERS = (ModuleType, type, FunctionType, MethodType, BuiltinFunctionType)
 """Types of objects whose attributes are no part of what refers to them."""
 
 
-def resident_bits(cache: object, model: torch.nn.Module, dtype: torch.dtype) -> float:
+def tensor_bits(cache: object, model: torch.nn.Module, dtype: torch.dtype) -> float:
     """Return the bits of all tensors that an object holds, each storage once; a number of `dtype` counts 16 bits.
 
     What belongs to the model is left out.

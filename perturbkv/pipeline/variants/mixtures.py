@@ -236,7 +236,7 @@ def _step_totals(step: dict[str, Tensor]) -> dict[str, tuple[list[float], float]
 
 
 def _kept_set(config: ResolvedConfig, cache: ExternalCache) -> Source:
-    """Return the kept sets of somebody's cache. Raises ConfigError where it holds others entries than a kept set."""
+    """Return the kept sets of somebody's cache. Raises ConfigError where it holds other entries than a kept set."""
     if not cache.is_kept_set:
         raise ConfigError(f"expected kept sets to swap; policy '{config.policy}' holds entries of its own")
     return cache.kept_set
