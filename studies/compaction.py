@@ -135,11 +135,8 @@ def read(model: Any, input_ids: Tensor, repeat: bool) -> Reading:
             del _READ[old]
         n, cache, config = input_ids.shape[1], DynamicCache(), model.config
         with torch.no_grad(), queries_of(model) as found:
-            model(
-                input_ids=torch.cat([input_ids, input_ids], dim=1) if repeat else input_ids,
-                past_key_values=cache,
-                logits_to_keep=1,
-            )
+            text = torch.cat([input_ids, input_ids], dim=1) if repeat else input_ids
+            model(text, None, None, cache, logits_to_keep=1)
         grouped = config.num_attention_heads // config.num_key_value_heads
         places = torch.linspace(n, 2 * n - 1, REPEATED // grouped).long() if repeat else torch.arange(n - WINDOW, n)
         kv_heads = config.num_key_value_heads
@@ -158,7 +155,7 @@ def make(model: Any, input_ids: Tensor, attention_mask: Tensor, budget: int, fit
     reading, cache, held = read(model, input_ids, repeat), DynamicCache(), 0
     for index, (keys, values) in enumerate(reading.entries):
         cache.update(keys, values, index)
-    model(input_ids=input_ids[:, -1:], past_key_values=cache)
+    model(input_ids[:, -1:], None, None, cache)
     for layer, queries in zip(cache.layers, reading.queries, strict=True):
         keys, values = layer.keys[0].double(), layer.values[0].double()
         numbers, with_bias = keys.shape[-1] + values.shape[-1], "bias" in fits

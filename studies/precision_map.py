@@ -74,7 +74,7 @@ def map_configs(layers: Sequence[int], code: str) -> dict[Any, pk.EvictionConfig
 def rounded_keys(model: Any, input_ids: Tensor, attention_mask: Tensor, without_bias: bool = False) -> DynamicCache:
     """Return the cache with keys in 3 bits by token, with or without their projection's bias in what is rounded."""
     cache = DynamicCache()
-    model(input_ids=input_ids, use_cache=True, past_key_values=cache)
+    model(input_ids, None, None, cache)
     positions = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
     for layer, stored_layer in zip(model.model.layers, cache.layers, strict=True):
         keys, taken = stored_layer.keys, torch.zeros_like(stored_layer.keys)

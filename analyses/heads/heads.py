@@ -152,9 +152,9 @@ class HeadComparisons(MemberSequence[HeadComparison], Result):
         return pair_names(self.members)
 
     def _sizes_note(self) -> list[str]:
-        """Return notes on pairs of caches of different size, and on those without isolated perturbation."""
-        unequal = [(first, second) for first, second in (pair.cache_shares for pair in self.members)
-                   if abs(second - first) > _UNEQUAL * max(first, second)]  # fmt: skip
+        """Return notes on caches from outside of another size than they are compared with, and without isolated L."""
+        others = [pair.cache_shares for pair in self.members if pair.baseline.is_external or pair.treatment.is_external]
+        unequal = [shares for shares in others if abs(shares[1] - shares[0]) > _UNEQUAL * max(shares)]
         shares = ", ".join(dict.fromkeys(f"{second:.2f} against {first:.2f}" for first, second in unequal))
         unknown = sum(not pair.isolated.is_known for pair in self.members)
         whose = f" in {unknown} of {len(self)} cases" if len(self) > 1 else ""

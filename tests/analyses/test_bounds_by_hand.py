@@ -323,9 +323,8 @@ def test_few_bits_and_corrections_are_left_out_by_name() -> None:
     found = summarise(hand_made([whole, few, corrected], arrays))
     assert [one.config for one in found.configs] == [whole]
     assert found.inequalities_checked["L ≤ θ"] == 2
-    assert f"not of few bits, moved keys or corrected outputs: {few.label()}, {corrected.label()}." in " ".join(
-        found.caveats()
-    )
+    left_out = f"{few.label()}, {corrected.label()}"
+    assert f"not of few bits, moved keys, corrected outputs or other entries: {left_out}." in " ".join(found.caveats())
     with pytest.raises(TraceError, match="expected a configuration that only evicts, as bounds speak"):
         summarise(hand_made([few], {name: array[:, :1] for name, array in arrays.items()}))
     arrays["perturbation_isolated"] = arrays["perturbation_isolated"][:, ::-1]

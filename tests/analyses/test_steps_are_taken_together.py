@@ -26,6 +26,7 @@ def made(**changed: Any) -> Trace:
     samples = []
     for place, count in enumerate(COUNTS):
         arrays = dict(sample_trace(f"s{place}", steps=STEPS, seed=place, optional=True).arrays)
+        del arrays["own_entries"]
         arrays["steps_measured"], arrays["evicted"] = np.asarray(count), np.ones(2, dtype=np.uint8)
         for name in ("sigma_stage1", "sigma_topk", "retained_mass"):
             arrays[name] = np.random.default_rng(place).uniform(0.2, 0.9, arrays[name].shape)

@@ -23,12 +23,11 @@ from perturbkv.errors import ModelError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers import generation
 from perturbkv.pipeline.sample.capture import intercept_attention
-from perturbkv.pipeline.variants.given_sets import sources
 from perturbkv.pipeline.variants.mixtures import MixtureSample
 from perturbkv.selection.grid import configuration
-from perturbkv.selection.resolved_config import ResolvedRun, resolve
+from perturbkv.selection.resolved_config import ResolvedRun
 from tests.support.models import tiny_adapter, token_ids
-from tests.support.resolved import answer
+from tests.support.resolved import answer, trace_sample
 from tests.support.traces import kept_of
 
 pytestmark = pytest.mark.skipif(
@@ -175,6 +174,6 @@ def test_what_reads_other_entries_than_the_cache_has_is_refused(
 
 
 def test_a_press_is_refused(adapter: Adapter) -> None:
-    press = resolve(EvictionConfig(20, Choice("kvpress:KnormPress"), "given", 0, "kv"))
-    with pytest.raises(ModelError, match="press 'KnormPress' expects a cache of the keys and values"):
-        sources(adapter, PROMPT.token_ids, [press], {})
+    press = EvictionConfig(20, Choice("kvpress:KnormPress"), "given", 0, "kv")
+    with pytest.raises(ModelError, match="policy 'kvpress:KnormPress' expects a cache of the keys and values"):
+        trace_sample(adapter, PROMPT, RunConfig("m", "d", (press,), steps=1))

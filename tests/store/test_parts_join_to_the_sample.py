@@ -133,7 +133,7 @@ def test_a_variable_that_a_part_lacks_is_left_out() -> None:
     labels = ["a", "b", "c", "d"]
     for parts in ((first, second), (second, first)):
         found = join_parts([(part, labels[2 * place :][:2]) for place, part in enumerate(parts)], labels)
-        filled = {*PREFILLS, "perturbation_eviction", "perturbation_change"}
+        filled = {*PREFILLS, "perturbation_eviction", "perturbation_change", "own_entries"}
         assert set(found.arrays) == {*second.arrays, *filled}, "what prefills took and what eviction alone costs stay"
 
 

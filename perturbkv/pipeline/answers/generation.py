@@ -31,11 +31,12 @@ from perturbkv.pipeline.sample import measure
 from perturbkv.pipeline.sample.capture import LOGITS, FiniteCheck, Observer, capture, decode_from
 from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.prefill import Prefill, Statistics, free_entries, prefill
-from perturbkv.pipeline.variants.external_caches import ExternalCache, has_own_code, read_plain_caches
+from perturbkv.pipeline.variants.external_caches import ExternalCache, read_plain_caches
 from perturbkv.pipeline.variants.given_sets import sources
 from perturbkv.pipeline.variants.readers import maker_of
 from perturbkv.scoring.layer_view import LayerView
 from perturbkv.selection import compatibility
+from perturbkv.selection.policies.registry import has_own_code
 from perturbkv.selection.resolved_config import ResolvedConfig, ResolvedRun
 
 _DEFAULT = Resources()
@@ -98,7 +99,7 @@ class _RowBuilder:
         self._makers = list(map(maker_of, run.configs))
         self._window = max(config.window for config in run.configs)
         self.needs_full_cache = not keep_all and any(
-            compatibility.needs_all_layers(config) or has_own_code(config) for config in run.configs
+            compatibility.needs_all_layers(config) or has_own_code(config.policy.name) for config in run.configs
         )
         self.layers: list[CompactLayer] = []
         self.queries: list[Tensor] = []

@@ -17,7 +17,7 @@ from transformers import Cache
 from perturbkv import theory
 from perturbkv.cache import stand_in
 from perturbkv.cache.compact import PromptStates, full_cache, prompt_states
-from perturbkv.configs.cache_contents import EVICTED, SOMEBODYS
+from perturbkv.configs.cache_contents import EVICTED
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
 from perturbkv.devices import copy_to_device, to_device
@@ -33,6 +33,7 @@ from perturbkv.scoring.value_norms import euclidean_value_norms, projected_value
 from perturbkv.selection import compatibility
 from perturbkv.selection.kept_sets import Group, Rankings, kept_groups, move_rankings, rankings
 from perturbkv.selection.layer_statistics import LayerStatistics, join_layers
+from perturbkv.selection.policies.registry import has_own_code
 from perturbkv.selection.ranking import Scores
 from perturbkv.selection.resolved_config import PrefixCounts, ResolvedConfig, ResolvedRun, ScoreRequest
 from perturbkv.selection.sparse_lines import Positions, remembered_positions
@@ -315,11 +316,12 @@ def _check_caches(adapter: Adapter, configs: Sequence[ResolvedConfig]) -> None:
     it changed, needs one cache per layer.
     """
     for config in configs:
-        if config.cache_contents is not EVICTED:
+        own_code = has_own_code(config.policy.name)
+        if own_code or config.cache_contents is not EVICTED:
             adapter.check_own_caches(f"policy '{config.policy}'")
         if config.quantised:
             adapter.check_no_latents(f"precision '{config.precision}'")
-        if not config.evicts or config.cache_contents is SOMEBODYS:
+        if own_code or not config.evicts:
             adapter.check_no_latents(f"policy '{config.policy.name}'")
 
 

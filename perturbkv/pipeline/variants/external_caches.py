@@ -40,7 +40,6 @@ from perturbkv.cache.makers import Entries, FullStep, Maker, Outputs, PrefilledL
 from perturbkv.cache.model_state import ModelState, describe_damage
 from perturbkv.cache.sliding import Window
 from perturbkv.cache.stand_in import BiasedEntries
-from perturbkv.configs.cache_contents import SOMEBODYS
 from perturbkv.configs.number_formats import FULL_BITS
 from perturbkv.errors import ConfigError, PerturbkvError
 from perturbkv.models.adapter import Adapter
@@ -51,7 +50,7 @@ from perturbkv.pipeline.sample.decoding import StepRecord, StepRecorder
 from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.prefill import Prefill
 from perturbkv.selection.external_eviction import FUNCTION, Eviction, eviction_code
-from perturbkv.selection.policies import caches, kvpress
+from perturbkv.selection.policies import caches, kvpress, registry
 from perturbkv.selection.resolved_config import ResolvedConfig
 
 _BIAS = "bias"
@@ -226,7 +225,7 @@ def read_caches(
     """
     found = {}
     for config in configs:
-        if has_own_code(config):
+        if registry.has_own_code(config.policy.name):
             with phase("somebody's cache"):
                 reading = _Reading(adapter, _eviction(config, len(context)), context, question, prefilled)
                 found[config] = reading.measure(tokens.tolist(), reference)
@@ -238,11 +237,6 @@ def read_plain_caches(
 ) -> dict[ResolvedConfig, ExternalCache]:
     """Return what `read_caches` does, where nothing is measured. Raises ConfigError for a cache that is called, too."""
     return read_caches(adapter, configs, context, (), torch.empty(0, dtype=torch.int64), prefilled, ())
-
-
-def has_own_code(config: ResolvedConfig) -> bool:
-    """Return whether a configuration's cache is made by somebody's code."""
-    return config.cache_contents is SOMEBODYS or kvpress.is_press(config.policy)
 
 
 class Control(NamedTuple):

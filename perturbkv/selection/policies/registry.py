@@ -167,6 +167,11 @@ def is_external(name: str) -> bool:
     return bool(colon) and prefix in _EXTERNAL_MODULES
 
 
+def has_own_code(name: str) -> bool:
+    """Return whether somebody's code makes the cache of a policy of this name: a press, or `cache:…`."""
+    return is_external(name) and not name.startswith("given:")
+
+
 def _external_class(name: str) -> type[ExternalPolicy]:
     """Return the policy class of external kept sets, such as `kvpress:SnapKVPress`."""
     module = importlib.import_module(f"{__package__}.{_EXTERNAL_MODULES[name.partition(':')[0]]}")
