@@ -1,7 +1,7 @@
 """External policies: `given:NAME`, whose kept sets the user passes, and the base class of those that run other code.
 
-An external policy has a name with a colon. It allocates no budget and takes no selection: the entries that it kept are
-its kept set, one per key/value head, and the name of its selection is `given`.
+An external policy has a name with a colon. It allocates no budget and takes no selection: its cache holds, per
+key/value head, what was handed over or what the other code left in it. The name of its selection is `given`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from perturbkv.selection.policies.base import Policy
 
 @dataclass(frozen=True)
 class ExternalPolicy(Policy):
-    """A policy with external kept sets."""
+    """A policy whose cache comes from outside: kept sets that are handed over, or what other code leaves in a cache."""
 
     selections: ClassVar[tuple[str, ...]] = (GIVEN,)
     budgets: ClassVar[str] = "by head"
