@@ -92,12 +92,11 @@ WORDS = {-1: "better", 1: "worse", 0: "undecided"}
 
 @dataclass(frozen=True)
 class Reading:
-    """A prompt as the model read it: all entries but the last one's, and reference queries (kv_head, row, …) per layer.
+    """Reference queries (kv_head, row, …) per layer of a prompt as the model read it.
 
     `places` are the positions of the references, (row,); `scale` is that of logits.
     """
 
-    entries: list[tuple[Tensor, Tensor]]
     queries: list[Tensor]
     places: Tensor
     scale: float
@@ -141,21 +140,18 @@ def read(model: Any, input_ids: Tensor, repeat: bool) -> Reading:
         places = torch.linspace(n, 2 * n - 1, REPEATED // grouped).long() if repeat else torch.arange(n - WINDOW, n)
         kv_heads = config.num_key_value_heads
         queries = [one[:, places].reshape(kv_heads, -1, one.shape[-1]).double() for one in found]
-        entries = [(layer.keys[:, :, : n - 1], layer.values[:, :, : n - 1]) for layer in cache.layers]
-        _READ[key] = Reading(entries, queries, places.repeat(grouped), float(model.model.layers[0].self_attn.scaling))
+        _READ[key] = Reading(queries, places.repeat(grouped), float(model.model.layers[0].self_attn.scaling))
     return _READ[key]
 
 
 def make(model: Any, input_ids: Tensor, attention_mask: Tensor, budget: int, fits: str, repeat: bool = False) -> Any:
     """Return a cache of at most the bytes of `budget` entries per key/value head.
 
-    `fits` names what it has instead of the kept entries: bias, values, or means (`merge`). Its last token is read for
-    this cache, and is thereby seen to be read as the plain model does: else there would be no isolated L.
+    `fits` names what it has instead of the kept entries: bias, values, or means (`merge`). The prompt is read for each
+    cache, as the plain model does: else there would be no isolated L.
     """
     reading, cache, held = read(model, input_ids, repeat), DynamicCache(), 0
-    for index, (keys, values) in enumerate(reading.entries):
-        cache.update(keys, values, index)
-    model(input_ids[:, -1:], None, None, cache)
+    model(input_ids, None, None, cache, logits_to_keep=1)
     for layer, queries in zip(cache.layers, reading.queries, strict=True):
         keys, values = layer.keys[0].double(), layer.values[0].double()
         numbers, with_bias = keys.shape[-1] + values.shape[-1], "bias" in fits

@@ -134,6 +134,7 @@ def test_public_names_are_there_or_say_what_is_missing() -> None:
     measuring = {
         "audit",
         "audit_dump",
+        "external",
         "generate",
         "load_model",
         "load_prompts",

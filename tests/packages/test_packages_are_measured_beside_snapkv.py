@@ -105,11 +105,14 @@ def test_propagated_is_what_its_own_decoding_gives(name: str) -> None:
 
 
 def test_each_is_told_as_what_it_is() -> None:
-    """Entries of its own that stand for the prompt's; what was read through rounded entries has no isolated L."""
-    for name in ("randkv", "turboquant", "nexusquant"):
+    """Entries of its own that stand for the prompt's; what was read through rounded entries has no isolated L.
+
+    Above the first layer of a random model such a reading leaves entries farther from the prompt's than these are long.
+    """
+    for name, kind, kept in (("randkv", 1, len(IDS)), ("turboquant", 2, 0), ("nexusquant", 1, len(IDS))):
         arrays = measured(name)
-        assert arrays["own_entries"][1] == 1, name
-        assert (arrays["kept_count"][1] == len(IDS)).all(), name
+        assert arrays["own_entries"][1] == kind, name
+        assert (arrays["kept_count"][1] == kept).all(), name
         assert np.isnan(arrays["perturbation_isolated"][1]).all() == (name == "turboquant"), name
         assert np.isnan(arrays["held_bytes"][1]) == (name != "turboquant"), name
 

@@ -17,6 +17,7 @@ import perturbkv as pk
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ActivationError, ConfigError
+from perturbkv.models.forward import run_with_cache
 from perturbkv.models.loading import ByteTokenizer
 from perturbkv.pipeline.sample import measure
 from perturbkv.schema import VARIABLES
@@ -284,6 +285,29 @@ def test_a_decode_that_reads_a_token_twice_is_one_line() -> None:
     twice.decode = decode  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="its decode runs the model more often than once for a token"):
         traced(twice)
+
+
+def test_other_passes_than_that_which_fills_the_cache_are_seen() -> None:
+    """Queries of a plain pass of the repeated prompt cost nothing; a plain pass hides no changed one."""
+
+    def repeated(model: Any, input_ids: Any, attention_mask: Any) -> Any:
+        somebodys.plain(model, torch.cat([input_ids, input_ids], dim=1), attention_mask)
+        return somebodys.recent(model, input_ids, attention_mask, budget=12)
+
+    def in_parts(model: Any, input_ids: Any, attention_mask: Any) -> Any:
+        cache = somebodys.plain(model, input_ids[:, :20], attention_mask)
+        run_with_cache(model, input_ids[:, 20:], cache)
+        return cache
+
+    def hidden(model: Any, input_ids: Any, attention_mask: Any) -> Any:
+        cache = somebodys.recent(model, input_ids[:, :20], attention_mask, budget=12)
+        run_with_cache(model, input_ids[:, 20:], cache, position_ids=torch.arange(20, 29).unsqueeze(0))
+        somebodys.plain(model, input_ids, attention_mask)
+        return cache
+
+    arrays = traced(repeated, partial(somebodys.recent, budget=12), in_parts, hidden)
+    np.testing.assert_array_equal(arrays["perturbation_isolated"][2], arrays["perturbation_isolated"][3])
+    assert np.isnan(arrays["perturbation_isolated"]).any(axis=(1, 2, 3)).tolist() == [*[False] * 5, True]
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])

@@ -320,7 +320,7 @@ class _Reading:
             with capture(self.adapter, Observer(final=lambda hidden: passes.append(hidden[0]))):
                 cache = self.read()
             masked = [getattr(attention, _MASKED, None) for attention in self.adapter.attentions]
-            plainly = sum(map(len, passes)) == n and self._is_near(passes[-1][-1], self.prefilled.final)
+            plainly = self._read_plainly(passes)
             windows = FULL_BITS * self.adapter.shape.unmeasured_numbers(n)  # counted with those of all
             file_bits = self._file_bits(cache) - windows
             resident = tensor_bits(cache, self.adapter.model, self.adapter.dtype) - windows
@@ -412,6 +412,16 @@ class _Reading:
             if not isinstance(window, Window):
                 return False
         return True
+
+    def _read_plainly(self, passes: Sequence[Tensor]) -> bool:
+        """Return whether the prompt was read as by the plain model, in parts or by every one of several whole passes.
+
+        `passes` are the last hidden states (token, d_model) of all passes of the code; those behind the prompt's last
+        token are of what it reads besides. Which of several passes filled the cache is not known.
+        """
+        n = len(self.context)
+        whole = [torch.cat(list(passes))] if sum(map(len, passes)) == n else passes
+        return bool(passes) and all(len(one) >= n and self._is_near(one[n - 1], self.prefilled.final) for one in whole)
 
     def _is_near(self, hidden: Tensor, expected: Tensor) -> bool:
         """Return whether a hidden state differs from another by rounding alone."""
