@@ -19,6 +19,7 @@ from perturbkv.analyses.heads.head_comparison import HeadComparison, better_shar
 from perturbkv.analyses.layers import drift
 from perturbkv.analyses.measurements import Floats, Measurements
 from perturbkv.analyses.names import distinct_names, short_names
+from perturbkv.analyses.result import Result
 from perturbkv.analyses.sides import budget_order, pairs, sweeps
 from perturbkv.analyses.stats.intervals import DIFFERENCE, SIGNED, Band, OptionalInterval, estimate_mean
 from perturbkv.analyses.verdicts import DISTANCES, equal_isolated, equal_layers, equal_propagated, verdicts
@@ -213,6 +214,15 @@ def with_kind(value: float, interval: OptionalInterval) -> list[Any]:
     return [*with_interval(value, interval), interval.kind if interval else "none"]
 
 
+def result_words(found: Result) -> dict[str, Any]:
+    """Return the JSON fields of a result's words: title, conclusion and notes."""
+    return {
+        "title": escape_line(found.title()),
+        "conclusion": escape_line(found.conclusion()),
+        "notes": [escape_line(one) for one in found.caveats()],
+    }
+
+
 def with_band(value: Floats, band: Band) -> Floats:
     """Return (…, 3): the value and the lower and upper end of its band; NaN ends without a band."""
     nothing = np.full_like(value, np.nan)
@@ -311,9 +321,7 @@ def equal_bytes_part(trace: Trace) -> dict[str, Any]:
     except TraceError:
         return {}
     part = {
-        "title": escape_line(found.title()),
-        "conclusion": escape_line(found.conclusion()),
-        "notes": [escape_line(one) for one in found.caveats()],
+        **result_words(found),
         "points": [
             {
                 "name": escape_line(found.identity.name_of(one.config)),

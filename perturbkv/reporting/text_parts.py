@@ -12,7 +12,7 @@ from perturbkv.analyses.quality.perplexity import CachePerplexity, perplexity
 from perturbkv.errors import TraceError
 from perturbkv.escaping import escape_line
 from perturbkv.reporting.head_measures import ANALYSIS
-from perturbkv.reporting.sides import with_kind
+from perturbkv.reporting.sides import result_words, with_kind
 from perturbkv.trace import Trace
 
 
@@ -42,9 +42,7 @@ def perplexity_part(trace: Trace) -> dict[str, Any]:
     except TraceError:
         return {}
     part = {
-        "title": escape_line(found.title()),
-        "conclusion": escape_line(found.conclusion()),
-        "notes": [escape_line(one) for one in found.caveats()],
+        **result_words(found),
         "full": with_kind(found.full, found.full_interval),
         "configs": [_perplexity_row(one) for one in found.configs],
     }

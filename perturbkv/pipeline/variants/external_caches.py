@@ -70,9 +70,6 @@ class NamedCacheMaker(Maker):
 
     has_own_tensors: ClassVar[bool] = True
 
-    def __init__(self, config: ResolvedConfig) -> None:
-        self.config = config
-
 
 @dataclass(frozen=True, eq=False)
 class ExternalEntries(StoredEntries):

@@ -330,7 +330,7 @@ _MAKERS: Mapping[CacheContents, Callable[[ResolvedConfig], Maker]] = {
     EVICTED: eviction_maker,
     PAGES_READ: PagedCacheReader,
     SPARSE_PREFILL: SparsePrefillReader,
-    SOMEBODYS: NamedCacheMaker,
+    SOMEBODYS: lambda config: NamedCacheMaker(),
 }
 """What a configuration's cache holds -> the maker of it."""
 
