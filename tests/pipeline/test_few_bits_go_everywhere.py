@@ -158,7 +158,7 @@ def test_numbers_beyond_16_bit_floats_are_refused_by_name() -> None:
     with torch.no_grad():
         adapter.model.model.layers[1].self_attn.v_proj.weight.mul_(1e7)
     trace_sample(adapter, PROMPT, RunConfig("m", "d", (config(),)))
-    with pytest.raises(ActivationError, match="the quantised values of layer 1 hold NaN or Inf in sample 's'"):
+    with pytest.raises(ActivationError, match="the stored values of layer 1 hold NaN or Inf in sample 's'"):
         trace_sample(adapter, PROMPT, RunConfig("m", "d", (config("quantise(bits=2)"),)))
-    with pytest.raises(ActivationError, match="the quantised values of layer 1 hold NaN or Inf in sample 's'"):
+    with pytest.raises(ActivationError, match="the stored values of layer 1 hold NaN or Inf in sample 's'"):
         answer(adapter, PROMPT, [config("quantise(bits=2)")], 4)

@@ -450,7 +450,7 @@ def _shapeless_bias(*inputs: Any) -> Any:
     [
         (_longer, ConfigError, "layer 0 keeps 58 entries, more than the 29 that there were"),
         (_halves, ConfigError, "keys of layer 0 are torch.float16 on cpu, the model's torch.float64 on cpu"),
-        (_nan, ActivationError, "values of layer 1"),
+        (_nan, ActivationError, "the stored values of layer 1 hold NaN or Inf"),
         (_changes_weights, ConfigError, "it changed the model .weights of model.layers.1.self_attn.v_proj.weight."),
         (_fails, ConfigError, "reading the prompt raises RuntimeError: no room for it"),
         (lambda *inputs: None, ConfigError, "to return a transformers Cache, got NoneType"),

@@ -90,7 +90,7 @@ class _RowBuilder:
         needs_full_cache: whether layers are evicted after the whole prefill, as in `Visitor`.
         layers: the compact layers that are built.
         queries, sizes: as in `EvictedPrompt`.
-        finite: whether the quantised entries are finite.
+        finite: whether the stored entries are finite.
     """
 
     def __init__(self, adapter: Adapter, run: ResolvedRun, with_full: bool, keep_all: bool) -> None:
@@ -129,7 +129,7 @@ class _RowBuilder:
         made = [maker.make_whole(everything, number) for maker in self._makers] if self._keep_all else self._make(layer)
         for entries in made:
             if entries.has_rounded_numbers:
-                measure.check_quantised_entries(self.finite, number, entries.row)
+                measure.check_stored_entries(self.finite, number, entries.row)
         full = Maker().make_whole(everything, number)
         self.sizes.append(list(map(CacheSize.of, (full, *made))))
         first = [everything] if self._with_full else []

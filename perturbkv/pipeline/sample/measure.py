@@ -309,13 +309,13 @@ def check_everything_kept(
     )
 
 
-def check_quantised_entries(finite: FiniteCheck, layer: int, entries: KeptEntries) -> None:
-    """Record whether a layer's quantised entries are finite, as 16-bit scales overflow for large numbers.
+def check_stored_entries(finite: FiniteCheck, layer: int, entries: KeptEntries) -> None:
+    """Record whether a layer's entries are finite: 16-bit scales overflow for large numbers, and somebody's code may err.
 
     `layer` is the layer's number in an error message.
     """
     for kind, numbers in (("keys", entries.keys), ("values", entries.values)):
-        finite.check(f"the quantised {kind} of layer {layer}", numbers)
+        finite.check(f"the stored {kind} of layer {layer}", numbers)
 
 
 class OwnOutputs(NamedTuple):

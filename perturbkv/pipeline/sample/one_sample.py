@@ -344,7 +344,7 @@ class _BatchDecoder:
         made = {config: maker.make(layer, sets[config]) for config, maker in makers.items()}
         for entries in made.values():
             if entries.has_rounded_numbers:
-                measure.check_quantised_entries(self.finite, self.adapter.layer_indices[index], entries.row)
+                measure.check_stored_entries(self.finite, self.adapter.layer_indices[index], entries.row)
         own = {
             reader: measure.own_outputs(self.sample.layer(reader), self.sample.full.steps, made)
             for reader, owner in enumerate(self.adapter.owners)
