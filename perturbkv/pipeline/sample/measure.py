@@ -310,7 +310,7 @@ def check_everything_kept(
 
 
 def check_stored_entries(finite: FiniteCheck, layer: int, entries: KeptEntries) -> None:
-    """Record whether a layer's entries are finite: 16-bit scales overflow for large numbers, and somebody's code may err.
+    """Record whether a layer's entries are finite: 16-bit scales overflow for large numbers, and other code may err.
 
     `layer` is the layer's number in an error message.
     """
