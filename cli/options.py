@@ -89,7 +89,8 @@ FRACTIONS = ("0.025", "0.05", "0.1", "0.2", "0.4")
 """The budgets of the paper's sweeps: the default of analyses that compare budgets."""
 RARE = (
     "revision", "depth", "haystack", "chat_template", "correction", "protect_first", "protect_recent", "head_scores",
-    "cache", "device_map", "text", "save", "effect_gradient", "prompts", "kept", "max_memory", "chunk_mib",
+    "cache", "compress_every", "compress_over", "device_map", "text", "save", "effect_gradient", "prompts", "kept",
+    "max_memory", "chunk_mib",
     "norm_kernel", "wait", "shard", "shard_by", "engine", "workers", "ray_address", "cpus_per_worker",
     "timeout_per_sample",
 )  # fmt: skip
@@ -198,6 +199,12 @@ class RunOptions(DataOptions):
     cache: Annotated[
         str, _rare_option(_EVICT, metavar="NAME", help=f"Layout of evicted caches: {', '.join(CACHES)}")
     ] = "ragged"
+    compress_every: Annotated[
+        int | None, _rare_option(_EVICT, metavar="N", help="Cut caches to b again after every N tokens decoded")
+    ] = None
+    compress_over: Annotated[
+        int | None, _rare_option(_EVICT, metavar="N", help="Cut a cache to b whenever it holds more than N entries")
+    ] = None
     text: Annotated[str, _rare_option(_RUN, metavar="NAME", help=f"Text that the steps read: {', '.join(TEXTS)}")] = OWN
     steps: Annotated[
         int | None,
@@ -275,6 +282,9 @@ class RunOptions(DataOptions):
         check_number("--chunk-mib", self.chunk_mib, _MOST_MIB)
         if self.chunk_mib < 1:
             raise ConfigError(f"--chunk-mib must be at least 1, got {self.chunk_mib}")
+        for flag, least in (("--compress-every", self.compress_every), ("--compress-over", self.compress_over)):
+            if least is not None and least < 1:
+                raise ConfigError(f"{flag} must be at least 1, got {least}")
         check_choice("scenario", self.scenario, tuple(SCENARIOS))
         check_choice("cache", self.cache, tuple(CACHES))
         check_choice("text", self.text, tuple(TEXTS))

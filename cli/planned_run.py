@@ -318,6 +318,8 @@ def plan(
         kept=options.kept,
         scored=scored,
         leave_out_unfit=leave_out_unfit,
+        compress_every=options.compress_every or 0,
+        compress_over=options.compress_over or 0,
     )
     prompts = encode_prompts(options, files.tokenizer, int(files.config.max_position_embeddings), metric)
     has_steps = cache_contents.default_steps([config.policy for config in configs]) > 1

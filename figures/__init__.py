@@ -26,6 +26,7 @@ FIGURES = {
     "HeadComparisons": ("heads:draw_panels", "Perturbation per head, one selection against another"),
     "EqualBytes": ("ablation:draw_equal_bytes", "Loss of evicted and rounded caches over their bytes"),
     "Horizon": ("horizon", "Perturbation over the decode steps"),
+    "Horizon.plot_steps": ("horizon:draw_steps", "Perturbation along the text by layer"),
     "Horizon.plot_heads": ("horizon:draw_heads", "Growth of the perturbation by head"),
     "Correlation": ("correlation", "Does perturbation tell which answers are lost?"),
     "MethodRanking": ("ablation:draw_methods", "Propagated perturbation by method"),

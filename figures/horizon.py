@@ -20,6 +20,8 @@ from perturbkv.figures.labels import sort_by_cache_share
 from perturbkv.figures.style import symbols_to_tex, typeset
 
 _PANEL_MM, _NARROW_MM, _AROUND_MM = 46, 42, 22
+_STEPS_MM, _SHOWN_SHARE = 34, 0.99
+"""Height of a panel of layers and steps, and the share of their values that the colour scale covers."""
 _DASHES: tuple[Any, ...] = ("-", "--", ":")
 """Dashes of budgets; where there are more budgets, each has a row of panels."""
 _TITLES = {"propagated": "Propagated", "isolated": "Isolated", "kl": "Next token's distribution"}
@@ -139,6 +141,40 @@ def draw_heads(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
         flips = result.configs[0].curves["propagated"].sign_flips.flips
         note = f"decided by {flips:,} flips of samples' signs, Benjamini–Hochberg at 5 %"
         style.describe_run(figure, result.identity, f"{_samples_text(result)} · {note}")
+    return figure
+
+
+def draw_steps(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
+    """Draw the propagated relative L1 of every layer along the text, steps across, a panel per configuration.
+
+    Ticks above a panel mark the steps before which the cache of at least half of the samples is cut again.
+    """
+    with style.use():
+        configs = sort_by_cache_share(result.configs, lambda config: config.cache_share)
+        names = short_names([one.config for one in configs])
+        highest = max(float(np.nanquantile(one.by_layer, _SHOWN_SHARE)) for one in configs)
+        figure = style.figure(width_mm, _STEPS_MM * len(configs) + _AROUND_MM)
+        axes = figure.subplots(len(configs), 1, squeeze=False, sharex=True)[:, 0]
+        for panel, name, config in zip(axes, names, configs, strict=True):
+            heatmaps.draw_heatmap(panel, config.by_layer, 0, highest, style.layer_colours())
+            panel.set_yticklabels(
+                [str(result.identity.layer(int(tick.get_text()))) for tick in panel.get_yticklabels()]
+            )
+            panel.set_title(name or "evicted", loc="left", pad=6)
+            panel.set_ylabel("layer")
+            if config.cuts is not None:
+                cut = np.flatnonzero(config.cuts.cut_share >= 0.5)
+                panel.scatter(cut + 0.5, np.zeros(len(cut)), marker="v", s=8, color="0.2", linewidths=0, clip_on=False,
+                              zorder=3, gid="cuts")  # fmt: skip
+        axes[-1].set_xlabel("decode step" + ("; ▾ the cache is cut" if result.identity.cut_again else ""))
+        beyond = max(float(np.nanmax(one.by_layer)) for one in configs) > highest
+        bar = figure.colorbar(
+            axes[0].collections[0], ax=list(axes), extend="max" if beyond else "neither", fraction=0.04, pad=0.02
+        )
+        bar.outline.set_visible(False)
+        typeset([bar.ax.set_ylabel(symbols_to_tex("Σ L / Σ ‖o_h‖₁"))])
+        style.set_title(figure, "Propagated perturbation along the text")
+        style.describe_run(figure, result.identity, _samples_text(result))
     return figure
 
 

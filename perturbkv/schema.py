@@ -2,8 +2,8 @@
 
 The pipeline fills a `SampleTrace` from this declaration, the storage writes and reads it, analyses take a `Trace`. Axis
 names everywhere: sample config step layer decoder_layer head answer_token d_value d_model key kept_byte prompt_entry
-lost_entry; `layer` has the measured layers alone, `decoder_layer` all. A trace file holds these variables and the state
-of each sample.
+lost_entry place; `layer` has the measured layers alone, `decoder_layer` all. A trace file holds these variables and the
+state of each sample.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ _HEADS = ("config", "step", "layer", "head")
 _LAYERS = ("config", "step", "decoder_layer")
 _FLOORS = ("step", "layer", "head")
 _LOST = ("config", "layer", "head", "lost_entry")
+_GONE = (*_HEADS, "place")
 
 VARIABLES: dict[str, Variable] = {
     "perturbation_isolated": Variable(_HEADS, "L1", "isolated perturbation L_h of the head's output"),
@@ -160,6 +161,28 @@ VARIABLES: dict[str, Variable] = {
         "the entry's part of the isolated effect of all layers, heads and steps; NaN past n",
         optional=True,
         save="effect",
+    ),
+    "held_entries": Variable(
+        _HEADS, "entry", "entries that the head's query attends to, in a run that cuts caches again", "int32", True
+    ),
+    "perturbation_carried": Variable(
+        _HEADS, "L1", "at a cut, isolated perturbation by what was gone before; NaN at other steps", optional=True
+    ),
+    "perturbation_added": Variable(
+        _HEADS, "L1", "at a cut, distance of the outputs before and after it; NaN at other steps", optional=True
+    ),
+    "went_entries": Variable(_GONE, "entry", "entries that went right before the step, by place", "int32", True),
+    "went_output": Variable(
+        _GONE, "1", "their share of the sum of A ν at the step, by place", "float32", optional=True
+    ),
+    "gone_attention": Variable(
+        _GONE, "1", "attention of the step on entries that are gone, by place", "float32", optional=True
+    ),
+    "missed_attention": Variable(
+        ("config", "step"),
+        "1",
+        "attention of later steps on the step's token while it is gone, mean over heads and layers",
+        optional=True,
     ),
     "token_id": Variable(("step",), "1", "token decoded at the step: the text's, by default the full run's", "int64"),
     "token_kind": Variable(
@@ -331,6 +354,10 @@ VARIABLES: dict[str, Variable] = {
     ),
 }
 
+PLACES = ("sink", "prompt", "own text", "recent")
+"""Where an entry stood that went: among the first, in the prompt or its question, in the text, or just before the cut;
+the axis `place`."""
+
 TOKEN_KINDS = ("unknown", "special", "formatting", "number", "name", "word")
 """Kinds of decoded tokens (METHOD: kinds of tokens); `token_kind` stores a kind as its place here."""
 
@@ -396,6 +423,7 @@ AXES = {
     "kept_byte": "place in kept_code",
     "prompt_entry": "place in prompt_token",
     "lost_entry": "place among the evicted entries that add most",
+    "place": "where entries stood that went: 0 sink, 1 prompt, 2 own text, 3 recent",
 }
 """Axis of a trace file -> the meaning of its coordinate."""
 FLAGS = {

@@ -258,7 +258,7 @@ def study(asked: argparse.Namespace) -> None:
     asked.written += [path for name in ("questions", "judgements") if (path := asked.output / f"{name}.jsonl").exists()]
     replies = {key: said[question["id"]] for key, question in pending.items()}
     samples = len(answers.rows)
-    document = {**header, "samples": [row["sample"] for row in answers.rows], "compress_every": answers.compress_every}
+    document = {**header, "samples": [row["sample"] for row in answers.rows]}
     if asked.pairwise:
         rows, firsts = pair_rows(answers, replies, asked.seed)
         first = float(np.mean(firsts)) if firsts else math.nan

@@ -151,7 +151,7 @@ STEPS = (
     ),
     Step("link", ("correlation {output}/summaries/multi_news/trace.h5 --output {folder}/news",
                   f"correlation {_ANSWERED}/ruler-niah_single_1/trace.h5 {_ANSWERED}/needle/trace.h5")),
-    Step("chats", ("generate --dataset {chats} --samples 8 --budget 64 --compress-every 256 --max-new-tokens 320 "
+    Step("chats", ("generate --dataset {chats} --samples 8 --budget 64 --compress-over 256 --max-new-tokens 320 "
                    "--divergence --output {folder}", "quality {folder}/generation.jsonl --divergence")),
     Step("measures", (f"studies/measures.py {_TEXTS} --samples 8 --budget 128",)),
     Step("alpha", (f"studies/alpha.py {_SIXTEEN}",)),
@@ -282,7 +282,7 @@ SETTLING = (
     Settling("sparse", f"heads {_QASPER} --compare 'quest:attention,quest:two-stage(alpha=0)'", (3_619,), 200, 4),
     Settling("link", f"correlation {_QASPER} --max-new-tokens 64", (3_619,), 200, 24, answer=64),
     Settling("needle", "needle -m llama-3.1-8b --lengths 8000,…,128000 --depths 0,0.1,…,1", LONG, 11, 6, answer=12),
-    Settling("chats", "generate -m llama-3.1-8b -d chats.jsonl -b 64 --compress-every 256", (36,), 805, 3, answer=567),
+    Settling("chats", "generate -m llama-3.1-8b -d chats.jsonl -b 64 --compress-over 256", (36,), 805, 3, answer=567),
     Settling("tables", f"quality -m llama-3.1-8b -d DATASETS --compare {_MANY}", (6_711,), 3_750, 28, answer=128),
     Settling("larger", "quality -m qwen2.5-32b -d DATASETS …", (6_711,), 3_750, 9, answer=128, shape=QWEN),
 )

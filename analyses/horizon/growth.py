@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Record, column, derived, interval, record
 from perturbkv.analyses.conclusions import Case
+from perturbkv.analyses.horizon.cuts import Cuts, cuts_of
 from perturbkv.analyses.measurements import Floats, Measurements, measured_steps
 from perturbkv.analyses.names import PairRecord
 from perturbkv.analyses.sides import Pair, pairs
@@ -142,6 +143,8 @@ class ConfigHorizon(Record):
     top1: Floats = column(
         "share of the samples that have the step whose next token is the full run's", unit="share", dims=STEP
     )
+    by_layer: Floats = column("propagated Σ L / Σ ‖o_h‖₁ of a layer's heads", dims=("layer", *STEP))
+    cuts: Cuts | None = column("what cutting the cache again does; null where it is cut once")
 
     @derived(key="curves")
     def all_curves(self) -> tuple[Curve, ...]:
@@ -192,6 +195,8 @@ def config_horizon(
 ) -> ConfigHorizon:
     """Return the curves of a configuration; `norm` and `floors`, by kind, are (sample, step, layer, head)."""
     counts, kl = steps.measured.sum(axis=0), variable_by_step(measured, "logit_kl", steps, index)
+    moved = variable_by_step(measured, KINDS["propagated"], steps, index)
+    totals = (each.sum(axis=(2, 3)) for each in (moved, norm))
     return ConfigHorizon(
         config=measured.trace.run.configs[index],
         cache_share=float(measured.cache_shares[index]),
@@ -202,6 +207,8 @@ def config_horizon(
         kl=kl.sum(axis=0) / counts,
         kl_interval=step_intervals(kl, np.ones_like(kl), steps.measured, POSITIVE),
         top1=variable_by_step(measured, "top1_agreement", steps, index).sum(axis=0) / counts,
+        by_layer=np.asarray(ratio(moved.sum(axis=(0, 3)), norm.sum(axis=(0, 3)))).T,
+        cuts=cuts_of(measured, index, steps.measured, *totals),
     )
 
 

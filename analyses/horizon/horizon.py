@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, record, table
 from perturbkv.analyses.conclusions import Case, Claim, compare_sides
+from perturbkv.analyses.horizon.cuts import places_text
 from perturbkv.analyses.horizon.growth import (
     ANALYSIS,
     FLOORS,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 _LISTED = 6
 """Largest number of heads that are named as growing most."""
 _GROWTH = {MORE: "grows", LESS: "shrinks"}
+_CUT_COLUMNS = ("cuts", "most_held", "jump", "between", "added", "gone")
 _KIND_COLUMNS = ("kind", "first", "last", "growth", "head_counts")
 
 
@@ -105,6 +107,12 @@ class Horizon(Result):
             for name, config in self._named_configs()
         ]
 
+    def body(self) -> list[Part]:
+        """Return the table, and a second one where caches are cut again."""
+        cut = [Line(name, (config.cuts,)) for name, config in self._named_configs() if config.cuts is not None]
+        title = f"caches cut again {self.identity.cut_again}"
+        return [*super().body(), *([table(title, cut, _CUT_COLUMNS, "configuration")] if cut else [])]
+
     def interval_note(self) -> str:
         """Return the note on n and intervals."""
         return text.intervals_note(self.samples_with_growth)
@@ -136,6 +144,12 @@ class Horizon(Result):
                 for name, config in self._named_configs()
             ),
             "Growth: each sample's last third of its steps over its first.",
+            *(
+                f"{name}: attention on what is gone: {places_text(config.cuts.gone_by_place)}; entries that went: "
+                f"{places_text(config.cuts.went_by_place)}."
+                for name, config in self._named_configs()
+                if config.cuts is not None
+            ),
             f"Noise floor: {float(self.noise_floor.max()):.1e} of Σ ‖o_h‖₁ (propagated, the largest step's).",
         ]
 
@@ -150,6 +164,7 @@ class Horizon(Result):
                 "kl": float(config.kl[step]),
                 "top1": float(config.top1[step]),
                 "noise_floor": float(self.noise_floor[step]),
+                **({} if config.cuts is None else {"held": float(config.cuts.held[step])}),
             }
             for config in self.configs
             for step, count in enumerate(self.samples_at_step)
@@ -158,6 +173,10 @@ class Horizon(Result):
     def plot_heads(self, width_mm: float | None = None, style: str = "screen") -> CaptionedFigure:
         """Return a figure of each head's growth as maps of layer × head."""
         return self._draw("Horizon.plot_heads", width_mm, style)
+
+    def plot_steps(self, width_mm: float | None = None, style: str = "screen") -> CaptionedFigure:
+        """Return a figure of the whole text at a glance: steps across, layers down, cuts marked."""
+        return self._draw("Horizon.plot_steps", width_mm, style)
 
     def _named_configs(self) -> list[tuple[str, ConfigHorizon]]:
         """Return (short name, configuration) pairs."""

@@ -241,7 +241,7 @@ def _correlation_configs(
     from perturbkv.pipeline.answers.generation import check_answer_options
 
     configs = run.configs(names or parse_methods(METHODS))
-    check_answer_options(configs, max_new_tokens, None)
+    check_answer_options(configs, max_new_tokens)
     most = max(map(len, comparable_groups(configs).values()))
     if most < LEAST_CONFIGS:
         raise ConfigError(

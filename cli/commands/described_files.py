@@ -125,17 +125,14 @@ def _describe_answers(path: Path, as_json: bool) -> None:
     if as_json:
         document = {"path": str(path), "kind": "answers", "digest": answers.digest, "run": run_object(run)}
         attrs = provenance_object(answers.made_with)
-        console.print_json(
-            {**document, "sample_ids": samples, "compress_every": answers.compress_every, "attrs": attrs}
-        )
+        console.print_json({**document, "sample_ids": samples, "attrs": attrs})
         return
-    limit = answers.compress_every
     rows = [
         (
             "samples",
             f"{len(samples):,}, each answered by the full cache and by {plural(len(run.labels()), 'evicted one')}",
         ),
-        ("compressed again", "never" if limit is None else f"above {limit:,} entries"),
+        ("cut again", run.cut_again or "never"),
         *((escape_line(name), escape_line(str(value))) for name, value in sorted(answers.made_with.items())),
     ]
     console.print_table(f"{path}: answers that perturbkv generate wrote", ["", ""], rows)

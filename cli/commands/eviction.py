@@ -222,7 +222,8 @@ def horizon(run: RunOptions, look: LookOptions, compare: CompareOption = DEFAULT
         return horizon(session.trace, None if _sides(run, look, names)[0] is None else names)
 
     return Analysis(
-        "horizon", wanted, lambda: wanted.configs(names), analyse, figures={"plot": "", "plot_heads": "-heads"},
+        "horizon", wanted, lambda: wanted.configs(names), analyse,
+        figures={"plot": "", "plot_heads": "-heads", "plot_steps": "-steps"},
         check=sides_check(names if "compare" in run.typed_options else ()),
     )  # fmt: skip
 

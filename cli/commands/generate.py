@@ -102,10 +102,6 @@ def generate(
     run: RunOptions,
     selection: SelectionOption = None,
     max_new_tokens: MaxNewTokensOption = None,
-    compress_every: Annotated[
-        int | None,
-        Option(metavar="N", help="Compress again whenever a cache holds more than this"),
-    ] = None,
     metric: MetricOption = "",
     divergence: Annotated[
         bool, Option("--divergence", help="Also read the full cache's answer from every cache: KL, token by token")
@@ -115,7 +111,7 @@ def generate(
 
     Greedily, beside the accepted answers and graded from 0 to 1.
     generation.jsonl holds the run, then one line per sample: token ids, text and score of every answer, what its cache
-    held, and with --compress-every the perturbation of each compression. A killed run goes on with the next sample.
+    held, and where caches are cut again the perturbation of each cut. A killed run goes on with the next sample.
     perturbkv quality --divergence looks at the file.
     """
     run.check_inputs()
@@ -127,7 +123,7 @@ def generate(
     from perturbkv.datasets.prompts import metrics_of
     from perturbkv.pipeline.answers.generation import check_answer_options
 
-    check_answer_options(configs, max_new_tokens, compress_every)
+    check_answer_options(configs, max_new_tokens)
     output = OutputFolder(path.parent, run.overwrite, run.wait)
     if not run.dry_run:
         output.claim(resumable_file(path), writer=path)
@@ -138,8 +134,7 @@ def generate(
         dry_run.show([planned], run.as_json, None)
         return
     metrics_of(planned.prompts)
-    header = {"run": json.loads(planned.run.to_json()), "compress_every": compress_every,
-              "divergence": divergence}  # fmt: skip
+    header = {"run": json.loads(planned.run.to_json()), "divergence": divergence}
     failed: dict[str, str] = {}
     with output.claim(resumable_file(path), writer=path):
         rows = _answer_samples(run, planned, path, header, failed)
@@ -149,7 +144,7 @@ def generate(
         document = {**header, "run": run_object(planned.run), "file": str(path), "samples": rows, "failed": failed}
         console.print_json(document)
     else:
-        _show_answers(rows, planned.run.configs, compress_every, path)
+        _show_answers(rows, planned.run, path)
     print_failures(failed)
     if failed:
         raise typer.Exit(1)
@@ -185,15 +180,13 @@ def _sort_rows(
     return ordered
 
 
-def _show_answers(
-    rows: list[dict[str, Any]], configs: tuple[EvictionConfig, ...], compress_every: int | None, path: Path
-) -> None:
+def _show_answers(rows: list[dict[str, Any]], run: RunConfig, path: Path) -> None:
     """Print the answers to all samples, and notes on the contents of the caches."""
     for row in rows:
-        show_sample(row, configs)
+        show_sample(row, run.configs)
     shares = [answer.get("held_share", 0.0) for row in rows for answer in row["evicted"].values()]
-    console.say(text.cache_share_note(shares, compress_every))
-    if names := dict.fromkeys(config.policy.name for config in configs if config.reads_pages):
+    console.say(text.cache_share_note(shares, run.cut_again))
+    if names := dict.fromkeys(config.policy.name for config in run.configs if config.reads_pages):
         console.say(f"{', '.join(names)}: {PAGES_READ.note}")
     console.say(f"written to {path}, every answer whole")
 
@@ -247,7 +240,6 @@ def _stored_header(document: dict[str, Any]) -> dict[str, Any]:
         return {}
     return {
         "run": json.loads(run.to_json()),
-        "compress_every": document.get("compress_every"),
         "divergence": document.get("divergence", False),
     }
 
@@ -282,7 +274,7 @@ def _answer_missing(
         failed[prompt.sample_id] = reason
         bar.advance()
 
-    options = AnswerOptions(first_line.get("compress_every"), first_line.get("divergence", False))
+    options = AnswerOptions(first_line.get("divergence", False))
     with (
         engine_choice.open_engine(run.engine_config, [planned]) as engine,
         console.progress("samples", len(planned.prompts), len(rows), engine.describe_workers) as bar,

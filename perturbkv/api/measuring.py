@@ -104,7 +104,8 @@ def generate(
     max_new_tokens: int | None = None,
     scenario: str = "regular",
     cache: str = "ragged",
-    compress_every: int | None = None,
+    compress_every: int = 0,
+    compress_over: int = 0,
     divergence: bool = False,
     head_scores: Sequence[Sequence[float]] = (),
     workers: Workers = _WORKERS,
@@ -122,8 +123,8 @@ def generate(
         max_new_tokens: tokens of an answer at most, at least 1; None: as many as the dataset says.
         scenario: as in `Settings`.
         cache: as in `Settings`.
-        compress_every: compress to the budget, a number of tokens below this one, again whenever a cache holds more
-            entries than this.
+        compress_every: as in `Settings`.
+        compress_over: as in `Settings`.
         divergence: also decode the full cache's answer from every cache, for `divergence`.
         head_scores: as in `Settings`.
         workers: as in `measure`; a prompt that workers give up is left out, with a warning in the log.
@@ -137,14 +138,17 @@ def generate(
     from perturbkv.analyses.json_values import provenance_object
 
     chosen = as_tuple(EvictionConfig, configs, CONFIGS)
-    check_answer_options(chosen, max_new_tokens, compress_every)
-    settings = Settings(1, scenario, cache, generate=max_new_tokens, head_scores=head_scores, scored=False)
+    check_answer_options(chosen, max_new_tokens)
+    settings = Settings(
+        1, scenario, cache, generate=max_new_tokens, head_scores=head_scores, scored=False,
+        compress_every=compress_every, compress_over=compress_over,
+    )  # fmt: skip
     ready = make_plan(model, prompts, chosen, settings, resources)
     metrics_of(ready.prompts)
     with user_model.eval_mode(model.model):
-        answered = _answer_prompts(ready, AnswerOptions(compress_every, divergence), workers, progress)
+        answered = _answer_prompts(ready, AnswerOptions(divergence), workers, progress)
     made_with = provenance_object(provenance(ready))
-    written = WrittenAnswers(ready.run, tuple(one.row for one in answered), compress_every, made_with=made_with)
+    written = WrittenAnswers(ready.run, tuple(one.row for one in answered), made_with=made_with)
     return Generation(tuple(one.answers for one in answered), written)
 
 

@@ -49,7 +49,7 @@ _TYPES: dict[str, Any] = {
     **dict.fromkeys(
         ("model", "revision", "dataset", "dtype", "device", "scenario", "cache", "text", "effect_gradient"), str
     ),
-    **dict.fromkeys(("samples", "seed", "steps", "generate"), int),
+    **dict.fromkeys(("samples", "seed", "steps", "generate", "compress_every", "compress_over"), int),
     **dict.fromkeys(("dataset_options", "plugins"), dict),
     **dict.fromkeys(("save", "head_scores"), list),
     "max_tokens": int | None,
@@ -80,6 +80,9 @@ class Settings:
             their counts. A run that goes on takes them out of finished samples, and cannot add them.
         scored: whether a prompt whose answers nothing grades is refused, where answers are generated.
         leave_out_unfit: whether a budget that some prompt makes no larger than the window is left out, not refused.
+        compress_every: after every so many tokens of a text or answer, each cache is cut to its budget again; 0: never.
+        compress_over: a cache that holds more entries than this, at the prompt's end or later, is cut to its budget; 0:
+            it is cut once, at the prompt's end.
     """
 
     steps: int | None = None
@@ -94,6 +97,8 @@ class Settings:
     kept: bool = True
     scored: bool = True
     leave_out_unfit: bool = False
+    compress_every: int = 0
+    compress_over: int = 0
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,7 @@ class RunConfig:
         generate: tokens generated greedily from each cache and scored; 0: none.
         text: text that the decode steps read, a key of `TEXTS`.
         plugins: external score or policy -> digest of its version.
+        compress_every, compress_over: when caches are cut again, as in `Settings`; 0: never.
     """
 
     model: str
@@ -145,15 +151,19 @@ class RunConfig:
     generate: int = 0
     text: str = OWN
     plugins: dict[str, str] = dataclasses.field(default_factory=dict)
+    compress_every: int = 0
+    compress_over: int = 0
 
     def __post_init__(self) -> None:
-        for field in ("samples", "seed", "steps", "max_tokens", "generate"):
+        for field in ("samples", "seed", "steps", "max_tokens", "generate", "compress_every", "compress_over"):
             option.check_number(field, getattr(self, field) or 0)
         for value, least, expected in (
             (self.samples, 1, "a run needs at least 1 sample"),
             (self.steps, 1, "a run needs at least 1 decode step"),
             (self.max_tokens, 2, "max_tokens must be at least 2"),
             (self.generate, 0, "a run generates at least 0 tokens"),
+            (self.compress_every, 0, "caches are cut again every 1 token or more"),
+            (self.compress_over, 0, "caches are cut again over 1 entry or more"),
         ):
             if value is not None and value < least:
                 raise ConfigError(f"{expected}, got {value}")
@@ -174,6 +184,18 @@ class RunConfig:
         if len(set(labels)) < len(labels):
             twice = next(label for label in labels if labels.count(label) > 1)
             raise ConfigError(f"the configuration '{twice}' is asked for twice; leave one out")
+
+    @property
+    def compresses(self) -> bool:
+        """True if caches are cut again while they are decoded from (METHOD: decode-time eviction)."""
+        return bool(self.compress_every or self.compress_over)
+
+    @property
+    def cut_again(self) -> str:
+        """When caches are cut again, as text; empty for never."""
+        if self.compress_over:
+            return f"above {self.compress_over:,} entries"
+        return f"every {self.compress_every:,} tokens" if self.compress_every else ""
 
     @property
     def averages_gradients(self) -> bool:

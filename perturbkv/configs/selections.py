@@ -23,6 +23,8 @@ from perturbkv.configs.alpha_table import AlphaOption
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.option import Option
 
+PROMPT = "prompt"
+"""Value of the option `keep` of policies: the prompt's entries stay while the cache is cut again."""
 GIVEN = "given"
 """Name of the selection where kept sets come from outside."""
 SELECTIONS = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from perturbkv.configs.selections import (
     GATE,
     GIVEN,
     GRANULARITIES,
+    PROMPT,
     SELECTIONS,
     TEXT_QUERIES,
     UNION,
@@ -24,7 +25,7 @@ from perturbkv.configs.selections import (
 from perturbkv.display import plural
 from perturbkv.errors import BudgetError, ConfigError, ModelError
 from perturbkv.selection.policies import checked
-from perturbkv.selection.policies.registry import all_policies, build, names, policy_class
+from perturbkv.selection.policies.registry import all_policies, build, has_own_code, names, policy_class
 from perturbkv.selection.resolved_config import ResolvedConfig, resolve
 
 if TYPE_CHECKING:
@@ -209,20 +210,67 @@ def _needs_of_plain_logits(config: ResolvedConfig) -> Iterator[str]:
         yield f"correction '{config.correction}' needs plain logits: it takes a log-mass for linear in the query"
 
 
+def check_cuts(configs: Iterable[ResolvedConfig], every: int, over: int, *, measured: bool, effects: bool) -> None:
+    """Raise ConfigError for configurations whose caches cannot be cut again, after `every` tokens or over `over` ones.
+
+    Both are 0 where they are not cut. `measured` says whether kept sets are measured, `effects` whether effects are.
+    """
+    if every and over:
+        raise ConfigError("compress_every and compress_over (--compress-every, --compress-over) exclude each other")
+    if (every or over) and effects:
+        raise ConfigError("effects (--save effect) are those of one kept set, and caches that are cut again have many")
+    for config in configs:
+        if not (every or over):
+            if config.system.keep == PROMPT:
+                raise ConfigError(
+                    f"policy '{config.policy}' evicts among decoded tokens alone; cut caches again by --compress-every "
+                    "or --compress-over, or leave keep out"
+                )
+        elif not has_own_code(config.policy.name):
+            check_compressible(config)
+            if measured and not config.only_evicts:
+                raise ConfigError(
+                    f"'{config.label()}' stores other entries than the prompt's, whose isolated loss is known for one "
+                    "kept set; caches that are cut again are measured with precision full and positions=kept"
+                )
+            budget = config.budget.value
+            if over and not (isinstance(budget, int) and budget < over):
+                raise ConfigError(
+                    f"compress_over (--compress-over) {over} needs a budget in tokens below it, got budget "
+                    f"{config.budget}"
+                )
+
+
+def check_protected_prompts(config: ResolvedConfig, lengths: Mapping[str, int]) -> None:
+    """Raise BudgetError where a prompt that stays (`keep=prompt`) leaves a configuration's budget nothing to keep.
+
+    `lengths` are numbers of compressed tokens by sample.
+    """
+    if config.system.keep != PROMPT:
+        return
+    for sample, tokens in lengths.items():
+        budget, recent = config.budget.tokens(tokens), config.protected_counts(config.budget.tokens(tokens))[1]
+        if budget <= tokens + recent:
+            raise BudgetError(
+                f"budget {config.budget} is no more than what keep=prompt protects: the {tokens} entries of sample "
+                f"'{sample}' and the last {recent}; raise the budget above {tokens + recent}"
+            )
+
+
 def check_compressible(config: EvictionConfig) -> None:
-    """Raise ConfigError for a configuration that cannot recompress a cache during decoding."""
+    """Raise ConfigError for a configuration that cannot cut a cache again during decoding."""
     if config.is_external:
         raise ConfigError(
             f"policy '{config.policy.name}' is asked once, for the prompt; --compress-every works with policies of ours"
         )
     if not config.evicts:
         raise ConfigError(
-            f"policy '{config.policy.name}' evicts nothing, so that nothing is compressed: leave --compress-every out"
+            f"policy '{config.policy.name}' evicts nothing, so that nothing is cut again: leave --compress-every out"
         )
     resolved = resolve(config)
     if config.quantised and resolved.in_cache:
         raise ConfigError(
-            "positions=in-cache turns keys at each compression, and those in few bits would be rounded again; "
+            "positions=in-cache turns keys at each cut, and those in few bits would be rounded again; "
             "--compress-every works with precision full or positions=kept"
         )
     if config.corrected:

@@ -263,3 +263,11 @@ def kept_groups(
             ExternalGroup(external_indices, torch.stack([external[configs[index]] for index in external_indices]))
         )
     return groups
+
+
+def kept_masks_of(groups: Sequence[Group]) -> dict[int, Bool[Tensor, "kept_head n"]]:
+    """Return index of a configuration -> the masks of its kept sets, of one layer's groups."""
+    masks: dict[int, Tensor] = {}
+    for group in groups:
+        masks |= dict(zip(group.config_indices, group.kept_sets().kept, strict=True))
+    return masks

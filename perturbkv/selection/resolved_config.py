@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from perturbkv.configs import selections
 from perturbkv.configs.cache_contents import CacheContents
+from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
-from perturbkv.configs.selections import GIVEN, Blocks
+from perturbkv.configs.selections import GIVEN, PROMPT, Blocks
 from perturbkv.errors import ConfigError
 from perturbkv.selection.policies import checked, registry
 
@@ -184,6 +185,14 @@ class ResolvedConfig(EvictionConfig):
         """Return the number of kept entries per head, in whole blocks. Raises BudgetError likewise."""
         return self.once(("kept", prompt_tokens), lambda: super(ResolvedConfig, self).kept_entries(prompt_tokens))
 
+    def while_decoding(self, prompt_tokens: int) -> ResolvedConfig:
+        """Return the configuration by which a cache is cut again: a budget in entries, with `keep=prompt` the prompt's.
+
+        Entries of the prompt then stay and count in the budget.
+        """
+        first = prompt_tokens if self.system.keep == PROMPT else self.protect_first
+        return dataclasses.replace(self, budget=Budget(self.budget.tokens(prompt_tokens)), protect_first=first)
+
     def prefix_counts(self, prompt_tokens: int) -> PrefixCounts:
         """Return the numbers of blocks before the tail that always stay, at both ends, and that scores allocate.
 
@@ -237,3 +246,16 @@ class ResolvedRun(RunConfig):
         """Return the run restricted to `configs`, each equal to one of the run's."""
         resolved: dict[EvictionConfig, ResolvedConfig] = {config: config for config in self.configs}
         return dataclasses.replace(self, configs=tuple(resolved[config] for config in configs))
+
+    def at_prompt_end(self, prompt_tokens: int) -> ResolvedRun:
+        """Return the run with the budgets at the end of a prompt, which no cache exceeds by `compress_over` entries.
+
+        A prompt of no more entries than that is kept whole, and cut later.
+        """
+        if prompt_tokens > self.compress_over:
+            return self
+        whole = Budget(self.compress_over)
+        configs = (
+            config if config.is_external else dataclasses.replace(config, budget=whole) for config in self.configs
+        )
+        return dataclasses.replace(self, configs=tuple(configs))

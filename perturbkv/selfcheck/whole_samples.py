@@ -54,7 +54,7 @@ def check_samples(device: torch.device) -> list[Check]:
     sums |= {name: _configs(**choices) for name, choices in KINDS.items()}
     work = {name: partial(_check_sums, name, device, configs) for name, configs in sums.items()}
     work["attention sinks"] = partial(_check_sums, "attention sinks", device, _configs(), "gpt_oss")
-    for name, limit in (("answers", None), ("answers, compressed again", 8)):
+    for name, limit in (("answers", 0), ("answers, compressed again", 8)):
         work[name] = partial(_check_answers, name, device, limit)
     return [check for name, one in work.items() for check in run_check(name, "", one)]
 
@@ -115,15 +115,15 @@ def _sum_last_axis(array: np.ndarray) -> np.ndarray:
     return np.asarray(np.nansum(array.astype(np.float64), axis=-1))
 
 
-def _check_answers(name: str, device: torch.device, compress_every: int | None) -> list[Check]:
+def _check_answers(name: str, device: torch.device, compress_over: int) -> list[Check]:
     """Return the check of greedy answers from the full cache and from evicted ones.
 
-    `compress_every`: entries above which a cache is compressed again while it decodes; None: never.
+    `compress_over`: entries above which a cache is cut again while it decodes; 0: never.
     """
     configs = [*_configs(), *_configs(policy="adakv"), *_configs(policy="streaming-llm", selection="position")]
-    options = AnswerOptions(compress_every=compress_every)
+    run = _run(configs, generate=_ANSWER, compress_over=compress_over)
     expected, found = (
-        answer(_model("llama", place), random_prompt(_TOKENS), _run(configs, generate=_ANSWER), options)
+        answer(_model("llama", place), random_prompt(_TOKENS), run, AnswerOptions())
         for place in (torch.device("cpu"), device)
     )
     pairs = [(found.full, expected.full), *zip(found.evicted, expected.evicted, strict=True)]

@@ -38,7 +38,6 @@ class WrittenAnswers:
     Attributes:
         run: the run's configuration; ignored by ==, so that equal answers of a longer and a shorter run are equal.
         rows: an object per prompt, as `docs/reference/json.md` specifies; each holds every configuration of the run.
-        compress_every: number of entries above which a cache was compressed again; None: never.
         source: the file's path; empty where the answers were never in a file.
         digest: short digest of the file.
         made_with: provenance, as far as it is known.
@@ -46,7 +45,6 @@ class WrittenAnswers:
 
     run: RunConfig = field(compare=False)
     rows: tuple[dict[str, Any], ...]
-    compress_every: int | None = None
     source: str = ""
     digest: str = ""
     made_with: Mapping[str, Any] = field(default_factory=dict, compare=False)
@@ -78,9 +76,7 @@ def read_answers(path: str | Path) -> WrittenAnswers:
     if len({row["sample"] for row in rows}) < len(rows):
         raise _KIND.refusal(path, "one that answers a sample twice")
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-    return WrittenAnswers(
-        run, tuple(rows), header.get("compress_every"), str(path), digest, header.get("made_with") or {}
-    )
+    return WrittenAnswers(run, tuple(rows), str(path), digest, header.get("made_with") or {})
 
 
 def check_answers(answers: Any) -> None:
@@ -99,19 +95,13 @@ def is_answers_row(document: Mapping[str, Any]) -> bool:
 
 
 def _parse_run(path: Path, header: Mapping[str, Any]) -> RunConfig:
-    """Return the run's configuration from a file's first line. Raises ConfigError for an invalid line.
-
-    Its `compress_every` is checked, too.
-    """
+    """Return the run's configuration from a file's first line. Raises ConfigError for an invalid line."""
     if not isinstance(header.get("run"), dict):
         raise _KIND.refusal(path, "a first line without its run")
     try:
         run = RunConfig.from_json(json.dumps(header["run"]))
     except ConfigError as error:
         raise _KIND.refusal(path, f"a first line whose run cannot be read ({error})") from None
-    limit = header.get("compress_every")
-    if not (limit is None or (isinstance(limit, int) and not isinstance(limit, bool))):
-        raise _KIND.refusal(path, f"a first line whose compress_every is {str(limit)[:40]}")
     return run
 
 

@@ -68,7 +68,7 @@ def plain(adapter: Adapter, tokens: list[int]) -> list[np.ndarray]:
 )
 def test_every_step_is_that_of_a_naive_run_that_is_compressed_alike(naive: type[Naive], chosen: EvictionConfig) -> None:
     adapter = exact_adapter("llama", 4, 2, seed=1)
-    made = answer(adapter, PROMPT, (chosen,), TOKENS, compress_every=LIMIT, divergence=True)
+    made = answer(adapter, PROMPT, (chosen,), TOKENS, compress_over=LIMIT, divergence=True)
     found = made.divergence
     assert found is not None
     full, evicted = plain(adapter, made.full), teacher_force(naive(adapter, chosen), made.full)
@@ -96,9 +96,9 @@ def test_without_compressions_it_is_the_kl_that_a_trace_holds(scenario: str) -> 
 def test_how_many_tokens_are_read_at_once_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = exact_adapter("llama", 4, 2, seed=1)
     configs = (config("snapkv"), config("random"), config("streaming-llm(positions=in-cache)", selection="position"))
-    at_once = answer(adapter, PROMPT, configs, TOKENS, compress_every=LIMIT, divergence=True).divergence
+    at_once = answer(adapter, PROMPT, configs, TOKENS, compress_over=LIMIT, divergence=True).divergence
     monkeypatch.setattr(teacher_forcing, "_TOKENS_PER_PASS", 1)
-    single = answer(adapter, PROMPT, configs, TOKENS, compress_every=LIMIT, divergence=True).divergence
+    single = answer(adapter, PROMPT, configs, TOKENS, compress_over=LIMIT, divergence=True).divergence
     assert at_once is not None
     assert single is not None
     np.testing.assert_allclose(at_once.kl.numpy(), single.kl.numpy(), rtol=1e-6, atol=1e-12)
@@ -107,8 +107,8 @@ def test_how_many_tokens_are_read_at_once_changes_nothing(monkeypatch: pytest.Mo
 @pytest.mark.slow
 def test_the_free_answers_are_what_they_are_without_it() -> None:
     adapter, configs = tiny_adapter(), (config("snapkv"), config("adakv"))
-    asked = answer(adapter, PROMPT, configs, TOKENS, compress_every=LIMIT, divergence=True)
-    alone = answer(adapter, PROMPT, configs, TOKENS, compress_every=LIMIT)
+    asked = answer(adapter, PROMPT, configs, TOKENS, compress_over=LIMIT, divergence=True)
+    alone = answer(adapter, PROMPT, configs, TOKENS, compress_over=LIMIT)
     assert (asked.full, asked.evicted, asked.held) == (alone.full, alone.evicted, alone.held)
     assert [one.generated for one in asked.compressions] == [one.generated for one in alone.compressions]
     assert alone.divergence is None

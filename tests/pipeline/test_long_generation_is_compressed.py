@@ -190,7 +190,7 @@ def test_whole_blocks_and_shared_sets_are_compressed_as_the_naive_run_does(granu
     of_layers = shares_layers(chosen.granularity) or reduction(chosen.granularity) == UNION
     naive = (NaiveShared if of_layers else NaiveBlocks)(adapter, chosen)
     expected = naive.generate()
-    found = answer(adapter, PROMPT, (chosen,), TOKENS, compress_every=LIMIT)
+    found = answer(adapter, PROMPT, (chosen,), TOKENS, compress_over=LIMIT)
     assert found.evicted[0] == expected[: len(found.evicted[0])]
     assert len(found.compressions) >= 2
     for one, (generated, before, moved) in zip(found.compressions, naive.compressions, strict=False):
@@ -203,7 +203,7 @@ def test_uneven_sets_of_whole_blocks_stay_in_whole_blocks() -> None:
     adapter = exact_adapter("llama", 4, 2, seed=1)
     for policy in ("adakv", "pyramidkv"):
         chosen = config(policy, granularity="kv(block=3)")
-        found = answer(adapter, PROMPT, (chosen,), TOKENS, compress_every=LIMIT)
+        found = answer(adapter, PROMPT, (chosen,), TOKENS, compress_over=LIMIT)
         assert len(found.compressions) >= 2
         assert all(one.after <= BUDGET for one in found.compressions)
 
@@ -227,7 +227,7 @@ def test_compressions_equal_the_naive_runs(family: str, policy: str, fields: dic
     chosen = config(policy, **fields)
     naive = Naive(adapter, chosen)
     expected = naive.generate()
-    found = answer(adapter, PROMPT, (chosen,), TOKENS, compress_every=LIMIT)
+    found = answer(adapter, PROMPT, (chosen,), TOKENS, compress_over=LIMIT)
     assert found.evicted[0] == expected[: len(found.evicted[0])]
     assert len(found.evicted[0]) > 30
     assert len(found.compressions) >= 2
@@ -251,7 +251,7 @@ def test_a_row_never_holds_more_than_the_limit_and_one_token(monkeypatch: pytest
     configs = (*by_score, config("streaming-llm", selection="position"))
     adapter = tiny_adapter()
     monkeypatch.setattr(generation, "end_tokens", lambda adapter: set())
-    found = answer(adapter, PROMPT, configs, 60, compress_every=LIMIT)
+    found = answer(adapter, PROMPT, configs, 60, compress_over=LIMIT)
     rows = np.array(held)
     assert rows[-1, 0] == len(PROMPT.token_ids) + 59  # the full cache grows on
     assert rows[:, 1:].max() <= LIMIT + 1
@@ -278,16 +278,16 @@ def test_every_value_norm_is_computed_as_the_run_asks(monkeypatch: pytest.Monkey
     monkeypatch.setattr(generation, "end_tokens", lambda adapter: set())
     adapter = tiny_adapter()
     resources = Resources(chunk_bytes=4096, norm_kernel="chunked")
-    found = answer(adapter, PROMPT, (config("snapkv"),), TOKENS, compress_every=LIMIT, resources=resources)
+    found = answer(adapter, PROMPT, (config("snapkv"),), TOKENS, compress_over=LIMIT, resources=resources)
     assert len(asked) == len(adapter.layers) * (1 + len(found.compressions)) > len(adapter.layers)
     assert set(asked) == {(4096, "chunked")}
 
 
 def test_a_long_prompt_is_compressed_while_it_is_read() -> None:
     adapter = tiny_adapter()
-    read = prefill_and_evict(adapter, token_ids(30), (config("snapkv"),), "s", evict_above=LIMIT)
+    read = prefill_and_evict(adapter, token_ids(30), (config("snapkv"),), "s", compress_over=LIMIT)
     assert mean_entries(read.cache, 0) == BUDGET
-    whole = prefill_and_evict(adapter, token_ids(20), (config("snapkv"),), "s", evict_above=LIMIT)
+    whole = prefill_and_evict(adapter, token_ids(20), (config("snapkv"),), "s", compress_over=LIMIT)
     assert mean_entries(whole.cache, 0) == 20
 
 
@@ -306,7 +306,7 @@ class Staged(Policy):
 def test_a_policy_with_a_stage_1_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry._POLICIES.registered, "staged", Staged)
     with pytest.raises(ConfigError, match="'staged' .*has a stage 1 of its own; --compress-every works with snapkv"):
-        generation.check_answer_options([config("staged")], TOKENS, LIMIT)
+        compatibility.check_compressible(config("staged"))
 
 
 def test_policies_that_count_what_decoding_forgets_are_refused() -> None:

@@ -34,16 +34,17 @@ def answer(
     adapter: Any, prompt: Any, configs: Iterable[EvictionConfig], most: int, resources: Resources = _DEFAULT,
     **named: Any,
 ) -> Any:  # fmt: skip
-    options = {name: named.pop(name) for name in ("compress_every", "divergence") if name in named}
+    options = {name: named.pop(name) for name in ("divergence",) if name in named}
     run = resolved_run(configs, generate=most, **named)
     return generation.answer(adapter, prompt, run, generation.AnswerOptions(**options), resources)
 
 
 def prefill_and_evict(
-    adapter: Any, context: Any, configs: Iterable[EvictionConfig], sample: str, cache: str = "ragged", **named: Any
-) -> Any:
-    prompt = Prompt(sample, tuple(context), 0)
-    return generation.prefill_and_evict(adapter, prompt, resolved_run(configs, cache=cache), **named)
+    adapter: Any, context: Any, configs: Iterable[EvictionConfig], sample: str, cache: str = "ragged",
+    compress_over: int = 0, **named: Any,
+) -> Any:  # fmt: skip
+    prompt, run = Prompt(sample, tuple(context), 0), resolved_run(configs, cache=cache, compress_over=compress_over)
+    return generation.prefill_and_evict(adapter, prompt, run, **named)
 
 
 def prefill(

@@ -30,7 +30,7 @@ from perturbkv.pipeline.run.plan import plan_prompt_batches
 from perturbkv.pipeline.sample import measure
 from perturbkv.pipeline.sample.capture import LOGITS, FiniteCheck, Observer, capture, decode_from
 from perturbkv.pipeline.sample.full_layer import FullLayer
-from perturbkv.pipeline.sample.prefill import Prefill, Statistics, free_entries, prefill
+from perturbkv.pipeline.sample.prefill import Prefill, Statistics, free_entries, prefill, window_positions
 from perturbkv.pipeline.variants.external_caches import ExternalCache, read_plain_caches
 from perturbkv.pipeline.variants.given_sets import sources
 from perturbkv.pipeline.variants.readers import maker_of
@@ -49,19 +49,18 @@ def prefill_and_evict(
     resources: Resources = _DEFAULT,
     *,
     with_full: bool = False,
-    evict_above: int = 0,
 ) -> EvictedPrompt:
     """Prefill a prompt, evict each layer as soon as it is computed, and return the evicted cache.
 
     No more than one layer's full cache is in memory, unless a configuration needs all layers or a replay: then layers
     are evicted after the prefill, one after the other. `with_full` adds a first row that keeps everything. A context of
-    at most `evict_above` entries is not evicted yet, for later compressions.
+    at most `run.compress_over` entries is not evicted yet, but later.
 
     Raises what `check_positions` and `sources` raise, and ActivationError for NaN or Inf.
     """
     check_positions(run.configs, adapter.config, adapter.name)
     context, _ = prompt.parts(run.scenario)
-    keep_all = len(context) <= evict_above
+    keep_all = len(context) <= run.compress_over
     external = sources(adapter, context, [] if keep_all else run.configs, {})
     rows = _RowBuilder(adapter, run, with_full, keep_all)
     prefilled = prefill(adapter, prompt, run, resources, external, rows)
@@ -74,7 +73,9 @@ def prefill_and_evict(
     rows.finite.raise_if_not(prompt.sample_id)
     cache = CompactCache(join_layers(adapter, rows.layers, prefilled.states))
     full = prefilled.cache if adapter.shape.latent else None
-    return EvictedPrompt(cache, prefilled.logits, rows.queries, rows.sizes, prefilled.statistics.gates, full)
+    statistics = prefilled.statistics
+    queries = statistics.queries[window_positions(run.configs, len(context))] if run.compresses else []
+    return EvictedPrompt(cache, prefilled.logits, queries, rows.sizes, statistics.gates, full)
 
 
 class _RowBuilder:
@@ -89,7 +90,7 @@ class _RowBuilder:
     Attributes:
         needs_full_cache: whether layers are evicted after the whole prefill, as in `Visitor`.
         layers: the compact layers that are built.
-        queries, sizes: as in `EvictedPrompt`.
+        sizes: as in `EvictedPrompt`.
         finite: whether the stored entries are finite.
     """
 
@@ -97,12 +98,10 @@ class _RowBuilder:
         self._adapter, self._configs, self._layout = adapter, run.configs, run.cache
         self._with_full, self._keep_all = with_full, keep_all
         self._makers = list(map(maker_of, run.configs))
-        self._window = max(config.window for config in run.configs)
         self.needs_full_cache = not keep_all and any(
             compatibility.needs_all_layers(config) or has_own_code(config.policy.name) for config in run.configs
         )
         self.layers: list[CompactLayer] = []
-        self.queries: list[Tensor] = []
         self.sizes: list[list[CacheSize]] = []
         self.finite = FiniteCheck()
 
@@ -111,8 +110,7 @@ class _RowBuilder:
         self._makers = [caches.get(config, maker) for config, maker in zip(self._configs, self._makers, strict=True)]
 
     def visit(self, statistics: Statistics, view: LayerView) -> None:
-        """Store the last queries of a layer, and evict it unless all layers must be read first: a `Visitor`."""
-        self.queries.append(view.queries[:, -self._window :].clone())
+        """Evict a layer unless all layers must be read first: a `Visitor`."""
         if not self.needs_full_cache:
             self._evict(FullLayer(self._adapter, statistics, view.layer, view.keys, view.values))
 
@@ -150,29 +148,15 @@ class _RowBuilder:
         return [maker.make(layer, sets.get(index, everything)) for index, maker in enumerate(self._makers)]
 
 
-def check_answer_options(configs: Iterable[EvictionConfig], most: int | None, compress_every: int | None) -> None:
-    """Raise ConfigError for configurations or options that generation does not support.
+def check_answer_options(configs: Iterable[EvictionConfig], most: int | None) -> None:
+    """Raise ConfigError for configurations that generation does not support, or answers of fewer tokens than 1.
 
-    `most` is the largest number of tokens of an answer, None for the data's own; `compress_every` is the number of
-    entries above which a cache is compressed again, None for never.
+    `most` is the largest number of tokens of an answer, None for the data's own.
     """
     if most is not None and most < 1:
         raise ConfigError(f"max_new_tokens (--max-new-tokens) must be at least 1, got {most}")
     for config in configs:
         compatibility.check_generation(config)
-        if compress_every is not None:
-            _check_compressing(config, compress_every)
-
-
-def _check_compressing(config: EvictionConfig, compress_every: int) -> None:
-    """Raise ConfigError for a configuration that cannot recompress its cache to its budget during decoding."""
-    compatibility.check_compressible(config)
-    budget = config.budget.value
-    if not isinstance(budget, int) or budget >= compress_every:
-        raise ConfigError(
-            f"compress_every (--compress-every) {compress_every} needs a budget in tokens below it, got "
-            f"budget {config.budget}"
-        )
 
 
 @torch.inference_mode()
@@ -208,7 +192,7 @@ def generate(
             if not open_rows or count == most:
                 break
             if compressor is not None:
-                compressor.compress(count)
+                compressor.compress(count - 1)
             elif 2 * len(open_rows) <= len(batch_rows):
                 open_indices = [index for index, row in enumerate(batch_rows) if row in open_rows]
                 cache.keep_rows(open_indices)
@@ -252,11 +236,9 @@ class AnswerOptions:
     """The options of generation besides a run's own settings.
 
     Attributes:
-        compress_every: number of entries of a cache above which it is compressed again; None: never.
         divergence: whether divergence is measured while every cache reads the full cache's answer.
     """
 
-    compress_every: int | None = None
     divergence: bool = False
 
 
@@ -293,10 +275,8 @@ def _answer_batch(
     full_answer: list[int] | None,
 ) -> Answers:
     """Return the answers from the caches of `run`; `full_answer`, if known, is that of an earlier batch."""
-    limit, (context, question) = options.compress_every, prompt.parts(run.scenario)
-    if limit is not None:
-        adapter.check_own_caches("compress_every (--compress-every)")
-    evicted = prefill_and_evict(adapter, prompt, run, resources, with_full=True, evict_above=limit or 0)
+    context, question = prompt.parts(run.scenario)
+    evicted = prefill_and_evict(adapter, prompt, run, resources, with_full=True)
     unmeasured = adapter.shape.unmeasured_numbers(len(context))
     entry_shares = _shares_of_full(
         [[size.entries for size in layer] for layer in evicted.sizes], unmeasured / adapter.shape.stored_entries[1]
@@ -305,9 +285,7 @@ def _answer_batch(
     forked = replace(evicted, cache=evicted.cache.fork()) if options.divergence else None
 
     def make_compressor(evicted_prompt: EvictedPrompt) -> Compressor | None:
-        if limit is None:
-            return None
-        return Compressor(adapter, evicted_prompt, run, limit, prompt.sample_id, resources)
+        return Compressor(adapter, evicted_prompt, run, prompt.sample_id, resources) if run.compresses else None
 
     compressor, check = make_compressor(evicted), FiniteCheck()
     if full_answer is None and forked is None:  # a divergence checks its own steps

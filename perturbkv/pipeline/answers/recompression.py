@@ -1,4 +1,4 @@
-"""Long generation: compress a row of a compact cache again whenever it holds more than a limit (paper, appendix K).
+"""Decode-time eviction: cut a row of a compact cache to its budget again and again (paper, appendix K).
 
 A compression selects by the last queries of the row among the entries that are still cached. Its perturbation is
 measured at once, on the last query. Where positions are those in the cache, the remaining entries get new positions,
@@ -29,7 +29,7 @@ from perturbkv.pipeline.variants.readers import maker_of
 from perturbkv.scoring.compute import layer_scores
 from perturbkv.scoring.layer_view import LayerView
 from perturbkv.scoring.value_norms import euclidean_value_norms
-from perturbkv.selection.kept_sets import move_rankings, rankings, select
+from perturbkv.selection.kept_sets import KeptSets, move_rankings, rankings, select
 from perturbkv.selection.layer_statistics import LayerStatistics, join_layers
 from perturbkv.selection.ranking import Scores
 from perturbkv.selection.resolved_config import ResolvedConfig, ResolvedRun
@@ -55,6 +55,19 @@ class Compression:
     perturbation: Float[Tensor, "layer head"]
     output_norm: Float[Tensor, "layer head"]
     retained_mass: Float[Tensor, "layer head"]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What one row holds after a compression, of all entries of the full cache so far; lists are per layer.
+
+    Attributes:
+        kept: mask of what it holds.
+        stage1: that of stage 1 and of what always stays.
+    """
+
+    kept: list[Bool[Tensor, "kept_set key"]]
+    stage1: list[Bool[Tensor, "kept_set key"]]
 
 
 class CacheSize(NamedTuple):
@@ -94,16 +107,21 @@ class EvictedPrompt:
 
 
 class Compressor:
-    """The compressor of rows of a compact cache that hold more than `limit` entries per kept set during decoding.
+    """The compressor of the rows of a compact cache while it is decoded from.
 
     Args:
         adapter: the model.
-        prompt: the evicted prompt; the last rows of its cache are the run's configurations, its queries at least the
-            window's.
-        run: the run of the configurations, with budgets in tokens.
-        limit: largest mean number of entries per kept set, over layers and kept sets, of a row.
+        prompt: the evicted prompt; its cache has the run's configurations after a row that keeps everything, its
+            queries are at least the window's.
+        run: the run of the configurations, with budgets in tokens, and when they are cut again.
         sample: the sample's id, for seeds.
         resources: memory and kernel for value norms.
+        held: per layer and configuration the mask of what the row holds of the prompt (kept_set, n); empty where nobody
+            asks which entries stay.
+
+    Attributes:
+        compressions: what was measured of each compression.
+        cuts: tokens read -> index of a configuration -> what its row then holds; empty without `held`.
     """
 
     def __init__(
@@ -111,20 +129,21 @@ class Compressor:
         adapter: Adapter,
         prompt: EvictedPrompt,
         run: ResolvedRun,
-        limit: int,
         sample: str,
         resources: Resources,
+        held: Sequence[Sequence[Bool[Tensor, "kept_set n"]]] = (),
     ) -> None:
         self.adapter = adapter
         self.cache: CompactCache = prompt.cache
-        self.configs: tuple[ResolvedConfig, ...] = run.configs
-        self.limit = limit
+        prompt_tokens = prompt.cache.evicted_layers[0].seen
+        self.configs: tuple[ResolvedConfig, ...] = tuple(config.while_decoding(prompt_tokens) for config in run.configs)
+        self.rows: list[int] = [1 + index for index, config in enumerate(run.configs) if not config.is_external]
+        self.every, self.over = run.compress_every, run.compress_over
         self.sample = sample
         self.resources = resources
         self.head_scores: tuple[tuple[float, ...], ...] = run.head_scores
         self.window: int = max(config.window for config in run.configs)
         rows = prompt.cache.rows
-        self.first_row: int = rows - len(run.configs)  # of the first configuration
         self.queries: list[Tensor] = [
             last[:, -self.window :].unsqueeze(0).expand(rows, -1, -1, -1) for last in prompt.queries
         ]
@@ -132,63 +151,90 @@ class Compressor:
             layer: last[-self.window :].expand(rows, -1, -1) for layer, last in prompt.gates.items()
         }
         self.compressions: list[Compression] = []
+        self.held = [dict(enumerate(rows, start=1)) for rows in held]
+        self.cuts: dict[int, dict[int, Cut]] = {}
 
     def observer(self) -> Observer:
         """Return the observer that stores the newest queries and their gates while the cache is decoded from."""
-        return Observer(attention=self._store_queries, gate=self._store_gates)
+        return Observer(
+            attention=lambda layer, query, key, value: self.store_queries(layer, query), gate=self.store_gates
+        )
 
-    def _store_queries(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store the newest queries (row, head, query, d_key) of a layer: an `Observer.attention`."""
+    def store_queries(self, layer: int, query: Float[Tensor, "row head query d_key"]) -> None:
+        """Store the newest queries of a layer."""
         self.queries[layer] = torch.cat([self.queries[layer], query], dim=2)[:, :, -self.window :]
 
-    def _store_gates(self, layer: int, gate: Tensor) -> None:
-        """Store γ of a layer's newest queries (row, query, head · d_value): an `Observer.gate`."""
+    def store_gates(self, layer: int, gate: Float[Tensor, "row query head_d_value"]) -> None:
+        """Store γ of a layer's newest queries."""
         self.gates[layer] = torch.cat([self.gates[layer], gate], dim=1)[:, -self.window :]
 
-    def compress(self, generated: int) -> None:
-        """Compress every row above the limit; `generated` is the number of tokens decoded so far.
+    def compress(self, read: int) -> None:
+        """Cut every row that is due; `read` is the number of tokens of the text or answer that are decoded.
 
         Waits for the device once per row, for the sizes of its kept sets, and once for what was measured.
         """
         measured: list[Tensor] = []
         sizes: list[tuple[int, float, float]] = []
-        for index, config in enumerate(self.configs):
-            row = self.first_row + index
+        for row in self.rows:
             before = mean_entries(self.cache, row)
-            if before > self.limit:
-                measured += self._compress_row(row, config, generated)
-                sizes.append((index, before, mean_entries(self.cache, row)))
+            if self._is_due(row, read, before):
+                measured += self._compress_row(row, read)
+                sizes.append((row - 1, before, mean_entries(self.cache, row)))
         if measured:
             by_row = torch.stack(move_to_first_device(measured)).cpu().view(len(sizes), len(self.queries), 3, -1)
             self.compressions += [  # the 3: perturbation, output norm, retained mass
-                Compression(index, generated, before, after, *layers.unbind(dim=1))
+                Compression(index, 1 + read, before, after, *layers.unbind(dim=1))
                 for (index, before, after), layers in zip(sizes, by_row, strict=True)
             ]
 
-    def tokens_until_limit(self) -> int:
-        """Return the number of tokens, at least 1, that can be decoded before any row exceeds the limit."""
-        fullest = max(mean_entries(self.cache, self.first_row + index) for index in range(len(self.configs)))
-        return max(1, int(self.limit - fullest) + 1)
+    def _is_due(self, row: int, read: int, entries: float) -> bool:
+        """Return whether a row that holds `entries` per kept set is cut after `read` tokens."""
+        if self.over:
+            return entries > self.over
+        return read > 0 and read % self.every == 0 and entries > self.configs[row - 1].budget.value
 
-    def _compress_row(self, row: int, config: ResolvedConfig, generated: int) -> list[Tensor]:
-        """Compress one row, and return per layer its perturbation, output norm and retained mass, stacked: (3, head).
+    def tokens_until_due(self, read: int) -> int:
+        """Return the number of tokens, at least 1, that can be decoded after `read` before any row may be due."""
+        if self.every:
+            return self.every - read % self.every
+        fullest = max((mean_entries(self.cache, row) for row in self.rows), default=0.0)
+        return max(1, int(self.over - fullest) + 1)
 
-        `generated` is the number of tokens decoded so far, for seeds.
+    def _compress_row(self, row: int, read: int) -> list[Tensor]:
+        """Cut one row, and return per layer its perturbation, output norm and retained mass, stacked: (3, head).
+
+        `read` is the number of tokens decoded so far, for seeds.
         """
-        views = [self._view(layer, row, config, generated) for layer in range(len(self.queries))]
+        config = self.configs[row - 1]
+        views = [self._view(layer, row, config, 1 + read) for layer in range(len(self.queries))]
         layers = [view.statistics(config, self.head_scores) for view in views]
         shared = {config: rankings(config, Scores(join_layers(layers)))} if config.shares_layers else {}
-        kept = [
-            select(config, layer, view.longest, move_rankings(shared, layer.norms.device)).kept
+        sets = [
+            select(config, layer, view.longest, move_rankings(shared, layer.norms.device))
             for layer, view in zip(layers, views, strict=True)
         ]
-        counts = torch.stack(move_to_first_device(sets.sum(dim=-1) for sets in kept)).tolist()
-        for view, sets, lengths in zip(views, kept, counts, strict=True):
-            indices = view.kept_indices(sets, lengths)
+        kept = [of_layer.kept for of_layer in sets]
+        counts = torch.stack(move_to_first_device(masks.sum(dim=-1) for masks in kept)).tolist()
+        for view, masks, lengths in zip(views, kept, counts, strict=True):
+            indices = view.kept_indices(masks, lengths)
             frequencies = self.adapter.frequencies if config.in_cache else torch.empty(0)
             remaining = maker_of(config).make_compressed(view.take(indices), indices, view.lengths, frequencies)
             self.cache.evicted_layers[view.layer].replace_rows({row: remaining})
-        return [torch.stack(view.perturbation(sets)) for view, sets in zip(views, kept, strict=True)]
+        if self.held:
+            self._note_cut(row, read, sets)
+        return [torch.stack(view.perturbation(masks)) for view, masks in zip(views, kept, strict=True)]
+
+    def _note_cut(self, row: int, read: int, sets: Sequence[KeptSets]) -> None:
+        """Record which entries of the full cache a row still holds; `sets` are masks of what it held, per layer."""
+        cut = Cut([], [])
+        for held, of_layer, layer in zip(self.held, sets, self.cache.evicted_layers, strict=True):
+            entries = layer.seen + layer.length
+            before = held[row].repeat_interleave(len(of_layer.kept) // len(held[row]), dim=0)
+            before = torch.nn.functional.pad(before, (0, entries - before.shape[-1]), value=True)
+            for masks, found in ((of_layer.kept, cut.kept), (of_layer.stage1, cut.stage1)):
+                found.append(_place(masks, before))
+            held[row] = cut.kept[-1]
+        self.cuts.setdefault(read, {})[row - 1] = cut
 
     def _view(self, layer: int, row: int, config: ResolvedConfig, generated: int) -> _RowView:
         """Return the entries of one row in one layer, with a kept set per query head where the configuration has."""
@@ -338,6 +384,14 @@ class _RowView:
 def _align_ends(tensors: Sequence[Tensor], longest: int) -> Tensor:
     """Return the tensors (…, length) concatenated after padding with zeros at the start to length `longest`."""
     return torch.cat([torch.nn.functional.pad(tensor, (longest - tensor.shape[-1], 0)) for tensor in tensors])
+
+
+def _place(
+    chosen: Bool[Tensor, "kept_set longest"], held: Bool[Tensor, "kept_set key"]
+) -> Bool[Tensor, "kept_set key"]:
+    """Return the mask of the held entries that are `chosen`, where they are the last ones of each row, in order."""
+    rank = held.cumsum(dim=-1) + (chosen.shape[-1] - held.sum(dim=-1, keepdim=True)) - 1
+    return held & chosen.gather(-1, rank.clamp(min=0))
 
 
 def mean_entries(cache: CompactCache, row: int) -> float:

@@ -77,9 +77,10 @@ def teacher_force(
         read(chunk)
     ids, divergences = to_device(list(tokens), adapter.device), list[tuple[Tensor, Tensor]]()
     while len(divergences) < len(tokens):
+        count = _TOKENS_PER_PASS
         if compressor is not None:
-            compressor.compress(len(divergences) + 1)
-        count = _TOKENS_PER_PASS if compressor is None else min(_TOKENS_PER_PASS, compressor.tokens_until_limit())
+            compressor.compress(len(divergences))
+            count = min(count, compressor.tokens_until_due(len(divergences)))
         full, evicted = map(theory.log_probabilities, read(ids[len(divergences) : len(divergences) + count]))
         divergences += [theory.logit_divergence(full[index], evicted[:, index]) for index in range(len(full))]
     return _make_divergence(divergences, rows)

@@ -53,7 +53,10 @@ def plan_prompt_batches(prompt: Prompt, run: ResolvedRun, shape: Shape, resource
 
 
 _log = logging.getLogger(__name__)
-_RUN_SETTINGS = ("steps", "scenario", "cache", "save", "effect_gradient", "generate", "head_scores", "text")
+_RUN_SETTINGS = (
+    "steps", "scenario", "cache", "save", "effect_gradient", "generate", "head_scores", "text", "compress_every",
+    "compress_over",
+)  # fmt: skip
 """Settings that a run records."""
 
 
@@ -160,6 +163,11 @@ def plan(
         check_answers(prompts)
     grading = {METRICS: sorted({metric.name for metric in metrics_of(prompts).values()})} if generate else {}
     fit = fitting_configs(resolved, prompts, settings.scenario, settings.leave_out_unfit)
+    when = (settings.compress_every, settings.compress_over)
+    compatibility.check_cuts(fit, *when, measured=settings.scored or not generate, effects="effect" in settings.save)
+    for config in fit:
+        lengths = {prompt.sample_id: len(prompt.parts(settings.scenario)[0]) for prompt in prompts}
+        compatibility.check_protected_prompts(config, lengths)
     run = RunConfig(
         model=files.name,
         dataset=prompts.dataset,
@@ -182,6 +190,8 @@ def plan(
         generate=generate,
         text=settings.text,
         plugins={name: version for config in configs for name, version in registry.plugin_digests(config).items()},
+        compress_every=settings.compress_every,
+        compress_over=settings.compress_over,
     )
     for name in compatibility.scores_with_norms_counted_twice(fit):
         _log.info("value norms are in %s already; the selection two-stage multiplies ν in again", name)

@@ -109,9 +109,16 @@ def isolated_arrays(layers: Sequence[LayerResult | LayerEffects], device: torch.
         stacked = stack_on_device(
             device, [torch.stack([step[name] for step in layer.isolated]) for layer in layers], dim=1
         )
-        array = to_numpy(stacked, VARIABLES[name].dtype)  # (step, layer, config, head), or a floor without config
-        arrays[name] = array.transpose(2, 0, 1, 3)[run_order] if array.ndim == 4 else array
+        array = to_numpy(stacked, VARIABLES[name].dtype)  # (step, layer, config, head, …), or a floor without config
+        arrays[name] = np.moveaxis(array, 2, 0)[run_order] if "config" in VARIABLES[name].dims else array
     return arrays
+
+
+def missed_arrays(layers: Sequence[LayerResult], device: torch.device) -> Arrays:
+    """Return the attention on each of the text's tokens while it is gone (config, step), mean over layers."""
+    missed = stack_on_device(device, [layer.missed for layer in layers]).mean(dim=0)
+    array = to_numpy(missed, VARIABLES["missed_attention"].dtype)
+    return {"missed_attention": array[_inverse_order(config_order(layers[0].groups))]}
 
 
 def changed_isolated_arrays(batches: Sequence[BatchResult], arrays: Arrays) -> Arrays:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int
@@ -19,6 +20,7 @@ from perturbkv.cache.compact import CompactCache, SharedCache, prompt_states, re
 from perturbkv.devices import copy_to_device, to_device
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.forward import run_with_cache
+from perturbkv.pipeline.progress import phase
 from perturbkv.pipeline.sample.capture import (
     FINAL_NORM,
     LOGITS,
@@ -29,6 +31,9 @@ from perturbkv.pipeline.sample.capture import (
     decode_shared,
 )
 from perturbkv.pipeline.sample.prefill import EntriesRead, Prefill
+
+if TYPE_CHECKING:
+    from perturbkv.pipeline.answers.recompression import Compressor
 
 STEPS_AT_ONCE = 8
 """Most steps of one forward pass: more take as many rows through the linear layers, and read nothing less often."""
@@ -66,12 +71,16 @@ class StepRecord:
 
 @dataclass
 class StepRecorder:
-    """The callbacks that fill `records` with the last tokens of a pass, a step each; `finite` records activations."""
+    """The callbacks that fill `records` with the last tokens of a pass, a step each; `finite` records activations.
+
+    `compressor`, if any, gets all queries of the pass.
+    """
 
     adapter: Adapter
     rows: int
     finite: FiniteCheck
     records: list[StepRecord]
+    compressor: Compressor | None = None
 
     def observer(self) -> Observer:
         """Return the observer of the pass."""
@@ -87,6 +96,8 @@ class StepRecorder:
         """Record the queries in a layer: an `Observer.attention`."""
         for record, own in self._by_step(query, 2):
             record.query.append(own)
+        if self.compressor is not None:
+            self.compressor.store_queries(layer, query)
         if self.adapter.layer_facts(layer).latent:
             self.records[-1].read[layer] = key[0], value[0]
 
@@ -97,6 +108,8 @@ class StepRecorder:
 
     def record_gate(self, layer: int, gate: Tensor) -> None:
         """Record γ in a layer with a gate: an `Observer.gate`."""
+        if self.compressor is not None:
+            self.compressor.store_gates(layer, gate)
         for record, own in self._by_step(gate):
             record.gates[layer] = own
 
@@ -199,25 +212,45 @@ def decode_evicted(
     cache: CompactCache,
     question: Sequence[int],
     tokens: Int[Tensor, " step"],
-    rows: int,
     finite: FiniteCheck,
-) -> tuple[Float[Tensor, "row vocab"] | None, list[StepRecord]]:
+    compressor: Compressor | None = None,
+) -> tuple[Float[Tensor, "row vocab"] | None, Iterator[StepRecord]]:
     """Decode the question and then the given `tokens` (teacher-forced) from a compact cache, one row per configuration.
 
-    Returns the logits after the question (None without one) and the records of the steps. `cache.forget` can go back to
-    the question's end.
+    Returns the logits after the question (None without one) and the records of the steps, which are decoded as they are
+    asked for. `compressor` cuts the cache again on the way. `cache.forget` can go back to the question's end, unless
+    the cache was cut.
     """
     question_logits = None
     if question:
         ids = to_device(question, adapter.device)
-        question_logits = _decode_pass(adapter, cache, decode_from(adapter, cache), ids, rows, finite)[0].logits
+        attention = decode_from(adapter, cache)
+        question_logits = _decode_pass(adapter, cache, attention, ids, cache.rows, finite, compressor=compressor)[
+            0
+        ].logits
         cache.mark()
-    steps = [
-        record
-        for chunk in torch.split(tokens, STEPS_AT_ONCE)
-        for record in _decode_pass(adapter, cache, decode_from(adapter, cache), chunk, rows, finite, len(chunk))
-    ]
-    return question_logits, steps
+    return question_logits, _decode_steps(adapter, cache, tokens, finite, compressor)
+
+
+def _decode_steps(
+    adapter: Adapter,
+    cache: CompactCache,
+    tokens: Int[Tensor, " step"],
+    finite: FiniteCheck,
+    compressor: Compressor | None,
+) -> Iterator[StepRecord]:
+    """Decode the text's tokens, pass by pass, and yield the records of the steps; see `decode_evicted`."""
+    read = 0
+    while read < len(tokens):
+        with torch.no_grad(), phase("decode"):
+            count = STEPS_AT_ONCE
+            if compressor is not None:
+                compressor.compress(read)
+                count = min(count, compressor.tokens_until_due(read))
+            chunk, attention = tokens[read : read + count], decode_from(adapter, cache)
+            records = _decode_pass(adapter, cache, attention, chunk, cache.rows, finite, len(chunk), compressor)
+        read += len(chunk)
+        yield from records
 
 
 def _decode_pass(
@@ -228,12 +261,13 @@ def _decode_pass(
     rows: int,
     finite: FiniteCheck,
     steps: int = 1,
+    compressor: Compressor | None = None,
 ) -> list[StepRecord]:
     """Run one forward pass with the same tokens in all rows, and return the records at the last `steps` tokens.
 
-    `attention` is the context inside which the model attends to `cache`.
+    `attention` is the context inside which the model attends to `cache`; `compressor` sees the queries.
     """
-    recorder = StepRecorder(adapter, rows, finite, [StepRecord() for _ in range(steps)])
+    recorder = StepRecorder(adapter, rows, finite, [StepRecord() for _ in range(steps)], compressor)
     ids = copy_to_device(tokens, adapter.device).unsqueeze(0).expand(rows, -1)
     with attention, capture(adapter, recorder.observer()):
         logits = run_with_cache(adapter.model, ids, cache, logits_to_keep=steps).logits

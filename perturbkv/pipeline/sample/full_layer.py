@@ -15,7 +15,7 @@ from perturbkv.cache.makers import FullStep
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample.decoding import StepRecord
 from perturbkv.pipeline.sample.prefill import Prefill, Realised, Statistics
-from perturbkv.selection.kept_sets import Group
+from perturbkv.selection.kept_sets import Group, kept_masks_of
 from perturbkv.selection.layer_statistics import LayerStatistics
 from perturbkv.selection.resolved_config import ResolvedConfig
 
@@ -155,7 +155,5 @@ class FullLayer:
 
     def kept_masks(self, configs: Sequence[ResolvedConfig], realised: Realised) -> list[Bool[Tensor, "kept_head n"]]:
         """Return the mask of the kept set of each configuration, all of which must evict."""
-        masks: dict[int, Tensor] = {}
-        for group in self.groups(configs, realised):
-            masks |= dict(zip(group.config_indices, group.kept_sets().kept, strict=True))
+        masks = kept_masks_of(self.groups(configs, realised))
         return [masks[index] for index in range(len(configs))]

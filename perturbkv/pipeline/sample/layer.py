@@ -19,6 +19,7 @@ from perturbkv import theory
 from perturbkv.devices import to_device, working_bytes
 from perturbkv.pipeline.progress import phase
 from perturbkv.pipeline.sample import measure
+from perturbkv.pipeline.sample.cuts import NO_CUTS, Cuts, decoding_spans, sum_missed
 from perturbkv.pipeline.sample.effect import EntryEffects
 from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.measure import LayerMasks
@@ -89,12 +90,15 @@ class LayerResult:
         isolated: per step, name -> (config, head), or (head,) for noise floors; configurations in `groups`' order.
         lost: largest evicted outputs of the first step, name -> (config, head, lost_entry), or (head,) for Σ A ν.
         attention: reference attention per step (head, key), where the run saves outputs.
+        missed: attention of later steps on each step's token while it is gone, mean over heads and sum over steps
+            (config, step); empty where caches are not cut again.
     """
 
-    groups: list[AnyGroup]
+    groups: Sequence[AnyGroup]
     isolated: list[dict[str, Tensor]]
     lost: dict[str, Tensor]
     attention: list[Tensor]
+    missed: Tensor
 
 
 @dataclass(frozen=True)
@@ -117,32 +121,33 @@ def config_order(groups: Sequence[AnyGroup]) -> list[int]:
     return [index for group in groups for index in group.config_indices]
 
 
-def measure_layer(sample: SampleRun, index: int, owner: LayerResult | None) -> LayerResult:
-    """Select the kept sets of all configurations in one layer, and return the isolated quantities at all steps.
-
-    A layer that reads another's cache has the kept sets of the cache's `owner`.
-    """
+def measure_layer(sample: SampleRun, index: int, groups: Sequence[AnyGroup], cuts: Cuts = NO_CUTS) -> LayerResult:
+    """Return the isolated quantities of one layer at all steps, of the kept sets in `groups` and after later `cuts`."""
     layer, configs, n, heads = sample.layer(index), sample.run.configs, sample.tokens, sample.adapter.heads
     weights = layer.weights_per_step(sample.full.steps)
     attention = [entries for entries, _ in weights]
-    groups = _select_groups(sample, layer, attention[0]) if owner is None else owner.groups
     summands = _summands(sample, layer)
     references = [
         measure.layer_reference(entries, of_step, layer.slices_at(step), sink)
         for (entries, sink), of_step, step in zip(weights, summands, sample.full.steps, strict=True)
     ]
     ranked = rank_outputs(attention[0], summands[0].norms(), n)
-    quantities, evicted = [], []
+    quantities, evicted, missed, context = [], [], [], n + len(sample.question)
     working = working_bytes(layer.keys.device, sample.resources.chunk_bytes)
     at_steps = [group for group in groups if not isinstance(group, SparsePrefillGroup)]
     in_prompt = [group for group in groups if isinstance(group, SparsePrefillGroup)]
     for group, rows in _split_groups(at_steps, heads * layer.keys.shape[1], working):
         masks = [_repeat_per_query_head(sets, heads) for sets in group.kept_sets_per_step(rows)]
-        steps = [references] if len(masks) == 1 else [[step] for step in references]  # at which each mask holds
         alphas = _alpha_per_head(layer, configs, group, rows)
-        measured = [measure.isolated_quantities(*each, alphas) for each in zip(steps, masks, strict=True)]
-        quantities.append(list(chain.from_iterable(measured)))
         evicted.append(largest_evicted_outputs(ranked, masks[0].kept))
+        if sample.run.compresses:
+            spans = decoding_spans(masks[0], group.config_indices[rows], cuts, index, references, context)
+            quantities.append([step for span in spans for step in span.measure(alphas)])
+            missed.append(sum_missed(spans))
+        else:
+            steps = [references] if len(masks) == 1 else [[step] for step in references]  # at which each mask holds
+            measured = [measure.isolated_quantities(*each, alphas) for each in zip(steps, masks, strict=True)]
+            quantities.append(list(chain.from_iterable(measured)))
     for lines in in_prompt:  # measured once, at queries of the prompt
         alphas = _alpha_per_head(layer, configs, lines, slice(None))
         seen = lines.decoding_mask(heads)
@@ -153,7 +158,7 @@ def measure_layer(sample: SampleRun, index: int, owner: LayerResult | None) -> L
         isolated[0] |= _largest_floors([steps_of_group[0] for steps_of_group in quantities])
     lost = _join_configs(evicted) | {"weighted_norm": references[0].total}
     saved = attention if "outputs" in sample.run.save else []
-    return LayerResult(groups, isolated, lost, saved)
+    return LayerResult(groups, isolated, lost, saved, torch.cat(missed) if missed else torch.empty(0))
 
 
 def measure_effects(
@@ -205,15 +210,12 @@ def _summands(sample: SampleRun, layer: FullLayer) -> list[Summands]:
     return [everything.first_entries(step.entries) for step in steps]
 
 
-def _select_groups(sample: SampleRun, layer: FullLayer, attention: Float[Tensor, "head key"]) -> list[AnyGroup]:
-    """Return the groups of all configurations with their kept sets in one layer: evicting ones, then readers.
-
-    `attention` are the layer's weights at the first decode step, by which selections with hindsight choose.
-    """
+def select_groups(sample: SampleRun, layer: FullLayer) -> list[AnyGroup]:
+    """Return the groups of all configurations with their kept sets in one layer: evicting ones, then readers."""
     configs = sample.run.configs
 
     def realised(other: int) -> Tensor:
-        return attention if other == layer.index else sample.first_step_attention(other)
+        return layer.compute_once(("attention", other), lambda: sample.first_step_attention(other))
 
     with phase("select"):
         groups: list[AnyGroup] = [*layer.groups(configs, realised)]

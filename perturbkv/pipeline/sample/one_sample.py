@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType, TracebackType
 
@@ -34,7 +34,7 @@ from perturbkv.devices import full_precision, stack_on_device, to_device
 from perturbkv.errors import ActivationError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers.generation import generate
-from perturbkv.pipeline.answers.recompression import CacheSize, EvictedPrompt
+from perturbkv.pipeline.answers.recompression import CacheSize, Compressor, Cut, EvictedPrompt
 from perturbkv.pipeline.progress import phase
 from perturbkv.pipeline.run.plan import copies_each_pass, plan_prompt_batches
 from perturbkv.pipeline.sample import measure
@@ -50,6 +50,7 @@ from perturbkv.pipeline.sample.assembly import (
     isolated_arrays,
     kept_arrays,
     lost_arrays,
+    missed_arrays,
     own_entries_arrays,
     pad_steps,
     prefill_arrays,
@@ -59,11 +60,14 @@ from perturbkv.pipeline.sample.assembly import (
 from perturbkv.pipeline.sample.capture import FiniteCheck
 from perturbkv.pipeline.sample.decoding import StepRecord, decode_evicted, join_rows
 from perturbkv.pipeline.sample.effect import average_gradients, propagated_effects
-from perturbkv.pipeline.sample.layer import LayerResult, measure_layer
+from perturbkv.pipeline.sample.layer import LayerResult, measure_layer, select_groups
+from perturbkv.pipeline.sample.prefill import window_positions
 from perturbkv.pipeline.sample.sample_run import SampleRun
 from perturbkv.pipeline.variants.given_sets import KeptMasks
 from perturbkv.pipeline.variants.readers import time_full_prefill
 from perturbkv.schema import VARIABLES
+from perturbkv.selection.kept_sets import ExternalGroup, RankingGroup, kept_masks_of
+from perturbkv.selection.page_selection import AnyGroup
 from perturbkv.selection.resolved_config import ResolvedRun
 from perturbkv.trace import FailedSample, SampleTrace
 
@@ -158,12 +162,15 @@ def trace_sample(
     inference = not run.averages_gradients  # no backward pass goes through a tensor that was made in inference mode
     with torch.inference_mode(inference), torch.no_grad():
         check_positions(run.configs, adapter.config, adapter.name)
-        planned = plan_prompt_batches(prompt, run, adapter.shape, resources)
-        sample = SampleRun.read(adapter, prompt, run, resources, planned.rows, kept_masks)
-        layers, lengths = _measure_layers(sample)
+        first = run.at_prompt_end(len(prompt.parts(run.scenario)[0]))
+        planned = plan_prompt_batches(prompt, first, adapter.shape, resources)
+        sample = SampleRun.read(adapter, prompt, first, resources, planned.rows, kept_masks)
+        groups, lengths = _select_layers(sample)
         sample.prefill.finite.raise_if_not(prompt.sample_id)
-        decoder = _BatchDecoder(sample, layers, lengths)
+        decoder = _BatchDecoder(sample, run, groups, lengths)
         batches = [decoder.decode_batch(indices) for indices in planned.indices]
+        with phase("layers"):
+            layers = [measure_layer(sample, index, own, decoder.cuts) for index, own in enumerate(groups)]
         arrays = _assemble_arrays(sample, batches, layers, lengths)
         if any(batch.prefills for batch in batches):
             arrays |= prefill_arrays(batches, arrays["held_share"], time_full_prefill(adapter, sample.context))
@@ -171,13 +178,16 @@ def trace_sample(
         return SampleTrace(prompt.sample_id, pad_steps(arrays, run.steps))
 
 
-def _measure_layers(sample: SampleRun) -> tuple[list[LayerResult], list[Lengths]]:
-    """Return the measurements of every layer, and per layer the numbers of kept entries of all configurations."""
+def _select_layers(sample: SampleRun) -> tuple[list[list[AnyGroup]], list[Lengths]]:
+    """Return the kept sets of every layer, and per layer the numbers of kept entries of all configurations.
+
+    A layer that reads another's cache has the kept sets of the cache's `owner`.
+    """
     with phase("layers"):
-        layers: list[LayerResult] = []
+        groups: list[list[AnyGroup]] = []
         for index, owner in enumerate(sample.adapter.owners):
-            layers.append(measure_layer(sample, index, layers[owner] if owner < index else None))
-        return layers, kept_lengths([layer.groups for layer in layers], len(sample.run.configs), sample.adapter.device)
+            groups.append(groups[owner] if owner < index else select_groups(sample, sample.layer(index)))
+        return groups, kept_lengths(groups, len(sample.run.configs), sample.adapter.device)
 
 
 def _assemble_arrays(
@@ -192,6 +202,8 @@ def _assemble_arrays(
         arrays |= {"held_share": cached_shares(batches, adapter.shape, n)}
         arrays |= cached_bytes(batches, adapter.shape, n)
         arrays |= own_entries_arrays(sample, arrays)
+        if run.compresses:
+            arrays |= missed_arrays(layers, adapter.device)
         arrays |= first_token_arrays(sample, batches)
         arrays |= step_arrays(batches) | kept_arrays(batches, lengths, layers, adapter.heads)
         if run.generate:
@@ -226,14 +238,21 @@ class _BatchDecoder:
 
     Args:
         sample: the prompt after its prefill and the full run's steps.
-        layers: the measurements of every layer.
+        later: the run by which caches are cut again while they are decoded from.
+        groups: per layer the kept sets of all configurations.
         lengths: per layer the numbers of kept entries of all configurations.
+
+    Attributes:
+        cuts: steps before a cut -> index of a configuration -> what its row then holds.
     """
 
-    def __init__(self, sample: SampleRun, layers: Sequence[LayerResult], lengths: Sequence[Lengths]) -> None:
-        self.sample, self.adapter, self.run = sample, sample.adapter, sample.run
-        self.layers, self.lengths, self.rows = layers, lengths, sample.full.rows
+    def __init__(
+        self, sample: SampleRun, later: ResolvedRun, groups: Sequence[Sequence[AnyGroup]], lengths: Sequence[Lengths]
+    ) -> None:
+        self.sample, self.adapter, self.run, self.later = sample, sample.adapter, sample.run, later
+        self.groups, self.lengths, self.rows = groups, lengths, sample.full.rows
         self.finite, self.passing = FiniteCheck(), copies_each_pass(sample.run)
+        self.cuts: dict[int, dict[int, Cut]] = {}
 
     def decode_batch(self, indices: tuple[int, ...]) -> BatchResult:
         """Evict the cache for the configurations with these indices, decode from it, and return the measurements."""
@@ -244,42 +263,21 @@ class _BatchDecoder:
             evicted_layers = [self._evict(layer, makers) for layer in self.adapter.holders]
             compact = [layer.cache for layer in evicted_layers]
             cache = CompactCache(join_layers(self.adapter, compact, sample.prefill.states))
-            undecoded = cache.fork() if self.run.averages_gradients else None
+            cache_bytes = cache.nbytes - sum(layer.borrowed_nbytes for layer in cache.evicted_layers)
+            padding_bytes = cache.padding_nbytes
+            again = self.run.averages_gradients or (self.run.generate and self.run.compresses)
+            undecoded = cache.fork() if again else None
             if undecoded is not None:
                 undecoded.keep_rows(range(1 + len(indices)))  # no padding rows
-        with phase("decode"):
-            question_logits, records = decode_evicted(
-                self.adapter, cache, sample.question, sample.full.tokens, self.rows, self.finite
-            )
-        for full, evicted in zip(sample.full.steps, records, strict=True):
-            measure.check_everything_kept(self.finite, self.adapter, full.logits[0], evicted.logits[0])
-            evicted.gradient = [layer.expand(1 + len(indices), -1, -1) for layer in full.gradient]
-        if undecoded is not None:
-            with phase("effect"):
-                average_gradients(self.adapter, undecoded, sample.question, records, sample.full.text, self.finite)
-        with phase("measure"):
-            each = zip(sample.full.steps, records, sample.full.next_tokens.unbind(), strict=True)
-            steps = [self._measure(*step, len(indices)) for step in each]
-            self._put_called(indices, steps)
         sizes = {
             index: CacheSize(*map(sum, zip(*(layer.sizes[index] for layer in evicted_layers), strict=True)))
             for index in indices
         }
-        cache_bytes = cache.nbytes - sum(layer.borrowed_nbytes for layer in cache.evicted_layers)
-        padding_bytes = cache.padding_nbytes
         if latent := self.adapter.shape.latent:
             stored = sum(size.entries for size in sizes.values())
             cache_bytes, padding_bytes = stored * latent * self.adapter.dtype.itemsize, 0
-        answers = self._answers(cache, question_logits, indices) if self.run.generate else {}  # drops rows
-        first_logp = None
-        if question_logits is not None:
-            log_p = theory.log_probabilities(question_logits[1 : 1 + len(indices)])
-            first_logp = theory.token_log_probability(log_p, sample.full.tokens[0])
-            for place, index in enumerate(indices):
-                own = sample.caches.get(self.run.configs[index])
-                if own is not None and own.question_logits is not None:
-                    log_p = theory.log_probabilities(own.question_logits)
-                    first_logp[place] = theory.token_log_probability(log_p, sample.full.tokens[0])
+        question_logits, steps, gradients = self._decode(cache, indices, undecoded)
+        answers = self._answers(undecoded or cache, question_logits, indices) if self.run.generate else {}
         first, owners = evicted_layers[0], self.adapter.owners
         return BatchResult(
             configs=indices,
@@ -291,13 +289,74 @@ class _BatchDecoder:
             sizes=sizes,
             generated=answers,
             isolated={
-                index: self._own_isolated(index, 1 + indices.index(index), evicted_layers, records)
+                index: self._own_isolated(index, 1 + indices.index(index), evicted_layers, gradients)
                 for index in first.own[0]
             },
             prefills={index: maker.prefill for index, maker in makers.items() if maker.prefill is not None},
-            first_logp=first_logp,
-            gradients=[[layer[1:] for layer in step.gradient] for step in records] if undecoded is not None else [],
+            first_logp=None if question_logits is None else self._first_logp(question_logits, indices),
+            gradients=[[layer[1:] for layer in of_step] for of_step in gradients]
+            if self.run.averages_gradients
+            else [],
         )
+
+    def _decode(
+        self, cache: CompactCache, indices: tuple[int, ...], undecoded: CompactCache | None
+    ) -> tuple[Tensor | None, list[dict[str, Tensor]], list[list[Tensor]]]:
+        """Decode question and text from a batch's cache, and return the logits after the question and the steps.
+
+        Steps are name -> quantity, and their gradients, row by row. `undecoded` is the cache before it decoded
+        anything, where gradients go through it.
+        """
+        sample, full = self.sample, self.sample.full
+        compressor = self._compressor(cache, indices, noting=True)
+        with phase("decode"):
+            question_logits, decoded = decode_evicted(
+                self.adapter, cache, sample.question, full.tokens, self.finite, compressor
+            )
+        records, steps = list[StepRecord](), list[dict[str, Tensor]]()
+        for reference, evicted in zip(full.steps, decoded, strict=True):
+            measure.check_everything_kept(self.finite, self.adapter, reference.logits[0], evicted.logits[0])
+            evicted.gradient = [layer.expand(1 + len(indices), -1, -1) for layer in reference.gradient]
+            records.append(evicted)
+            if not self.run.averages_gradients:
+                steps.append(self._measure(len(steps), evicted, len(indices)))
+                records[-1] = StepRecord(gradient=evicted.gradient)  # the rest is measured
+        if self.run.averages_gradients and undecoded is not None:
+            with phase("effect"):
+                average_gradients(self.adapter, undecoded, sample.question, records, full.text, self.finite)
+            steps = [self._measure(step, record, len(indices)) for step, record in enumerate(records)]
+        self._put_called(indices, steps)
+        if compressor is not None:
+            for read, rows in compressor.cuts.items():
+                self.cuts.setdefault(read, {}).update((indices[row], cut) for row, cut in rows.items())
+        return question_logits, steps, [record.gradient for record in records]
+
+    def _compressor(self, cache: CompactCache, indices: Sequence[int], noting: bool = False) -> Compressor | None:
+        """Return what cuts a batch's cache again, None where nothing does; `noting`: it notes which entries stay."""
+        if not self.run.compresses:
+            return None
+        statistics = self.sample.prefill.statistics
+        queries = statistics.queries[window_positions(self.later.configs, self.sample.tokens)]
+        prompt = EvictedPrompt(cache, self.sample.prefill.logits, queries, gates=statistics.gates)
+        later = replace(self.later, configs=tuple(self.later.configs[index] for index in indices))
+        held = []
+        for groups in self.groups if noting else ():
+            masks = kept_masks_of([group for group in groups if isinstance(group, RankingGroup | ExternalGroup)])
+            held.append([masks[index] for index in indices])
+        return Compressor(self.adapter, prompt, later, self.sample.prompt.sample_id, self.sample.resources, held)
+
+    def _first_logp(self, question_logits: Float[Tensor, "row vocab"], indices: Sequence[int]) -> Tensor:
+        """Return log p of the text's first token (config,), after the question."""
+        token = self.sample.full.tokens[0]
+        first_logp = theory.token_log_probability(
+            theory.log_probabilities(question_logits[1 : 1 + len(indices)]), token
+        )
+        for place, index in enumerate(indices):
+            own = self.sample.caches.get(self.run.configs[index])
+            if own is not None and own.question_logits is not None:
+                log_p = theory.log_probabilities(own.question_logits)
+                first_logp[place] = theory.token_log_probability(log_p, token)
+        return first_logp
 
     def _put_called(self, indices: Sequence[int], steps: Sequence[dict[str, Tensor]]) -> None:
         """Put the quantities of caches that decoded for themselves in the place of those of their rows of the batch.
@@ -314,7 +373,7 @@ class _BatchDecoder:
             measure.check_everything_kept(self.finite, self.adapter, full.logits[0], records[0].logits[0])
             joined = join_rows(records)
             joined.gradient = [layer.expand(len(records), -1, -1) for layer in full.gradient]
-            own = self._measure(full, joined, self.sample.full.next_tokens[step], len(called))
+            own = self._measure(step, joined, len(called))
             for name, tensor in own.items():
                 if "config" in VARIABLES[name].dims:
                     steps[step][name][rows] = tensor
@@ -322,14 +381,13 @@ class _BatchDecoder:
                     steps[step][name] = torch.maximum(steps[step][name], tensor)
 
     def _own_isolated(
-        self, config: int, row: int, evicted_layers: Sequence[_EvictedLayer], records: Sequence[StepRecord]
+        self, config: int, row: int, evicted_layers: Sequence[_EvictedLayer], gradients: Sequence[Sequence[Tensor]]
     ) -> Float[Tensor, "step name layer head"]:
-        """Return the isolated `CHANGED_VARIABLES` of a configuration with entries of its own, a row of `records`."""
+        """Return the isolated `CHANGED_VARIABLES` of a configuration with entries of its own, a row of `gradients`."""
         layers = []
         for layer, owner in enumerate(self.adapter.owners):
             own = evicted_layers[owner].own[layer][config]
-            gradients = [step.gradient[layer][row] for step in records if step.gradient]
-            layers.append(own.with_effect(gradients))
+            layers.append(own.with_effect([of_step[layer][row] for of_step in gradients if of_step]))
         return stack_on_device(self.adapter.device, layers, dim=-2)
 
     def _evict(self, index: int, makers: Mapping[int, Maker]) -> _EvictedLayer:
@@ -338,7 +396,7 @@ class _BatchDecoder:
         Its rows are one that keeps everything, one per configuration, and padding rows that keep everything.
         """
         layer, lengths = self.sample.layer(index), self.lengths[index]
-        kept = gather_kept(self.layers[index].groups, makers, lengths, layer.keys, layer.values, layer.latent)
+        kept = gather_kept(self.groups[index], makers, lengths, layer.keys, layer.values, layer.latent)
         codes = encode_kept_sets(kept.position, [n for config in kept.order for n in lengths[config]], kept.masks)
         sets = kept.sets()
         made = {config: maker.make(layer, sets[config]) for config, maker in makers.items()}
@@ -358,15 +416,15 @@ class _BatchDecoder:
         sizes = {config: CacheSize.of(entries) for config, entries in made.items()}
         return _EvictedLayer(cache, kept.order, codes, own, sizes)
 
-    def _measure(
-        self, full: StepRecord, evicted: StepRecord, next_token: Int[Tensor, ""], configs: int
-    ) -> dict[str, Tensor]:
-        """Return name -> propagated quantity of a step, without padding rows; `next_token` follows it in the text."""
-        quantities = measure.propagated_quantities(self.adapter, full, evicted, next_token)
-        if "outputs" in self.run.save:
-            quantities |= measure.raw_outputs(full, evicted)
-        if "effect" in self.run.save:
-            quantities |= propagated_effects(full, evicted)
+    def _measure(self, step: int, evicted: StepRecord, configs: int) -> dict[str, Tensor]:
+        """Return name -> propagated quantity of a step, without padding rows."""
+        full, next_token = self.sample.full.steps[step], self.sample.full.next_tokens[step]
+        with phase("measure"):
+            quantities = measure.propagated_quantities(self.adapter, full, evicted, next_token)
+            if "outputs" in self.run.save:
+                quantities |= measure.raw_outputs(full, evicted)
+            if "effect" in self.run.save:
+                quantities |= propagated_effects(full, evicted)
         return {
             name: tensor[:configs] if "config" in VARIABLES[name].dims else tensor
             for name, tensor in quantities.items()
@@ -377,15 +435,20 @@ class _BatchDecoder:
     ) -> dict[int | None, list[int]]:
         """Return index -> answer tokens per configuration, and, in the first batch, None -> the full cache's.
 
-        `question_logits` are those after the question, which stays in the cache; None without a question.
+        `question_logits` are those after the question, which stays in the cache; None without a question. A cache that
+        is cut again has decoded nothing, and reads the question anew.
         """
         first = 0 if 0 in indices else 1
-        rows = range(first, 1 + len(indices))
-        cache.forget(after=len(self.sample.question))
-        cache.keep_rows(rows)
-        logits = self.sample.prefill.logits if question_logits is None else question_logits[first : rows.stop]
+        rows, logits, question = range(first, 1 + len(indices)), self.sample.prefill.logits, self.sample.question
+        compressor = self._compressor(cache, indices)
+        if compressor is None:
+            cache.forget(after=len(question))
+            cache.keep_rows(rows)
+            logits, question = logits if question_logits is None else question_logits[first : rows.stop], ()
         with phase("answers"):
-            answers = generate(self.adapter, EvictedPrompt(cache, logits), (), self.run.generate, check=self.finite)
+            prompt = EvictedPrompt(cache, logits)
+            answers = generate(self.adapter, prompt, question, self.run.generate, compressor, self.finite)
+        answers = answers[first:] if compressor is not None else answers
         found = dict(zip([None, *indices][first:], answers, strict=True))
         for index in indices:
             config = self.run.configs[index]

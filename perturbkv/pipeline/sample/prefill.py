@@ -96,7 +96,8 @@ class Statistics:
         external: configuration with external kept sets -> their source.
         model_results: cached results of `compute_over_layers`, and of rankings that layers share.
         mean_queries: window -> per layer the mean of its queries after rotation (head, d_key), for corrections.
-        queries: positions -> per layer their queries after rotation (head, query, d_key), for sparse prefills.
+        queries: positions -> per layer their queries after rotation (head, query, d_key), for sparse prefills, and
+            where caches are cut again.
         gates: layer -> γ of its last queries (query, head · d_value), as many as the largest window; only of
             layers with gates.
     """
@@ -271,6 +272,9 @@ def prefill(
     statistics = Statistics(sample, *shape, scored, norms, _own_head_scores(adapter, run), external)
     statistics.mean_queries.update((window, []) for window in stand_in.correction_windows(configs))
     statistics.queries.update((positions, []) for positions in remembered_positions(configs, len(token_ids), sample))
+    if run.compresses:
+        adapter.check_own_caches("cutting caches again (--compress-every, --compress-over)")
+        statistics.queries[window_positions(configs, len(token_ids))] = []
     euclidean = any(config.euclidean for config in configs)
     reader = _PromptReader(adapter, statistics, resources, visitor, euclidean, prompt.template_tail)
     ids = torch.tensor([list(token_ids)], device=adapter.device)
@@ -280,6 +284,11 @@ def prefill(
     append_replay_scores(adapter, token_ids, reader.cache, statistics.scored, sample, reader.finite)
     states = prompt_states(adapter, reader.cache)
     return Prefill(reader.cache, logits[0, -1], statistics, reader.finite, states, reader.read, reader.final)
+
+
+def window_positions(configs: Sequence[ResolvedConfig], tokens: int) -> Positions:
+    """Return the positions of a prompt's last queries, as many as the largest window, by which caches are cut again."""
+    return tuple(range(max(0, tokens - max(config.window for config in configs)), tokens))
 
 
 def _own_head_scores(adapter: Adapter, run: ResolvedRun) -> Sequence[Sequence[float]]:

@@ -138,9 +138,8 @@ class MixtureSample:
         evicted_layers = [self._evict(index, padded) for index in range(layers)]
         caches = [cache_layer for cache_layer, _ in evicted_layers]
         cache, full = CompactCache(join_layers(self.adapter, caches, self.sample.prefill.states)), self.full[rows]
-        question_logits, evicted = decode_evicted(
-            self.adapter, cache, self.sample.question, full.tokens, full.rows, self.finite
-        )
+        question_logits, decoded = decode_evicted(self.adapter, cache, self.sample.question, full.tokens, self.finite)
+        evicted = list(decoded)
         for expected, found in zip(full.steps, evicted, strict=True):
             measure.check_everything_kept(self.finite, self.adapter, expected.logits[0], found.logits[0])
         each = zip(full.steps, evicted, full.next_tokens.unbind(), strict=True)

@@ -21,7 +21,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import Option, WithOptions, option
 from perturbkv.configs.plugins import instantiate
 from perturbkv.configs.precision import FULL, NONE
-from perturbkv.configs.selections import GIVEN, SELECTIONS, UNION, reduction, shares_heads, shares_layers
+from perturbkv.configs.selections import GIVEN, PROMPT, SELECTIONS, UNION, reduction, shares_heads, shares_layers
 from perturbkv.errors import ConfigError
 from perturbkv.scoring import score_registry as scores
 from perturbkv.scoring.score import Score, window_queries_option
@@ -76,6 +76,8 @@ class Policy(WithOptions):
     ranks: ClassVar[bool] = True
     positions: str = option("kept", "in decoding: kept, keys at their places of the prompt; in-cache, at 0 … b − 1",
                             known=("kept", "in-cache"), omitted=True)  # fmt: skip
+    keep: str = option("best", "where caches are cut again in decoding: best, of all entries; prompt, its entries stay",
+                       known=("best", PROMPT), omitted=True)  # fmt: skip
 
     @classmethod
     def flaw(cls) -> str:
@@ -234,7 +236,7 @@ class NonEvicting(Policy):
     @classmethod
     def options(cls) -> dict[str, Option]:
         """Return name -> option of the class, without that of moving keys."""
-        return {name: known for name, known in super().options().items() if name != "positions"}
+        return {name: known for name, known in super().options().items() if name not in ("positions", "keep")}
 
     @classmethod
     def check(cls, config: EvictionConfig) -> None:

@@ -1,0 +1,226 @@
+"""Caches that are cut again and again while a text is read, against a naive decoder with masks that grow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from perturbkv.configs.entry_counts import Budget
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.run import RunConfig
+from perturbkv.datasets.encode import Prompt
+from perturbkv.models.adapter import Adapter
+from perturbkv.schema import PLACES
+from tests.oracle import theory
+from tests.oracle.decoder import Decoder, Step
+from tests.pipeline.test_long_generation_is_compressed import BUDGET, PROMPT, WINDOW, Naive, config
+from tests.support.models import GATED, exact_adapter, tiny_adapter, token_ids
+from tests.support.resolved import trace_sample
+
+N, SINK, RECENT = len(PROMPT.token_ids), 4, 64
+KEPT_WHOLE = 10_000
+
+
+def run(*configs: EvictionConfig, steps: int = 30, **fields: Any) -> RunConfig:
+    return RunConfig("m", "d", configs, steps=steps, **fields)
+
+
+def given(steps: int, seed: int = 3) -> Prompt:
+    """A prompt whose text is drawn, so that it never ends."""
+    return Prompt("s", PROMPT.token_ids, 0, text_tokens=token_ids(steps + 1, seed=seed))
+
+
+class Followed(Naive):
+    """Reads a text, is cut every `every` tokens, and notes at each step what it holds and what it held before a cut."""
+
+    def __init__(self, adapter: Adapter, chosen: EvictionConfig) -> None:
+        super().__init__(adapter, chosen)
+        self.full = Decoder(adapter.model)
+        self.place: list[list[dict[int, int]]] = [[{} for _ in layer] for layer in self.held]
+
+    def follow(self, tokens: tuple[int, ...], every: int) -> list[dict[str, Any]]:
+        for token in PROMPT.token_ids:
+            self._step(token)
+            self.full.step(token)
+        return [self._noted(token, step, every) for step, token in enumerate(tokens)]
+
+    def _noted(self, token: int, step: int, every: int) -> dict[str, Any]:
+        before = [[list(held) for held in layer] for layer in self.held]
+        cut = step % every == 0
+        if cut:
+            self._compress()
+            self._note_places(before)
+        held = [[list(one) for one in layer] for layer in self.held]
+        self._step(token)
+        return {"before": before, "held": held, "cut": cut, "full": self.full.step(token), "evicted": self.last,
+                "place": [[dict(one) for one in layer] for layer in self.place], "entries": N + step}  # fmt: skip
+
+    def _note_places(self, before: list[list[list[int]]]) -> None:
+        entries = self.decoder.position
+        for layer, heads in enumerate(before):
+            for head, held in enumerate(heads):
+                for position in set(held) - set(self.held[layer][head]):
+                    recent = position >= entries - RECENT
+                    other = "recent" if recent else "prompt" if position < N else "own text"
+                    self.place[layer][head][position] = PLACES.index("sink" if position < SINK else other)
+
+    def _step(self, token: int) -> np.ndarray:
+        decoder, step = self.decoder, self.decoder.step
+
+        def noted(*arguments: Any) -> Step:
+            self.last = step(*arguments)
+            return self.last
+
+        decoder.step = noted  # type: ignore[method-assign]
+        try:
+            return super()._step(token)
+        finally:
+            decoder.step = step  # type: ignore[method-assign]
+
+
+def expected(naive: Followed, notes: list[dict[str, Any]], layer: int, head: int, step: int) -> dict[str, Any]:
+    """Every quantity of one head at one step, entry by entry."""
+    note, decoder = notes[step], naive.full
+    entries = note["entries"] + 1
+    kv_head = head * decoder.kv_heads // decoder.heads
+    keys, values = (np.array(kind[layer][kv_head])[:entries] for kind in (decoder.keys, decoder.values))
+    query, sinks = note["full"].query[layer][head], decoder.sinks(layer)
+    beside = [] if sinks is None else [float(sinks[head])]
+    weights = theory.softmax([*(decoder.scale * float(query @ key) for key in keys), *beside])
+    gate = note["full"].gates[layer].reshape(-1)
+    columns = theory.head_slice(decoder.w_o(layer) * gate, head, decoder.d_value)
+    values = np.array([*values, *(np.zeros(decoder.d_value) for _ in beside)])
+
+    def stays(held: list[int]) -> list[bool]:
+        return [place in held or place == entries - 1 for place in range(entries)] + [True] * len(beside)
+
+    now, was = (stays(note[name][layer][head]) for name in ("held", "before"))
+    outputs = [theory.evicted_output(weights, kept, values, columns) for kept in (was, now)]
+    norms = [theory.l1(value @ columns) for value in values]
+    total = sum(a * norm for a, norm in zip(weights, norms, strict=True))
+    place = note["place"][layer][head]
+    went = [p for p in place if was[p] and not now[p]]
+    slice_of = theory.head_slice(decoder.w_o(layer), head, decoder.d_value)
+    moved = (note["full"].head_output[layer][head] - note["evicted"].head_output[layer][head]) @ slice_of
+    return {
+        "perturbation_isolated": theory.perturbation(weights, now, values, columns),
+        "perturbation_propagated": theory.l1(moved),
+        "theta": theory.theta(weights, norms, now),
+        "retained_mass": theory.mass(weights, now),
+        "perturbation_carried": theory.perturbation(weights, was, values, columns) if note["cut"] else np.nan,
+        "perturbation_added": theory.l1(outputs[1] - outputs[0]) if note["cut"] else np.nan,
+        "held_entries": sum(now) - len(beside),
+        "went_entries": [sum(place[p] == kind for p in went) for kind in range(len(PLACES))],
+        "went_output": [
+            sum(weights[p] * norms[p] for p in went if place[p] == kind) / total for kind in range(len(PLACES))
+        ],
+        "gone_attention": [sum(weights[p] for p in place if place[p] == kind) for kind in range(len(PLACES))],
+    }
+
+
+@pytest.mark.parametrize(
+    ("family", "policy", "fields", "steps"),
+    [
+        ("llama", "snapkv", {}, 30),
+        ("llama", "adakv", {}, 30),
+        (GATED, "snapkv", {}, 30),
+        pytest.param("gemma3_text", "snapkv", {"protect_first": 2}, 30, marks=pytest.mark.slow),
+        pytest.param("llama", "snapkv", {}, 256, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "adakv", {}, 256, marks=pytest.mark.slow),
+    ],
+)
+def test_every_quantity_equals_the_naive_runs(family: str, policy: str, fields: dict[str, Any], steps: int) -> None:
+    adapter, chosen, every = exact_adapter(family, 4, 2, seed=1), config(policy, **fields), 7
+    prompt = given(steps)
+    found = trace_sample(adapter, prompt, run(chosen, steps=steps, text="given", compress_every=every)).arrays
+    naive = Followed(adapter, chosen)
+    notes = naive.follow(tuple(found["token_id"].tolist()), every)
+    for step in range(steps) if steps < 100 else range(0, steps, 13):
+        kl = theory.kl(notes[step]["full"].logits, notes[step]["evicted"].logits)
+        np.testing.assert_allclose(found["logit_kl"][0, step], kl, rtol=1e-4, atol=1e-12)
+        for layer in range(len(adapter.layers)):
+            for head in range(adapter.heads):
+                for name, value in expected(naive, notes, layer, head, step).items():
+                    floor = 1e-9 if name.startswith(("perturbation", "theta")) else 1e-12
+                    np.testing.assert_allclose(
+                        found[name][0, step, layer, head], value, rtol=1e-5, atol=floor, err_msg=f"{name} at {step}"
+                    )
+
+
+def missed_of(naive: Followed, notes: list[dict[str, Any]], heads: int, layers: int) -> np.ndarray:
+    missed = np.zeros(len(notes))
+    for note in notes:
+        for layer in range(layers):
+            for head in range(heads):
+                kv_head = head * naive.full.kv_heads // heads
+                keys = np.array(naive.full.keys[layer][kv_head])[: note["entries"] + 1]
+                query = note["full"].query[layer][head]
+                weights = theory.softmax([naive.full.scale * float(query @ key) for key in keys])
+                for position in note["place"][layer][head]:
+                    if position >= N:
+                        missed[position - N] += weights[position] / heads / layers
+    return missed
+
+
+def test_what_the_text_later_misses_of_itself() -> None:
+    adapter, chosen = exact_adapter("llama", 4, 2, seed=1), config("snapkv")
+    found = trace_sample(adapter, given(30), run(chosen, text="given", compress_every=7)).arrays
+    naive = Followed(adapter, chosen)
+    notes = naive.follow(tuple(found["token_id"].tolist()), 7)
+    expected_sums = missed_of(naive, notes, adapter.heads, len(adapter.layers))
+    assert (expected_sums > 0).sum() > 10
+    np.testing.assert_allclose(found["missed_attention"][0], expected_sums, rtol=1e-6, atol=1e-12)
+
+
+def assert_equal(found: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
+    for name, array in other.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+
+@pytest.mark.parametrize("scenario", ["regular", "context-only"])
+def test_one_cut_at_the_prompts_end_is_the_one_shot_trace(scenario: str) -> None:
+    configs = [config("snapkv"), config("adakv"), config("random", seed=1)]
+    prompt = Prompt("s", token_ids(40, seed=4), 0, question_tokens=7)
+    adapter = tiny_adapter()
+    once = trace_sample(adapter, prompt, run(*configs, scenario=scenario)).arrays
+    again = trace_sample(adapter, prompt, run(*configs, scenario=scenario, compress_every=KEPT_WHOLE)).arrays
+    assert_equal(again, once)
+    assert np.isnan(again["perturbation_carried"][:, 1:]).all()
+    np.testing.assert_allclose(
+        again["perturbation_added"][:, 0], once["perturbation_isolated"][:, 0], rtol=1e-9, atol=1e-12
+    )
+
+
+def test_a_limit_that_is_never_reached_is_the_row_that_keeps_everything() -> None:
+    chosen, whole = config("snapkv"), replace(config("snapkv"), budget=Budget(1.0))
+    adapter, prompt = tiny_adapter(), Prompt("s", token_ids(40, seed=4), 0)
+    kept = trace_sample(adapter, prompt, run(whole)).arrays
+    never = trace_sample(adapter, prompt, run(chosen, compress_over=KEPT_WHOLE)).arrays
+    assert not never["evicted"].any()
+    assert not never["gone_attention"].any()
+    assert_equal(never, {name: array for name, array in kept.items() if name != "stage1_count"})
+
+
+def test_a_limit_cuts_to_the_budget_whenever_it_is_passed() -> None:
+    chosen, prompt = config("snapkv"), given(60)
+    found = trace_sample(tiny_adapter(), prompt, run(chosen, steps=60, text="given", compress_over=24)).arrays
+    held = found["held_entries"][0, :, 0, 0]
+    cuts = np.flatnonzero(found["went_entries"][0].sum(axis=(1, 2, 3)))
+    assert held[0] == N + 1
+    assert held.max() == 25
+    assert (held[cuts] == BUDGET + 1).all()
+    assert len(cuts) > 2
+    assert np.array_equal(cuts, np.flatnonzero(~np.isnan(found["perturbation_carried"][0, :, 0, 0])))
+
+
+def test_a_prompt_that_is_protected_stays() -> None:
+    chosen = replace(config("snapkv(keep=prompt)"), budget=Budget(N + WINDOW + 4))
+    prompt = given(40)
+    found = trace_sample(tiny_adapter(), prompt, run(chosen, steps=40, text="given", compress_every=8)).arrays
+    went = found["went_entries"][0].sum(axis=(0, 1, 2))
+    assert went[PLACES.index("prompt")] == went[PLACES.index("sink")] == 0
+    assert went[PLACES.index("recent")] > 0
+    assert (found["held_entries"][0, 8::8] == N + WINDOW + 4 + 1).all()
