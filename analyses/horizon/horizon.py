@@ -19,6 +19,7 @@ from perturbkv.analyses.columns import Line, column, record, table
 from perturbkv.analyses.conclusions import Case, Claim, compare_sides
 from perturbkv.analyses.horizon.growth import (
     ANALYSIS,
+    DRAFTED,
     FLOORS,
     STEP,
     Advantage,
@@ -46,6 +47,13 @@ if TYPE_CHECKING:
 _LISTED = 6
 """Largest number of heads that are named as growing most."""
 _GROWTH = {MORE: "grows", LESS: "shrinks"}
+_DRAFT_TITLE = "an evicted cache drafts, the full cache verifies by rejection sampling"
+_DRAFT_COLUMNS = ("taken", "in_a_row", "per_verification")
+_DRAFT_NOTE = (
+    "Draft taken: Σ min(p, q) of the full and the evicted next-token distribution, the probability that rejection "
+    "sampling takes a token drawn from q; in a row: steps counted as independent given the text. Under greedy decoding "
+    "a token is taken where both would pick the same one."
+)
 _KIND_COLUMNS = ("kind", "first", "last", "growth", "head_counts")
 
 
@@ -105,6 +113,15 @@ class Horizon(Result):
             for name, config in self._named_configs()
         ]
 
+    def body(self) -> list[Part]:
+        """Return the table, and that of what the full cache takes of each draft, where the trace tells."""
+        lines = [Line(name, (config.draft,)) for name, config in self._named_configs() if config.draft]
+        if not lines:
+            return super().body()
+        short = int(self.samples_at_step[0] - (self.samples_at_step[DRAFTED - 1] if self.steps >= DRAFTED else 0))
+        ended = f"Without {DRAFTED} drafted tokens in a row: {plural(short, 'sample')} of fewer than {DRAFTED} steps."
+        return [*super().body(), table(_DRAFT_TITLE, lines, _DRAFT_COLUMNS, self.FIRST), *([ended] if short else [])]
+
     def interval_note(self) -> str:
         """Return the note on n and intervals."""
         return text.intervals_note(self.samples_with_growth)
@@ -136,11 +153,12 @@ class Horizon(Result):
                 for name, config in self._named_configs()
             ),
             "Growth: each sample's last third of its steps over its first.",
+            *([_DRAFT_NOTE] if self.configs[0].draft else []),
             f"Noise floor: {float(self.noise_floor.max()):.1e} of Σ ‖o_h‖₁ (propagated, the largest step's).",
         ]
 
     def records(self) -> list[dict[str, Any]]:
-        """Return a row per configuration and step: relative L1 of both kinds, KL in nat, the share of equal tokens."""
+        """Return a row per configuration and step: relative L1, KL in nat, shares of equal and of taken tokens."""
         return [
             {
                 **config_columns(config.config),
@@ -149,6 +167,7 @@ class Horizon(Result):
                 **{kind: float(curve.relative[step]) for kind, curve in config.curves.items()},
                 "kl": float(config.kl[step]),
                 "top1": float(config.top1[step]),
+                "draft_taken": float(config.draft.by_step[step]) if config.draft else None,
                 "noise_floor": float(self.noise_floor[step]),
             }
             for config in self.configs
