@@ -135,6 +135,12 @@ VARIABLES: dict[str, Variable] = {
     "logit_kl": Variable(("config", "step"), "nat", "KL(full || evicted) of the next token's distribution"),
     "logit_kl_noise_floor": Variable(("step",), "nat", "KL(full || everything kept)"),
     "top1_agreement": Variable(("config", "step"), "1", "1 where full and evicted run pick the same token", "uint8"),
+    "draft_acceptance": Variable(
+        ("config", "step"),
+        "1",
+        "probability that the full run takes a token that the evicted run drafts, by rejection sampling",
+        optional=True,
+    ),
     "effect_isolated": Variable(
         _HEADS,
         "nat",

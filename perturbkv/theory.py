@@ -433,6 +433,17 @@ def logit_divergence(
     return divergence, log_evicted.argmax(dim=-1) == log_full.argmax(dim=-1)
 
 
+def draft_acceptance(
+    log_full: Float[Tensor, " vocab"], log_evicted: Float[Tensor, "row vocab"]
+) -> Float[Tensor, " row"]:
+    """Return, per row, the probability Σ_v min(p(v), q(v)) that a token drawn from the evicted run's q is taken.
+
+    The full run's p verifies it by rejection sampling (Leviathan et al., 2022, arXiv 2211.17192, theorem 3.5): 1 − the
+    total variation distance. Arguments are `log_probabilities` of every token.
+    """
+    return torch.minimum(log_full, log_evicted).exp().sum(dim=-1).clamp(max=1)
+
+
 def log_probabilities(logits: Float[Tensor, "*row vocab"]) -> Float[Tensor, "*row vocab"]:
     """Return the log probability of every next token, in nats."""
     return logits.to(WORK).log_softmax(dim=-1)

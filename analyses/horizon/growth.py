@@ -1,4 +1,4 @@
-"""Perturbation over the decode steps: its growth from the first third to the last, and one selection's advantage.
+"""Perturbation over the decode steps: its growth from the first third to the last, one selection's advantage, drafts.
 
 Steps end where a sample's text ends, so each sample has thirds of its own steps. Perturbation within two noise floors
 is rounding and has no growth.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from perturbkv.analyses import text
@@ -36,6 +37,8 @@ ANALYSIS = "horizon"
 LEAST_STEPS = 3
 KINDS = {"propagated": "perturbation_propagated", "isolated": "perturbation_isolated"}
 FLOORS = {"propagated": "noise_floor", "isolated": "noise_floor_isolated"}
+DRAFTED = 4
+"""Tokens that are drafted before the full cache verifies them."""
 STEP = ("step",)
 HEADS = ("layer", "head")
 
@@ -124,8 +127,48 @@ class Curve(Record):
 
 
 @record
+class Draft(Record):
+    """Tokens that an evicted cache drafts along the text, as the full cache takes them by rejection sampling.
+
+    Acceptances of successive steps count as independent given the text, whatever tokens were drafted before.
+    """
+
+    SECTION: ClassVar[str] = "draft"
+
+    by_step: Floats = column(
+        "mean probability that a drafted token is taken, over the samples that have the step", unit="share", dims=STEP
+    )
+    taken: float = column(
+        "probability that a drafted token is taken, Σ min(p, q) of both caches' distributions of the next: mean over "
+        "each sample's steps, then over samples",
+        unit="share", heading="#draft\ntaken",
+    )  # fmt: skip
+    taken_interval: OptionalInterval = interval()
+    in_a_row: float = column(
+        f"expected number of {DRAFTED} drafted tokens that are taken before the first that is not, mean over every "
+        "successive four steps of a sample, then over samples; null where no sample has four",
+        unit="tokens", heading=f"#taken in a row\nof {DRAFTED} drafted",
+    )  # fmt: skip
+    in_a_row_interval: OptionalInterval = interval("over the samples of four steps or more")
+
+    @derived(
+        unit="tokens",
+        heading="#tokens per\nverification",
+        interval=lambda draft: _one_more(draft.in_a_row_interval),
+    )
+    def per_verification(self) -> float:
+        """Tokens that one verification gives: those taken in a row, and the full cache's own behind them."""
+        return self.in_a_row + 1
+
+
+def _one_more(ends: OptionalInterval) -> OptionalInterval:
+    """Return the interval of a number that is larger by one."""
+    return ends and Interval(ends.low + 1, ends.high + 1, ends.kind)
+
+
+@record
 class ConfigHorizon(Record):
-    """Perturbation, KL and top-1 agreement of one configuration over the decode steps.
+    """Perturbation, KL, top-1 agreement and draft of one configuration over the decode steps.
 
     Attributes:
         curves: by kind of perturbation.
@@ -145,6 +188,7 @@ class ConfigHorizon(Record):
     )
     by_layer: Floats = column("propagated Σ L / Σ ‖o_h‖₁ of a layer's heads", dims=("layer", *STEP))
     cuts: Cuts | None = column("what cutting the cache again does; null where it is cut once")
+    draft: Draft | None = column("its draft for the full cache; null where a sample has no `draft_acceptance`")
 
     @derived(key="curves")
     def all_curves(self) -> tuple[Curve, ...]:
@@ -209,7 +253,37 @@ def config_horizon(
         top1=variable_by_step(measured, "top1_agreement", steps, index).sum(axis=0) / counts,
         by_layer=np.asarray(ratio(moved.sum(axis=(0, 3)), norm.sum(axis=(0, 3)))).T,
         cuts=cuts_of(measured, index, steps.measured, *totals),
+        draft=_draft(measured, index, steps),
     )
+
+
+def _draft(measured: Measurements, index: int, steps: Steps) -> Draft | None:
+    """Return what is taken of a configuration's draft; None where a sample was measured before traces had it."""
+    if "draft_acceptance" not in measured or np.isnan(measured.trace.get("draft_acceptance", ANALYSIS)[..., 0]).any():
+        return None
+    taken = variable_by_step(measured, "draft_acceptance", steps, index)
+    by_sample, runs = taken.sum(axis=1) / steps.measured.sum(axis=1), taken_in_a_row(taken, steps)
+    share = intervals.share_kind(0)
+    return Draft(
+        by_step=taken.sum(axis=0) / steps.measured.sum(axis=0),
+        taken=float(by_sample.mean()),
+        taken_interval=intervals.of_mean(by_sample, share),
+        in_a_row=float(ratio(np.nansum(runs), np.isfinite(runs).sum())),
+        in_a_row_interval=intervals.of_mean(runs, replace(share, limits=(0, DRAFTED))),
+    )
+
+
+def taken_in_a_row(taken: Floats, steps: Steps) -> Floats:
+    """Return the expected number of `DRAFTED` drafted tokens that are taken in a row, (sample,).
+
+    Σ_j Π_{i<j} a(t + i) over j = 1 … 4, with the acceptance a = `taken` (sample, step): the mean over all t with four
+    measured steps from t on; NaN of samples without.
+    """
+    if taken.shape[1] < DRAFTED:
+        return np.full(len(taken), np.nan)
+    runs = sliding_window_view(taken, DRAFTED, axis=1).cumprod(axis=2).sum(axis=2)
+    whole = steps.measured[:, DRAFTED - 1 :]
+    return np.asarray(ratio((runs * whole).sum(axis=1), whole.sum(axis=1)))
 
 
 def _curve(kind: str, perturbation: Floats, norm: Floats, floor: Floats, steps: Steps) -> Curve:

@@ -20,6 +20,7 @@ from perturbkv.analyses.conclusions import Case, Claim, compare_sides
 from perturbkv.analyses.horizon.cuts import places_text
 from perturbkv.analyses.horizon.growth import (
     ANALYSIS,
+    DRAFTED,
     FLOORS,
     STEP,
     Advantage,
@@ -48,6 +49,13 @@ _LISTED = 6
 """Largest number of heads that are named as growing most."""
 _GROWTH = {MORE: "grows", LESS: "shrinks"}
 _CUT_COLUMNS = ("cuts", "most_held", "jump", "between", "added", "gone")
+_DRAFT_TITLE = "an evicted cache drafts, the full cache verifies by rejection sampling"
+_DRAFT_COLUMNS = ("taken", "in_a_row", "per_verification")
+_DRAFT_NOTE = (
+    "Draft taken: Σ min(p, q) of the full and the evicted next-token distribution, the probability that rejection "
+    "sampling takes a token drawn from q; in a row: steps counted as independent given the text. Under greedy decoding "
+    "a token is taken where both would pick the same one."
+)
 _KIND_COLUMNS = ("kind", "first", "last", "growth", "head_counts")
 
 
@@ -108,10 +116,18 @@ class Horizon(Result):
         ]
 
     def body(self) -> list[Part]:
-        """Return the table, and a second one where caches are cut again."""
-        cut = [Line(name, (config.cuts,)) for name, config in self._named_configs() if config.cuts is not None]
-        title = f"caches cut again {self.identity.cut_again}"
-        return [*super().body(), *([table(title, cut, _CUT_COLUMNS, "configuration")] if cut else [])]
+        """Return the table, that of what the full cache takes of each draft, and that of cuts, as far as they are."""
+        named = self._named_configs()
+        drafts = [Line(name, (config.draft,)) for name, config in named if config.draft]
+        cut = [Line(name, (config.cuts,)) for name, config in named if config.cuts]
+        short = int(self.samples_at_step[0] - (self.samples_at_step[DRAFTED - 1] if self.steps >= DRAFTED else 0))
+        ended = f"Without {DRAFTED} drafted tokens in a row: {plural(short, 'sample')} of fewer than {DRAFTED} steps."
+        return [
+            *super().body(),
+            *([table(f"caches cut again {self.identity.cut_again}", cut, _CUT_COLUMNS, self.FIRST)] if cut else []),
+            *([table(_DRAFT_TITLE, drafts, _DRAFT_COLUMNS, self.FIRST)] if drafts else []),
+            *([ended] if drafts and short else []),
+        ]
 
     def interval_note(self) -> str:
         """Return the note on n and intervals."""
@@ -150,11 +166,12 @@ class Horizon(Result):
                 for name, config in self._named_configs()
                 if config.cuts is not None
             ),
+            *([_DRAFT_NOTE] if self.configs[0].draft else []),
             f"Noise floor: {float(self.noise_floor.max()):.1e} of Σ ‖o_h‖₁ (propagated, the largest step's).",
         ]
 
     def records(self) -> list[dict[str, Any]]:
-        """Return a row per configuration and step: relative L1 of both kinds, KL in nat, the share of equal tokens."""
+        """Return a row per configuration and step: relative L1, KL in nat, shares of equal and of taken tokens."""
         return [
             {
                 **config_columns(config.config),
@@ -163,6 +180,7 @@ class Horizon(Result):
                 **{kind: float(curve.relative[step]) for kind, curve in config.curves.items()},
                 "kl": float(config.kl[step]),
                 "top1": float(config.top1[step]),
+                "draft_taken": float(config.draft.by_step[step]) if config.draft else None,
                 "noise_floor": float(self.noise_floor[step]),
                 **({} if config.cuts is None else {"held": float(config.cuts.held[step])}),
             }

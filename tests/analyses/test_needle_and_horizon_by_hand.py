@@ -18,6 +18,7 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError, TraceError
 from perturbkv.schema import VARIABLES
 from perturbkv.trace import SampleTrace, Trace
+from tests.oracle import theory as naive
 from tests.support.measured import config
 from tests.support.traces import rekept, sample_trace, trace
 
@@ -250,6 +251,58 @@ def test_growth_is_the_last_third_over_the_first() -> None:
     np.testing.assert_allclose(result.configs[0].curves["isolated"].relative, curve.relative / 2)
     np.testing.assert_allclose(result.noise_floor, 0.01)
     json.dumps(result.to_dict(), allow_nan=False)
+
+
+def drafting(acceptance: Any, measured: list[int]) -> horizon.Horizon:
+    """`acceptance` (sample, step) of one configuration; the other takes everything. Texts end after `measured`."""
+    whole = growing(len(measured), steps=len(acceptance[0]))
+    taken = np.stack([np.asarray(acceptance), np.ones_like(acceptance)], axis=1)
+    arrays = {**whole.arrays, "draft_acceptance": taken, "steps_measured": np.array(measured)}
+    return horizon.horizon(dataclasses.replace(whole, arrays=arrays))
+
+
+def test_a_draft_is_taken_in_a_row_as_the_oracle_counts() -> None:
+    draw = np.random.default_rng(3)
+    acceptance, measured = draw.uniform(size=(6, 7)), [7, 4, 3, 6, 7, 5]
+    for row, steps in zip(acceptance, measured, strict=True):
+        row[steps:] = np.nan
+    result = drafting(acceptance, measured)
+    drafts = [config.draft for config in result.configs]
+    assert drafts[0] is not None and drafts[1] is not None
+    known = [list(row[:steps]) for row, steps in zip(acceptance, measured, strict=True)]
+    runs = [naive.taken_in_a_row(row, 4) for row in known if len(row) >= 4]
+    assert drafts[0].taken == pytest.approx(np.mean([np.mean(row) for row in known]))
+    np.testing.assert_allclose(drafts[0].by_step, np.nanmean(acceptance, axis=0))
+    assert drafts[0].in_a_row == pytest.approx(np.mean(runs))
+    assert drafts[0].per_verification == pytest.approx(1 + np.mean(runs))
+    assert drafts[0].in_a_row_interval is not None
+    assert 0 < drafts[0].in_a_row_interval.low < drafts[0].in_a_row < drafts[0].in_a_row_interval.high < 4
+    assert (drafts[1].taken, drafts[1].in_a_row, drafts[1].per_verification) == (1, 4, 5)
+    assert "Without 4 drafted tokens in a row: 1 sample of fewer than 4 steps." in repr(result)
+    assert [row["draft_taken"] for row in result.records()[:7]] == pytest.approx(np.nanmean(acceptance, axis=0))
+    json.dumps(result.to_dict(), allow_nan=False)
+
+
+def test_equal_acceptances_give_the_geometric_sum() -> None:
+    """(1 − a⁵) / (1 − a) tokens a verification (Leviathan et al., 2022, equation 1)."""
+    draft = drafting(np.full((5, 6), 0.8), [6] * 5).configs[0].draft
+    assert draft is not None
+    assert draft.per_verification == pytest.approx((1 - 0.8**5) / 0.2)
+
+
+def test_texts_of_three_steps_have_no_four_in_a_row_and_earlier_traces_no_draft() -> None:
+    draft = drafting(np.full((5, 3), 0.5), [3] * 5).configs[0].draft
+    assert draft is not None
+    assert (draft.taken, draft.in_a_row_interval) == (0.5, None)
+    assert draft.to_dict()["in_a_row"] is None
+    acceptance = np.full((5, 6), 0.5)
+    acceptance[1] = np.nan  # a sample that stood in a trace which was added to
+    assert drafting(acceptance, [6] * 5).configs[0].draft is None
+    earlier = horizon.horizon(growing(5))
+    assert earlier.configs[0].draft is None
+    assert earlier.to_dict()["configs"][0]["draft"] is None
+    assert earlier.records()[0]["draft_taken"] is None
+    assert "draft" not in repr(earlier)
 
 
 def test_what_is_within_two_noise_floors_has_no_growth_and_decides_nothing() -> None:

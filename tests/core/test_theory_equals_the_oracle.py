@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -125,6 +127,7 @@ def test_drift_and_logit_divergence() -> None:
     drift = theory.drift(torch.from_numpy(full), torch.from_numpy(evicted))
     log_full, log_evicted = (theory.log_probabilities(torch.from_numpy(logits)) for logits in (full, evicted))
     divergence, agreement = theory.logit_divergence(log_full, log_evicted)
+    taken = theory.draft_acceptance(log_full, log_evicted)
     found = theory.token_log_probability(log_evicted, torch.tensor(7))
     for row in range(2):
         difference = evicted[row] - full
@@ -134,6 +137,21 @@ def test_drift_and_logit_divergence() -> None:
         assert float(found[row]) == pytest.approx(naive.log_probability(evicted[row], 7), rel=1e-9)
         assert float(divergence[row]) == pytest.approx(naive.kl(full, evicted[row]), rel=1e-9)
         assert bool(agreement[row]) == (int(np.argmax(full)) == int(np.argmax(evicted[row])))
+        assert float(taken[row]) == pytest.approx(naive.draft_acceptance(full, evicted[row]), rel=1e-12)
+
+
+LOGITS = st.lists(st.tuples(*[st.floats(-50, 50)] * 2), min_size=1, max_size=40)
+
+
+@settings(max_examples=200)
+@given(LOGITS)
+def test_what_is_taken_of_a_draft_is_bounded_by_kl(logits: list[tuple[float, float]]) -> None:
+    """Pinsker: 1 − a ≤ √(KL / 2); and Bretagnolle and Huber's, for a large KL: 1 − a ≤ √(1 − exp(−KL))."""
+    full, evicted = (theory.log_probabilities(torch.tensor(each)) for each in zip(*logits, strict=True))
+    divergence, _ = theory.logit_divergence(full, evicted[None])
+    lost, kl = 1 - float(theory.draft_acceptance(full, evicted[None])), max(0.0, float(divergence))
+    assert 0 <= lost <= min(math.sqrt(kl / 2), math.sqrt(-math.expm1(-kl))) + 1e-7
+    assert float(theory.draft_acceptance(full, full[None])) == pytest.approx(1, abs=1e-12)
 
 
 def test_four_entries_worked_out_by_hand() -> None:

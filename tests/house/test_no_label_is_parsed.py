@@ -142,6 +142,7 @@ def made(configs: Sequence[EvictionConfig] = CONFIGS) -> Trace:
         arrays |= {"next_token_id": np.ones(3, dtype=np.int64), "text_logp_full": -draw.uniform(0.1, 1, 3)}
         arrays["text_logp"] = arrays["text_logp_full"] - draw.normal(0.1, 0.1, (len(configs), 3))
         arrays |= {"cache_bytes": np.asarray(90_000), "cache_padding_bytes": np.asarray(500)}
+        arrays["draft_acceptance"] = np.exp(-arrays["logit_kl"])
         arrays["token_kind"] = draw.integers(1, 6, 3).astype(np.uint8)
         samples.append(SampleTrace(f"s{place}", arrays))
     options = {"lengths": [100, 200], "depths": [0.0, 1.0], "haystack": "noise"}

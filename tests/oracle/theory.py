@@ -144,6 +144,24 @@ def kl(full: Array, evicted: Array) -> float:
     return math.fsum(a * (math.log(a) - math.log(b)) for a, b in zip(p, q, strict=True) if a > 0)
 
 
+def draft_acceptance(full: Array, evicted: Array) -> float:
+    """Drawing each token from q, and taking it with probability min(1, p / q)."""
+    p, q = softmax(list(full)), softmax(list(evicted))
+    return math.fsum(b * min(1.0, a / b) for a, b in zip(p, q, strict=True) if b > 0)
+
+
+def taken_in_a_row(acceptances: list[float], drafted: int) -> float:
+    """Σ m · P(exactly m of the drafted are taken), mean over every run of that many steps."""
+    means = []
+    for first in range(len(acceptances) - drafted + 1):
+        window, mean, before = acceptances[first : first + drafted], 0.0, 1.0
+        for count, a in enumerate(window):
+            mean += count * before * (1 - a)
+            before *= a
+        means.append(mean + drafted * before)
+    return math.fsum(means) / len(means)
+
+
 def log_probability(logits: Array, token: int) -> float:
     return math.log(softmax(list(logits))[token])
 

@@ -37,6 +37,7 @@ def test_keeping_everything_changes_nothing_beyond_the_noise_floor(family: str) 
     assert arrays["perturbation_propagated"].max() < 1e-4 * arrays["output_norm"].max()
     assert (arrays["top1_agreement"] == 1).all()
     assert arrays["logit_kl"].max() < 1e-9
+    assert 1 - 1e-5 < arrays["draft_acceptance"].min() <= arrays["draft_acceptance"].max() <= 1
     assert not arrays["evicted"].any()
 
 

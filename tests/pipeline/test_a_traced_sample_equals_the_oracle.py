@@ -305,6 +305,9 @@ def test_propagated_quantities(case: tuple[SampleTrace, Reference]) -> None:
             )
             alike = int(np.argmax(full.logits)) == int(np.argmax(evicted.logits))
             assert bool(arrays["top1_agreement"][index, step]) == alike
+            assert float(arrays["draft_acceptance"][index, step]) == pytest.approx(
+                theory.draft_acceptance(full.logits, evicted.logits), rel=RELATIVE
+            )
 
 
 def test_log_p_of_the_text(case: tuple[SampleTrace, Reference]) -> None:

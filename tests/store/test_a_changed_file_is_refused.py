@@ -49,6 +49,12 @@ def set_number(name: str, value: float) -> Change:
     return change
 
 
+def unknown_theta(file: h5py.File) -> None:
+    """In a configuration of kept sets; of other entries it may be unknown."""
+    file["own_entries"][...] = 0
+    set_number("theta", np.nan)(file)
+
+
 def set_attribute(key: str, value: Any) -> Change:
     return lambda file: file.attrs.__setitem__(key, value)
 
@@ -117,7 +123,7 @@ NUMBERS = [
     (lambda file: file["kept_count"].__setitem__((0, 0, 0, 0), 70), "kept_count from 0 to 64"),
     (set_number("stage1_count", 4), "stage1_count from 0 to 3"),
     (set_number("stage1_count", -1), "stage1_count from 0 to 3"),
-    (set_number("theta", np.nan), "a number everywhere in theta where a step was measured"),
+    (unknown_theta, "a number everywhere in theta where a step was measured"),
     (set_number("final_norm", np.nan), "a number everywhere in final_norm"),
 ]
 

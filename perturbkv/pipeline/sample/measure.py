@@ -252,7 +252,7 @@ def _drift_variables(
 def _logit_variables(
     full: StepRecord, evicted: StepRecord, token: Int[Tensor, ""], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Return KL and top-1 agreement of the logits, the noise floor of KL, and log p of the text's next token, by name.
+    """Return KL, its noise floor, top-1 agreement, draft acceptance and log p of the text's next token, by name.
 
     The floor is row 0's divergence, at least one rounding of a log-probability of 1 nat in `dtype`.
     """
@@ -263,6 +263,7 @@ def _logit_variables(
         "logit_kl_noise_floor": theory.floor_at_rounding(divergence[0], rounding),
         "logit_kl": divergence[1:],
         "top1_agreement": agreement[1:],
+        "draft_acceptance": theory.draft_acceptance(log_full, log_evicted[1:]),
         "text_logp": theory.token_log_probability(log_evicted[1:], token),
         "text_logp_full": theory.token_log_probability(log_full, token),
     }
