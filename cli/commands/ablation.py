@@ -119,7 +119,7 @@ def _all_methods(run: RunOptions) -> list[str]:
     """
     from perturbkv.selection.policies import registry
 
-    known = [policy for policy in registry.all_policies() if policy.name != "random"]
+    known = [policy for policy in registry.all_policies() if policy.name not in ("random", "randkv")]
     fitting = [policy.name for policy in known if _can_run(run, policy)]
     if unfit := [policy.name for policy in known if policy.name not in fitting]:
         why = "left out, as it evicts nothing, or needs head scores, another cache or another granularity"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import keyword
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -131,8 +132,19 @@ def option(default: Any, about: str, **limits: Any) -> Any:
     return dataclasses.field(default=default, metadata={"option": Option(default, about, **limits)})
 
 
+def field_name(name: str) -> str:
+    """Return the field of an option: the option's name, behind a keyword of Python an underscore, as in `lambda_`."""
+    return f"{name}_" if keyword.iskeyword(name) else name
+
+
+def _option_name(field: str) -> str:
+    """Return the option of a field: the inverse of `field_name`."""
+    name = field.removesuffix("_")
+    return name if keyword.iskeyword(name) else field
+
+
 class WithOptions:
-    """A frozen dataclass whose fields are its options."""
+    """A frozen dataclass whose fields are its options, an option `lambda` as the field `lambda_`."""
 
     @classmethod
     def options(cls) -> dict[str, Option]:
@@ -140,7 +152,7 @@ class WithOptions:
         own_fields = cls.__dict__.get("__annotations__", {})
         fields = dataclasses.fields(cls)  # type: ignore[arg-type]
         ordered = sorted(fields, key=lambda field: (field.metadata["option"].omitted, field.name not in own_fields))
-        return {field.name: field.metadata["option"] for field in ordered}
+        return {_option_name(field.name): field.metadata["option"] for field in ordered}
 
     @classmethod
     def summary_line(cls) -> str:

@@ -33,6 +33,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 
+from perturbkv.configs.option import field_name
 from perturbkv.errors import ConfigError, PerturbkvError, PluginError, UnknownNameError
 from perturbkv.user_files import MIB, FileKind
 
@@ -209,10 +210,11 @@ def instantiate(kind: type[_Class], options: Mapping[str, Any], what: str) -> _C
 
     Raises PluginError, which begins with `what`, where a class that is not ours fails.
     """
+    fields = {field_name(name): value for name, value in options.items()}
     if is_builtin(kind):
-        return kind(**options)
+        return kind(**fields)
     with external_code(f"{what} cannot be made:"):
-        return kind(**options)
+        return kind(**fields)
 
 
 def _is_free_of_user_code(error: BaseException) -> bool:

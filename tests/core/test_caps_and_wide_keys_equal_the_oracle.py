@@ -129,7 +129,7 @@ def test_scores_of_rows_of_attention(policy: str) -> None:
     np.testing.assert_allclose(layer_scores(seen, [score], 1)[score], expected, rtol=1e-10, atol=1e-14)
 
 
-@pytest.mark.parametrize("name", ["lava", "defensive"])
+@pytest.mark.parametrize("name", ["lava", "defensive", "r-kv"])
 def test_scores_of_a_whole_layer(name: str) -> None:
     seen, score = wide(), score_registry.build(name)
     queries, keys, values = arrays(seen)
@@ -137,6 +137,8 @@ def test_scores_of_a_whole_layer(name: str) -> None:
     if name == "lava":
         expected = later_scores.lava(rows, values, "none", 1, seen.prefix)
         score = score.unpooled()
+    elif name == "r-kv":
+        expected = later_scores.r_kv(queries, keys, SCALE, seen.window, cap=CAP)
     else:
         expected = later_scores.defensive(rows, seen.norms.numpy(), KV_HEADS, "average", 5, seen.prefix)
     np.testing.assert_allclose(layer_scores(seen, [score], CHUNK_BYTES)[score], expected, rtol=1e-10)

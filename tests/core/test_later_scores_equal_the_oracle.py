@@ -1,6 +1,8 @@
-"""LAVa's and DefensiveKV's scores; what policies keep that look at all layers, or have a stage 1 of their own."""
+"""Scores of LAVa, DefensiveKV, R-KV, RandKV; what policies keep that look at all layers, or have a stage 1."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,16 +10,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import perturbkv as pk
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import CHUNK_BYTES
 from perturbkv.errors import ConfigError
 from perturbkv.pipeline.sample.prefill import Statistics
+from perturbkv.scoring import score_registry
 from perturbkv.scoring.compute import layer_scores
 from perturbkv.scoring.layer_view import LayerView
 from perturbkv.scoring.score import Score
-from perturbkv.scoring.scores import defensive
+from perturbkv.scoring.scores import defensive, r_kv
 from perturbkv.scoring.scores.defensive import Defensive
 from perturbkv.scoring.scores.lava import LAVa
+from perturbkv.scoring.scores.r_kv import RKV
+from perturbkv.scoring.scores.randkv import RandKV
 from perturbkv.selection import compatibility
 from perturbkv.selection.grid import configuration
 from perturbkv.selection.layer_statistics import LayerStatistics
@@ -76,7 +82,73 @@ def test_defensives_score_is_the_same_in_parts(monkeypatch: pytest.MonkeyPatch) 
     assert "attention" not in vars(lone), "rows of all heads lay there at once"
 
 
-@pytest.mark.parametrize("score", [LAVa(), Defensive()], ids=lambda score: score.name)
+def alike(heads: int, kv_heads: int, **options: Any) -> LayerView:
+    """Keys of which many are near another one."""
+    keys = layer_view(heads, kv_heads, n=24, seed=6).keys
+    near = torch.cat([keys[:, :8], keys[:, :8] + 0.3 * keys[:, 8:16], keys[:, 16:]], dim=1)
+    return layer_view(heads, kv_heads, n=24, seed=6, keys=near, **{"window": WINDOW, **options})
+
+
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ("", {}),
+        ("lambda=0.6", {"weight": 0.6}),
+        ("lambda=0, spared=0", {"weight": 0.0, "spared": 0}),
+        ("lambda=1, pool=none", {"weight": 1.0, "kind": "none"}),
+        ("threshold=0.2, spared=2, pool=average, kernel=3",
+         {"threshold": 0.2, "spared": 2, "kind": "average", "kernel": 3}),
+        ("spared=40", {"spared": 40}),
+    ],
+)  # fmt: skip
+def test_r_kvs_score(heads: tuple[int, int], options: str, named: dict[str, Any]) -> None:
+    seen = alike(*heads)
+    expected = naive.r_kv(seen.queries.numpy(), seen.keys.numpy(), SCALE, WINDOW, **named)
+    found = scored(score_registry.build(f"r-kv({options})" if options else "r-kv"), seen)
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-10)
+
+
+def test_r_kvs_options_each_make_a_difference() -> None:
+    seen = alike(4, 2)
+    texts = ("", "(lambda=0.1)", "(threshold=0.2)", "(spared=0)", "(spared=2)", "(pool=none)", "(kernel=3)")
+    found = [tuple(scored(score_registry.build(f"r-kv{text}"), seen).flatten().tolist()) for text in texts]
+    assert len(set(found)) == len(texts)
+
+
+def test_r_kvs_cosines_are_the_same_row_by_row_and_know_nothing_of_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = scored(RKV(), alike(4, 2))
+    assert torch.equal(scored(RKV(), alike(4, 2, sinks=torch.tensor([1.0, -2.0, 0.5, 3.0]))), whole)
+    monkeypatch.setattr(r_kv, "CHUNK_BYTES", 1)
+    torch.testing.assert_close(scored(RKV(), alike(4, 2)), whole, rtol=1e-12, atol=0)
+
+
+def test_a_lambda_is_an_option_of_that_name() -> None:
+    (chosen,) = pk.grid(12, policy="r-kv(lambda=0.1)", selection="attention")
+    assert chosen.window == 8
+    assert chosen.label() == "r-kv(lambda=0.1):attention b=12 w=8 query"
+    assert EvictionConfig.from_document(chosen.to_document()) == chosen
+    assert pk.grid(12, policy="r-kv", selection="attention", **{"lambda": 0.1}) == (chosen,)
+    with pytest.raises(ConfigError, match=r"lambda of policy 'r-kv' must lie in \[0, 1\], got 2"):
+        pk.grid(12, policy="r-kv(lambda=2)", selection="attention")
+    with pytest.raises(ConfigError, match="has no option 'lambda_'; its options: pool, lambda, threshold, spared"):
+        pk.grid(12, policy="r-kv(lambda_=0.1)", selection="attention")
+
+
+@pytest.mark.parametrize("granularity", ["kv", "query"])
+@pytest.mark.parametrize(("prompt", "budget", "seed"), [(6, 14, 0), (0, 9, 3), (8, 13, 1)])
+def test_randkv_keeps_what_a_pool_gives(prompt: int, budget: int, seed: int, granularity: str) -> None:
+    seen = layer_view(4, 2, n=24, seed=3, window=WINDOW, layer=1, sample="prompt 7/12")
+    chosen = config(f"randkv(prompt={prompt}, seed={seed})", budget, granularity=granularity)
+    accumulated = scored(chosen.score, seen)
+    kept = select(chosen, LayerStatistics(accumulated, seen.norms[:, :-WINDOW], 2, 1, 2, "s"), 24).kept
+    for place, row in enumerate(kept):
+        head = place if granularity == "kv" else place // 2
+        drawn = naive.randkv(range(prompt, 24 - WINDOW), budget - prompt - WINDOW, seed, "prompt 7/12", 1, head)
+        assert row.nonzero().flatten().tolist() == sorted([*range(prompt), *drawn, *range(24 - WINDOW, 24)])
+
+
+@pytest.mark.parametrize("score", [LAVa(), Defensive(), RKV(), RandKV(prompt=3)], ids=lambda score: score.name)
 def test_scores_of_bfloat16_layers_are_finite_and_of_prompts_inside_the_window_empty(score: Score) -> None:
     given_view = layer_view(4, 2, n=24, seed=5, window=WINDOW)
     low = {name: getattr(given_view, name).bfloat16() for name in ("queries", "keys", "values", "projection")}

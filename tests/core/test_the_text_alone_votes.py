@@ -61,6 +61,9 @@ def expected(name: str, seen: LayerView) -> np.ndarray:
     if name == "defensive":
         found = later_scores.defensive(rows(seen), seen.norms.numpy(), kv_heads, "average", 5, seen.prefix)
         return np.repeat(np.array(found), seen.heads // kv_heads, axis=0)
+    if name == "r-kv":
+        found = later_scores.r_kv(*arrays[:2], SCALE, seen.window, silent=seen.template)
+        return np.repeat(np.array(found), seen.heads // kv_heads, axis=0)
     sinks = None if seen.softmax.sinks is None else seen.softmax.sinks.numpy()
     return naive.of_layer(name, *arrays, SCALE, seen.window, sinks, seen.template)
 

@@ -1,8 +1,10 @@
-"""Naive LAVa, DefensiveKV and KVzip: scores from attention rows, kept sets of all layers by sorting every entry."""
+"""Naive LAVa, DefensiveKV, KVzip, R-KV and RandKV: scores by loops, kept sets of all layers by sorting every entry."""
 
 from __future__ import annotations
 
+import hashlib
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -13,7 +15,7 @@ import numpy as np
 from tests.oracle.decoder import Decoder, Step
 from tests.oracle.policies import whole
 from tests.oracle.selection import top
-from tests.oracle.theory import Array, head_slice, pool, softmax
+from tests.oracle.theory import Array, capped, head_slice, pool, softmax
 
 
 def lava(rows: Array, value: Array, kind: str, kernel: int, prefix: int) -> list[list[float]]:
@@ -49,6 +51,61 @@ def defensive(rows: Array, norms: Array, kv_heads: int, kind: str, kernel: int, 
         ]
         for k in range(kv_heads)
     ]
+
+
+def cosine(one: Array, other: Array) -> float:
+    length = [math.sqrt(math.fsum(x * x for x in key)) + 1e-8 for key in (one, other)]
+    return math.fsum(one * other) / (length[0] * length[1])
+
+
+def r_kv(
+    queries: Array,
+    keys: Array,
+    scale: float,
+    window: int,
+    weight: float = 0.07,
+    threshold: float = 0.5,
+    spared: int = 1,
+    kind: str = "max",
+    kernel: int = 7,
+    silent: range = range(0),
+    cap: float | None = None,
+) -> list[list[float]]:
+    """Per key/value head: importance and redundancy, weighed."""
+    kv_heads, n, _ = keys.shape
+    group, prefix = len(queries) // kv_heads, max(0, n - window)
+    found = []
+    for own in range(kv_heads):
+        rows = []
+        for i in range(prefix, n):
+            if i not in silent:
+                voters = [queries[head, i] for head in range(own * group, (own + 1) * group)]
+                rows.append(softmax([max(capped(scale * math.fsum(q * keys[own, j]), cap) for q in voters)
+                                     for j in range(prefix)]))  # fmt: skip
+        importance = pool([math.fsum(row[j] for row in rows) / len(rows) for j in range(prefix)], kind, kernel)
+        columns: list[list[float]] = [[] for _ in range(n)]
+        for i in range(n):
+            row = [0.0 if i == j else cosine(keys[own, i], keys[own, j]) for j in range(n)]
+            similar = [j for j in range(n) if row[j] > threshold]
+            left_out = similar[len(similar) - spared :] if len(similar) >= spared else [*similar, 0]
+            for j in range(n):
+                columns[j].append(0.0 if j in left_out else row[j])
+        redundancy = softmax([math.fsum(column) / n for column in columns])
+        found.append([weight * importance[j] - (1 - weight) * redundancy[j] for j in range(prefix)])
+    return found
+
+
+def randkv(places: Sequence[int], count: int, seed: int, request: str, layer: int, head: int) -> list[int]:
+    """`count` of the places, each taken out of a pool whose last one moves up."""
+    words = [str(seed), "str", request, "0", str(layer), str(head)]
+    digest = hashlib.blake2b(chr(31).join(words).encode(), digest_size=16).hexdigest()
+    draw, left, taken = random.Random(int(digest, 16)), list(places), []
+    for _ in range(count):
+        place = draw.randrange(len(left))
+        taken.append(left[place])
+        left[place] = left[-1]
+        left.pop()
+    return taken
 
 
 def stage1(

@@ -21,13 +21,15 @@ from tests.support.resolved import answer, asked, prefill, trace_sample
 from tests.support.traces import kept_of
 
 SCORES = ("caote", "dropkv", "obcache-value", "obcache-key", "obcache-joint", "knorm", "value-norm",
-          "expected-attention")  # fmt: skip
+          "expected-attention", "r-kv", "randkv")  # fmt: skip
+SIGNED = ("knorm", "r-kv")
 PROMPT = Prompt("s", token_ids(60), 0)
-SINKS = {"value-norm": 3, "expected-attention": 2}
+SINKS = {"value-norm": 3, "expected-attention": 2, "randkv": 3}
 
 
 def named(score: str) -> str:
-    return f"{score}(sinks={SINKS[score]})" if score in SINKS else score
+    option = "prompt" if score == "randkv" else "sinks"
+    return f"{score}({option}={SINKS[score]})" if score in SINKS else score
 
 
 def configs(score: str) -> tuple[EvictionConfig, ...]:
@@ -38,7 +40,7 @@ def configs(score: str) -> tuple[EvictionConfig, ...]:
             configuration(budget, policy=policy, selection="attention", granularity=granularity, window=6)
             for policy in (named(score), f"adakv(by={named(score)})", f"pyramidkv(by={named(score)})")
             for budget in (16, 0.4)
-            if score != "knorm" or "adakv" not in policy
+            if score not in SIGNED or "adakv" not in policy
         ]
     return tuple(made)
 
@@ -68,9 +70,10 @@ def test_a_score_is_a_policy_of_a_grid(score: str) -> None:
 
 
 def test_scores_below_zero_are_not_multiplied_or_mixed() -> None:
-    for choice in ({"policy": "knorm", "selection": "two-stage"}, {"policy": "adakv(by=knorm)"}):
-        with pytest.raises(ConfigError, match="gives some below 0"):
-            pk.grid(128, **choice)
+    for score in SIGNED:
+        for choice in ({"policy": score, "selection": "two-stage"}, {"policy": f"adakv(by={score})"}):
+            with pytest.raises(ConfigError, match="gives some below 0"):
+                pk.grid(128, **choice)
 
 
 @pytest.mark.parametrize("score", SCORES)

@@ -92,7 +92,7 @@ def test_shorter_loops_take_less_than_was_told(policy: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["h2o", "knorm", "defensive"])
+@pytest.mark.parametrize("policy", ["h2o", "knorm", "defensive", "r-kv"])
 def test_scores_take_what_was_told(policy: str) -> None:
     """Blocks of long loops take most of a short prompt's prefill."""
     configs = pk.grid((0.1, 0.4), policy=policy, selection="attention")

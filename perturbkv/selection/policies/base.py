@@ -18,7 +18,7 @@ from torch import Tensor
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.entry_counts import round_down_entries
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.option import Option, WithOptions, option
+from perturbkv.configs.option import Option, WithOptions, field_name, option
 from perturbkv.configs.plugins import instantiate
 from perturbkv.configs.precision import FULL, NONE
 from perturbkv.configs.selections import GIVEN, PROMPT, SELECTIONS, UNION, reduction, shares_heads, shares_layers
@@ -195,18 +195,18 @@ class ByScore(Policy):
     @functools.cached_property
     def score(self) -> Score:
         """Score of the policy's name, with the policy's options."""
-        options = {name: getattr(self, name) for name in self.scored.options()}
+        options = {name: getattr(self, field_name(name)) for name in self.scored.options()}
         return instantiate(self.scored, options, f"score '{self.name}'")
 
     @staticmethod
     def subclass_for(scored: type[Score], name: str) -> type[Policy]:
         """Return a policy class, called `name`, that ranks by the score class `scored`."""
         fields = {field.name: field for field in dataclasses.fields(scored)}
-        options = [fields[option] for option in scored.options()]
+        options = [fields[field_name(option)] for option in scored.options()]
         attributes = {
             "name": name,
             "scored": scored,
-            "score_options": tuple(field.name for field in options if field.name not in scored.by_place),
+            "score_options": tuple(option for option in scored.options() if option not in scored.by_place),
             "summary": scored.summary_line(),
             **{name: getattr(scored, name) for name in ("paper", "own_window", "own_defaults")},
         }
