@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from perturbkv.configs import selections
 from perturbkv.configs.cache_contents import CacheContents
+from perturbkv.configs.choice import Choice
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
@@ -190,8 +191,12 @@ class ResolvedConfig(EvictionConfig):
 
         Entries of the prompt then stay and count in the budget.
         """
-        first = prompt_tokens if self.system.keep == PROMPT else self.protect_first
-        return dataclasses.replace(self, budget=Budget(self.budget.tokens(prompt_tokens)), protect_first=first)
+        budget, keeps = Budget(self.budget.tokens(prompt_tokens)), self.system.keep == PROMPT
+        first = prompt_tokens if keeps else self.protect_first
+        policy = self.policy
+        if keeps and PROMPT in policy.options:  # drawn from what lies behind
+            policy = Choice(policy.name, {**policy.options, PROMPT: prompt_tokens})
+        return dataclasses.replace(self, policy=policy, budget=budget, protect_first=first)
 
     def prefix_counts(self, prompt_tokens: int) -> PrefixCounts:
         """Return the numbers of blocks before the tail that always stay, at both ends, and that scores allocate.

@@ -115,9 +115,9 @@ def test_an_empty_answer_has_no_kl_and_one_that_carries_the_mean_does_not_carry_
 
 
 def test_caches_that_are_compressed_again_hold_so_much_at_the_start_alone() -> None:
-    found = divergence(written(*ROWS, compress_every=1100))
+    found = divergence(written(*ROWS, compress_over=1100))
     assert [len(one.caveats()) for one in (found, divergence(written(*ROWS)))] == [1, 0]
-    assert "As the answers began; above 1,100 entries caches were compressed again." in found.details()[-1]
+    assert "As the answers began; caches were cut again above 1,100 entries." in found.details()[-1]
     assert "(held 0.50 at the start)" in "".join(text.get_text() for text in found.plot().legends[0].get_texts())
     assert "at the start" not in repr(divergence(written(*ROWS)))
 
@@ -160,15 +160,16 @@ def stored(path: Path, *lines: object) -> Path:
 
 
 def header(**more: object) -> dict[str, object]:
-    return {"run": json.loads(written(*ROWS).run.to_json()), "compress_every": None, **more}
+    return {"run": json.loads(written(*ROWS).run.to_json()), **more}
 
 
 def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
-    path = stored(tmp_path / "g.jsonl", header(compress_every=9), *ROWS, '{"sample": "f", "unfini')
+    cut = written(*ROWS, compress_over=9)
+    path = stored(tmp_path / "g.jsonl", {"run": json.loads(cut.run.to_json())}, *ROWS, '{"sample": "f", "unfini')
     found = read_answers(path)
     assert found.rows == ROWS
-    assert (found.compress_every, found.source, len(found.digest)) == (9, str(path), 12)
-    assert divergence(found).to_dict() == divergence(written(*ROWS, compress_every=9)).to_dict()
+    assert (found.run.compress_over, found.source, len(found.digest)) == (9, str(path), 12)
+    assert divergence(found).to_dict() == divergence(cut).to_dict()
 
 
 LABEL = CONFIGS[0].label()
@@ -184,7 +185,6 @@ LABEL = CONFIGS[0].label()
         ([{"prompt": "x"}], "a first line without its run; "),
         ([{"run": {}}], "a first line whose run cannot be read .*got one without "),
         ([{"run": {**header()["run"], "configs": 3}}], "got one with an entry that no run has"),
-        ([header(compress_every="x"), ROWS[0]], "a first line whose compress_every is x"),
         ([header()], "one without answers"),
         ([header(), ROWS[0], ROWS[0]], "one that answers a sample twice"),
         ([header(), {**ROWS[0], "evicted": {LABEL: said(FULL)}}], "a line 2 that is no sample's answers of its run"),

@@ -80,5 +80,5 @@ def test_numbers_are_equal_bit_for_bit(command: str, found: dict[str, Any], fold
     assert numbers
     assert {name: told[name] for name in numbers} == numbers
     beside = {"asked", "figures", "analysis", "trace", "trace_digest", "run", "failed", "bytes_over_full", "schema",
-              "file", "compress_every", "divergence"}  # fmt: skip
+              "file", "divergence"}  # fmt: skip
     assert set(told) - beside == set(numbers), "nothing that the command tells is missing"

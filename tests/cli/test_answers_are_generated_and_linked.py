@@ -82,7 +82,7 @@ def test_generate_writes_a_line_per_sample_and_goes_on(perturbkv: Run, tiny: lis
 
 @pytest.mark.slow
 def test_long_generation_records_every_compression(perturbkv: Run, tiny: list[object]) -> None:
-    ran = perturbkv("generate", *tiny, "--policy", "adakv", "--max-new-tokens", 40, "--compress-every", 36, "-o", "out")
+    ran = perturbkv("generate", *tiny, "--policy", "adakv", "--max-new-tokens", 40, "--compress-over", 36, "-o", "out")
     assert "36 entries" in " ".join(ran.out.split())
     assert ran.code == 0, ran.err
     assert "compressions, Σ L / Σ ‖o_h‖₁" in ran.out
@@ -217,7 +217,7 @@ def chats(tmp_path: Path) -> Path:
 @pytest.fixture
 def made(perturbkv: Run, chatty: Path, chats: Path) -> Path:
     """The answers of both chats, compressed as they grow, read by every cache."""
-    options = ["--budget", 24, "--window", 8, "--max-new-tokens", 30, "--compress-every", 40, "--divergence"]
+    options = ["--budget", 24, "--window", 8, "--max-new-tokens", 30, "--compress-over", 40, "--divergence"]
     ran = perturbkv("generate", "--model", chatty, "--dataset", chats, *options, "-o", "out")
     assert ran.code == 0, ran.err
     return Path("out/generation.jsonl")
@@ -228,7 +228,7 @@ def test_long_answers_to_chats_are_followed_and_gone_on_with(
     perturbkv: Run, chatty: Path, chats: Path, made: Path
 ) -> None:
     header, first, _ = map(json.loads, made.read_text().splitlines())
-    assert (header["compress_every"], header["divergence"]) == (40, True)
+    assert (header["run"]["compress_over"], header["divergence"]) == (40, True)
     assert first["question"].startswith("0 And now?")
     assert first["prompt"].startswith("<user>0 Read this.")
     steps = len(first["full"]["tokens"])
@@ -239,7 +239,7 @@ def test_long_answers_to_chats_are_followed_and_gone_on_with(
     whole = made.read_text()
     made.write_text("\n".join(whole.splitlines()[:2]) + '\n{"sample": "c1", "unfini')
     same = ["generate", "--model", chatty, "--dataset", chats, "--budget", 24, "--window", 8, "--max-new-tokens", 30,
-            "--compress-every", 40, "-o", "out"]  # fmt: skip
+            "--compress-over", 40, "-o", "out"]  # fmt: skip
     other = perturbkv(*same)
     assert (other.code, made.read_text().splitlines()[-1]) == (2, '{"sample": "c1", "unfini')
     again = perturbkv(*same, "--divergence")

@@ -196,7 +196,7 @@ def test_answers_whose_cache_is_compressed_again_take_a_table(
     for name, rows in (("equal", equal), ("other", other)):
         Path(f"{name}.json").write_text(json.dumps({"by": "head", "alpha": rows, "layers": [0, 1]}))
     names = ["0.75", "equal.json", "other.json"]
-    asked = ["--max-new-tokens", 12, "--compress-every", 28, "--granularity", granularity, "-o", "out"]
+    asked = ["--max-new-tokens", 12, "--compress-over", 28, "--granularity", granularity, "-o", "out"]
     chosen = [part for name in names for part in ("--selection", f"two-stage(alpha={name})")]
     ran = perturbkv("generate", *tiny, *chosen, *asked)
     assert ran.code == 0, ran.err

@@ -139,7 +139,7 @@ def dumped(model: Path) -> Path:
 def of_answers(tiny: list[object]) -> dict[str, list[object]]:
     """Those that write answers and look at them."""
     file, png = "out/generation.jsonl", ["--format", "png"]
-    few = "--precision quantise --max-new-tokens 6 --compress-every 25 --divergence -o out".split()
+    few = "--precision quantise --max-new-tokens 6 --compress-over 25 --divergence -o out".split()
     return {
         "generate": ["generate", *tiny, *few],
         "list ANSWERS.jsonl": ["list", file],

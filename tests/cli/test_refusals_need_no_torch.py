@@ -115,7 +115,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         (folder / name).mkdir()
     write(folder / "other" / "trace.h5", sample_trace("s0"))
     run = json.loads(read_trace(folder / "other" / "trace.h5").run.to_json())
-    (folder / "answered" / "generation.jsonl").write_text(json.dumps({"run": run, "compress_every": None}) + "\n")
+    (folder / "answered" / "generation.jsonl").write_text(json.dumps({"run": run}) + "\n")
     (folder / "broken" / "generation.jsonl").write_text("{}\n")
     before = sorted(folder.rglob("*"))
     lines = [line.split() for line in REFUSALS]

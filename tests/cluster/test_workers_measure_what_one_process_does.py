@@ -195,11 +195,11 @@ def test_answers_are_those_of_one_process(
     asked = ["generate", "--model", folder, "--dataset", data, "--budget", 40, "--window", 8, "--max-new-tokens", 4]
     more = {"here": [], "spread": ["--engine", "workers", "--workers", 2]}
     for name, engine in more.items():
-        ran = CliRunner().invoke(app, [*map(str, asked), "--compress-every", "44", "--divergence", "-o", name, *engine])
+        ran = CliRunner().invoke(app, [*map(str, asked), "--compress-over", "44", "--divergence", "-o", name, *engine])
         assert ran.exit_code == 0, ran.output
     alone, spread = (Path(name, "generation.jsonl").read_text().splitlines() for name in more)
     assert spread[1:] == alone[1:]
     Path("spread/generation.jsonl").write_text("\n".join([spread[0], spread[4], spread[2]]) + "\n")
-    ran = CliRunner().invoke(app, [*map(str, asked), "--compress-every", "44", "--divergence", "-o", "spread"])
+    ran = CliRunner().invoke(app, [*map(str, asked), "--compress-over", "44", "--divergence", "-o", "spread"])
     assert ran.exit_code == 0, ran.output
     assert Path("spread/generation.jsonl").read_text().splitlines()[1:] == alone[1:]

@@ -229,7 +229,7 @@ def test_the_command_generates_lists_and_plans_presses(perturbkv: Run, tiny: lis
         "window_size": {"default": "64", "about": ""}, "kernel_size": {"default": "5", "about": ""},
     }  # fmt: skip
     again = perturbkv(
-        "generate", *tiny[:-2], "--policy", PRESS, "--max-new-tokens", "3", "-o", "h", "--compress-every", "60"
+        "generate", *tiny[:-2], "--policy", PRESS, "--max-new-tokens", "3", "-o", "h", "--compress-over", "60"
     )
     assert again.code == 2 and "is asked once, for the prompt" in again.err
 

@@ -77,7 +77,7 @@ def test_while_a_model_decodes_it_keeps_what_randkv_keeps(monkeypatch: pytest.Mo
     monkeypatch.setattr(recompression, "select", watched)
     monkeypatch.setattr("perturbkv.pipeline.answers.generation.end_tokens", lambda adapter: set())
     adapter, chosen = tiny(), config(prompt, budget, buffer)
-    found = answer(adapter, pk.Prompt("p", token_ids(prompt), 0), [chosen], tokens, compress_every=budget + 2 * buffer)
+    found = answer(adapter, pk.Prompt("p", token_ids(prompt), 0), [chosen], tokens, compress_over=budget + 2 * buffer)
     layers = len(adapter.layers)
     assert len(found.compressions) >= 4
     assert len(masks) == layers * len(found.compressions)

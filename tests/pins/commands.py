@@ -202,7 +202,7 @@ def _alone(folder: Path) -> dict[str, Any]:
     if (folder / "two.html").exists():
         found.update(below("report of two", page(folder / "two.html", folder)))
     ask("generate", "generate", *evicted, *two, "--max-new-tokens", 8, "--divergence", out="generate")
-    ask("generate compressed", "generate", *evicted, *two, "--max-new-tokens", 12, "--compress-every", 36,
+    ask("generate compressed", "generate", *evicted, *two, "--max-new-tokens", 12, "--compress-over", 36,
         "--granularity", "kv", out="compressed")  # fmt: skip
     answers = folder / "generate" / "generation.jsonl"
     ask("quality --divergence", "quality", "--divergence", answers, *drawn, out="divergence")

@@ -263,7 +263,7 @@ def _answers(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
         name = f"answers {family} {scenario}"
         asked = ["--model", _model(folder, family, speaks=True), "--dataset", folder / "asked.jsonl", "--window", 8]
         asked += ["--scenario", scenario, "--max-new-tokens", 24, "--budget", 24]
-        again = ["--compress-every", 30, "--divergence", *_each("--policy", COMPRESSED)]
+        again = ["--compress-over", 30, "--divergence", *_each("--policy", COMPRESSED)]
         again += _each("--selection", ["attention", "two-stage", "knorm:attention", "streaming-llm"])
         once = [*_each("--policy", ANSWERING), "--metric", "rouge-l"]
         for what, more in (("again", again), ("once", once)):
@@ -271,7 +271,7 @@ def _answers(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
             _command("generate", *asked, *more, "-o", out)
             yield f"{name} {what}", _line_digests(out / "generation.jsonl")
         out = folder / f"{name} layouts".replace(" ", "-")
-        fewer = ["--compress-every", 40, "--granularity", "kv(block=4)", "--granularity", "layer", "--budget", 30]
+        fewer = ["--compress-over", 40, "--granularity", "kv(block=4)", "--granularity", "layer", "--budget", 30]
         _command("generate", *asked[:-2], *fewer, "--precision", "quantise(bits=4)", "--divergence", "-o", out)
         yield f"{name} layouts", _line_digests(out / "generation.jsonl")
 

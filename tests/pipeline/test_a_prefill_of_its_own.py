@@ -233,7 +233,7 @@ def test_a_run_that_asks_for_more_is_refused(asked: tuple[int, int, type], said:
 
 
 def test_what_forgets_searches_or_swaps_is_refused() -> None:
-    with pytest.raises(ConfigError, match="policy 'vertical-slash' evicts nothing, so that nothing is compressed"):
+    with pytest.raises(ConfigError, match="policy 'vertical-slash' evicts nothing, so that nothing is cut again"):
         check_answer_options([lined()], 5, 30)
     with pytest.raises(ConfigError, match="got policy vertical-slash, which evicts nothing"):
         searching.check_search([lined()], searching.SearchSettings())

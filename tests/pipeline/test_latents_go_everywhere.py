@@ -142,7 +142,7 @@ def test_answers_diverge_as_the_trace_says(adapter: Adapter, scenario: str, monk
 
 def test_a_cache_is_compressed_again(adapter: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation, "end_tokens", lambda adapter: set())
-    made = answer(adapter, PROMPT, (LAYER,), 12, compress_every=18)
+    made = answer(adapter, PROMPT, (LAYER,), 12, compress_over=18)
     assert [(each.before, each.after) for each in made.compressions] == [(19, 14), (19, 14)]
 
 

@@ -239,7 +239,7 @@ def test_what_takes_a_cache_in_every_layer_says_which_has_none() -> None:
     with pytest.raises(ModelError, match=f"policy 'quest' expects .* {words}"):
         prefill(adapter, token_ids(N), [config("quest", budget=36)], Resources(), "s")
     with pytest.raises(ModelError, match=f"compress_every .* {words}"):
-        answer(adapter, PROMPT, [config()], 4, compress_every=20)
+        answer(adapter, PROMPT, [config()], 4, compress_over=20)
     with pytest.raises(ModelError, match=f"a policy whose kept sets come from elsewhere expects .* {words}"):
         loss.measure_kept_sets(adapter, [PROMPT], [{loss.external_configuration("own", 20): mask}])
     with pytest.raises(ModelError, match=f"a mixture of kept sets expects .* {words}"):

@@ -293,7 +293,7 @@ def test_a_budget_that_buys_no_page_is_refused() -> None:
 
 
 def test_pages_and_what_forgets_or_searches_go_not_together() -> None:
-    with pytest.raises(ConfigError, match="policy 'quest' evicts nothing, so that nothing is compressed: leave"):
+    with pytest.raises(ConfigError, match="policy 'quest' evicts nothing, so that nothing is cut again: leave"):
         check_answer_options([config(budget=17)], 5, 30)
     check_answer_options([config("hindsight")], 5, None)
     with pytest.raises(ConfigError, match="got policy quest, which evicts nothing"):

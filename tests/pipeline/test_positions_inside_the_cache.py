@@ -222,7 +222,7 @@ def test_a_cache_that_is_compressed_again_counts_from_0_again(granularity: str, 
     adapter, most, limit = exact_adapter("llama", 4, 2, seed=1), 40, 20
     chosen = replace(INSIDE, granularity=parse(granularity))
     given = Prompt("s", token_ids(prompt, seed=4), 0)
-    found = answer(adapter, given, (KEPT, chosen, SNAPKV), most, compress_every=limit)
+    found = answer(adapter, given, (KEPT, chosen, SNAPKV), most, compress_over=limit)
     decoder, held, expected, moved = Decoder(adapter.model), list(range(prompt)), [], []
     for token in given.token_ids:
         last = decoder.step(token)
@@ -244,7 +244,7 @@ def test_a_cache_that_is_compressed_again_counts_from_0_again(granularity: str, 
     for one, (generated, perturbations) in zip(compressions, moved, strict=False):
         assert (one.generated, one.before, one.after) == (generated, limit + 1, 12)
         np.testing.assert_allclose(one.perturbation.numpy(), perturbations, rtol=1e-5)
-    alone = answer(adapter, given, (KEPT,), most, compress_every=limit)
+    alone = answer(adapter, given, (KEPT,), most, compress_over=limit)
     assert found.evicted[0] == alone.evicted[0] != found.evicted[1]
 
 

@@ -199,7 +199,7 @@ def test_what_the_full_row_answers_is_what_the_model_generates(family: str) -> N
 def test_answers_are_compressed_again_and_diverge_from_the_models_own(family: str) -> None:
     adapter, prompt = hybrid_adapter(family), Prompt("s", token_ids(N), 0)
     chosen = [configuration(10, policy="snapkv", window=4, granularity="query")]
-    found = answer(adapter, prompt, chosen, 24, compress_every=20, divergence=True)
+    found = answer(adapter, prompt, chosen, 24, compress_over=20, divergence=True)
     with torch.inference_mode():
         made = adapter.model.generate(torch.tensor([token_ids(N)]), max_new_tokens=24, do_sample=False)
     assert found.full == made[0, N:].tolist()

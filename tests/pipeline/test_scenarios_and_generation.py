@@ -146,7 +146,7 @@ def test_an_answer_says_what_its_cache_held(scenario: str) -> None:
     found = answer(adapter, PROMPT, configs, 3, scenario=scenario)
     group = HEADS["GQA"][0] // HEADS["GQA"][1]
     assert found.held == pytest.approx([group * budget / n, budget / n, group * budget / n, group])
-    later = answer(adapter, PROMPT, configs[:1], 3, scenario=scenario, compress_every=n)
+    later = answer(adapter, PROMPT, configs[:1], 3, scenario=scenario, compress_over=n)
     assert later.held == [1]
 
 

@@ -89,7 +89,7 @@ def test_a_growing_cache_is_compressed_again_by_a_score(score: str) -> None:
         configuration(12, policy=named(score), selection="attention", granularity=granularity, window=4)
         for granularity in ("query", "kv")
     ]
-    found = answer(tiny_adapter(), Prompt("s", token_ids(20), 0), chosen, 30, compress_every=18)
+    found = answer(tiny_adapter(), Prompt("s", token_ids(20), 0), chosen, 30, compress_over=18)
     assert {one.config for one in found.compressions} == {0, 1}
     for one in found.compressions:
         assert one.before > 18

@@ -136,7 +136,7 @@ def test_the_models_own_cache_holds_windows_and_nothing_behind_them(family: str)
 def test_only_measured_layers_are_held_and_compressed_again() -> None:
     adapter, prompt = tiny_adapter("gemma3_text"), Prompt("s", token_ids(N), 0)
     chosen = [configuration(10, policy="snapkv", window=4, granularity="query")]
-    found = answer(adapter, prompt, chosen, 24, compress_every=20, divergence=True)
+    found = answer(adapter, prompt, chosen, 24, compress_over=20, divergence=True)
     windows = 2 * 2 * WINDOW  # of two layers, which hold them in both caches
     assert found.held == [pytest.approx((2 * 10 * 4 + windows) / (2 * 2 * N + windows))]
     assert [one.perturbation.shape for one in found.compressions] == [(2, 4)] * len(found.compressions)

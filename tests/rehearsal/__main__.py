@@ -26,7 +26,7 @@ def row(name: str, choices: dict[str, Any], compress: bool = False) -> str:
 
     def of(configs: Any, layers: int) -> Rehearsal:
         needed = scores * layers if registry.policy_class(configs[0].policy.name).needs_scores else ()
-        measure = answered(configs, 9, compress_every=30) if compress else traced(configs, head_scores=needed)
+        measure = answered(configs, 9, compress_over=30) if compress else traced(configs, head_scores=needed)
         return counted(measure, layers)
 
     alone, deep, many = of(one, 1), of(one, 3), of(five, 1)

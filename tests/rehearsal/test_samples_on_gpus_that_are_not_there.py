@@ -146,7 +146,7 @@ def test_every_kind_of_cache_on_two_gpus(settings: dict[str, Any], grid: dict[st
     ids=["by score", "by time", "in-cache", "quantised", "shared by layers"],
 )  # fmt: skip
 def test_caches_that_are_compressed_while_decoding_on_two_gpus(configs: list[pk.EvictionConfig]) -> None:
-    check(answered(configs, compress_every=4), TWO_GPUS)
+    check(answered(configs, compress_over=4), TWO_GPUS)
 
 
 @pytest.mark.parametrize("devices", [OFFLOADED, OFFLOADED[::-1]], ids=str)

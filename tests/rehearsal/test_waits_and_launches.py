@@ -90,7 +90,7 @@ def test_a_compression_while_decoding_waits_for_a_row_and_for_what_it_measured()
     one, five = grown(policy="adakv")
 
     def compressed(configs: list[pk.EvictionConfig], layers: int) -> tuple[int, int]:
-        counts = counted(answered(configs, 9, compress_every=4), layers)
+        counts = counted(answered(configs, 9, compress_over=4), layers)
         return sum(n for place, n in counts.waits.items() if "recompression.py" in place), len(configs)
 
     with mock.patch.object(

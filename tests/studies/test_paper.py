@@ -19,7 +19,7 @@ from tests.support.folders import model_folder
 from tests.support.scripts import DOCS, STUDIES, functions, perturbkv, study
 
 FEWER = {"--samples": "4", "--max-new-tokens": "2", "--heads": "1", "--proven": "1", "--permutations": "8"}
-FEWER |= {"--compress-every": "400", "--max-tokens": "400"}
+FEWER |= {"--compress-over": "400", "--max-tokens": "400"}
 """What makes a command small, of a model whose tokens are bytes."""
 SECTIONS = ("Bounds and Assumption 1", "Heads and layers", "Answers and cost", "Open questions")
 

@@ -44,6 +44,9 @@ def row(
     }
 
 
-def written(*rows: Mapping[str, Any], configs: Sequence[EvictionConfig] = CONFIGS, **more: Any) -> WrittenAnswers:
-    run = RunConfig("a model", "chats.jsonl", tuple(configs), samples=len(rows), generate=64)
+def written(
+    *rows: Mapping[str, Any], configs: Sequence[EvictionConfig] = CONFIGS, compress_over: int = 0, **more: Any
+) -> WrittenAnswers:
+    about = {"samples": len(rows), "generate": 64, "compress_over": compress_over}
+    run = RunConfig("a model", "chats.jsonl", tuple(configs), **about)  # type: ignore[arg-type]
     return WrittenAnswers(run, tuple(map(dict, rows)), **more)
