@@ -94,15 +94,15 @@ def rows_of_prompts(seed: int) -> list[dict[str, Any]]:
     ]
 
 
-def configurations(tokens: int, seed: int) -> dict[str, pk.EvictionConfig]:
-    """Return name -> configuration, for a prompt of `tokens` tokens."""
+def configurations(budget: int, seed: int) -> dict[str, pk.EvictionConfig]:
+    """Return name -> configuration."""
     found = {}
     for name, choices in METHODS.items():
         for keep in ("", KEPT):
             policy = f"{choices['policy']}(keep=prompt)" if keep else choices["policy"]
             made: dict[str, Any] = {**choices, "policy": policy, "granularity": "kv", "window": WINDOW}
             made |= {"seed": seed} if name == "random" else {}
-            (found[name + keep],) = pk.grid([tokens + BEYOND], **made)
+            (found[name + keep],) = pk.grid([budget], **made)
     return found
 
 
@@ -113,10 +113,10 @@ def measure_prompt(model: Any, row: Mapping[str, Any], asked: argparse.Namespace
         path.write_text(json.dumps(row) + "\n")
         prompts = pk.load_prompts(str(path), model, chat_template=asked.chat_template)
     (prompt,) = prompts
-    configs = configurations(len(prompt.token_ids), asked.seed)
-    steps, answer = (8, 8) if asked.short else (STEPS, ANSWER)
+    steps, answer, every, beyond = (12, 8, 4, WINDOW + 2) if asked.short else (STEPS, ANSWER, EVERY, BEYOND)
+    configs = configurations(len(prompt.token_ids) + beyond, asked.seed)
     settings = dataclasses.replace(
-        common.ONE_STEP, steps=steps, compress_every=4 if asked.short else EVERY,
+        common.ONE_STEP, steps=steps, compress_every=every,
         generate=answer if "answers" in row else 0, kept=False,
     )  # fmt: skip
     trace = pk.measure(model, prompts, configs.values(), settings=settings, progress=False)
