@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import DynamicCache
 
+import perturbkv as pk
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
+from perturbkv.errors import PerturbkvError
 from perturbkv.models.adapter import Adapter
+from perturbkv.pipeline.sample import one_sample
+from perturbkv.pipeline.sample.capture import intercept_attention
 from perturbkv.schema import PLACES
+from perturbkv.selection.kept_sets import kept_masks_of
 from tests.oracle import theory
 from tests.oracle.decoder import Decoder, Step
 from tests.pipeline.test_long_generation_is_compressed import BUDGET, PROMPT, WINDOW, Naive, config
+from tests.support.hybrids import HYBRIDS, hybrid_adapter
 from tests.support.models import GATED, exact_adapter, tiny_adapter, token_ids
 from tests.support.resolved import trace_sample
 
@@ -224,3 +233,106 @@ def test_a_prompt_that_is_protected_stays() -> None:
     assert went[PLACES.index("prompt")] == went[PLACES.index("sink")] == 0
     assert went[PLACES.index("recent")] > 0
     assert (found["held_entries"][0, 8::8] == N + WINDOW + 4 + 1).all()
+
+
+def masked_logits(adapter: Adapter, prompt: Prompt, tokens: np.ndarray, seen: list[Any]) -> list[torch.Tensor]:
+    """Logits after each token from the model's own cache; `seen[step][layer]` (head, key) masks what is held there."""
+    cache, logits = DynamicCache(config=adapter.config), []
+
+    def attend(stock, module, args, kwargs):  # type: ignore[no-untyped-def]
+        query, key, value = args[:3]
+        layer, repeats = adapter.layer_of(module), query.shape[1] // key.shape[1]
+        held = torch.ones(query.shape[1], key.shape[2], dtype=torch.bool)
+        mask = now[layer]
+        held[:, : mask.shape[-1]] = mask
+        keys, values = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
+        scores = (query @ keys.mT * (kwargs.get("scaling") or query.shape[-1] ** -0.5)).masked_fill(
+            ~held[None, :, None], -torch.inf
+        )
+        return (scores.softmax(dim=-1) @ values).transpose(1, 2).contiguous(), None
+
+    with torch.inference_mode():
+        adapter.model(input_ids=torch.tensor([list(prompt.token_ids)]), past_key_values=cache)
+        for step, token in enumerate(tokens):
+            now = seen[step]
+            with intercept_attention(adapter, attend):
+                logits.append(
+                    adapter.model(input_ids=torch.tensor([[int(token)]]), past_key_values=cache).logits[0, -1]
+                )
+    return logits
+
+
+@pytest.mark.parametrize("family", [HYBRIDS[0], *(pytest.param(one, marks=pytest.mark.slow) for one in HYBRIDS[1:])])
+def test_beside_recurrent_layers_caches_are_cut_likewise(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter, chosen, prompt = hybrid_adapter(family), config("adakv", granularity="kv"), given(24)
+    cut_at: list[Any] = []
+    whole: list[Any] = []
+    original = one_sample.measure_layer
+
+    def watched(sample: Any, index: int, groups: Any, cuts: Any) -> Any:
+        cut_at[:] = [cuts]
+        whole.append(kept_masks_of(groups)[0])
+        return original(sample, index, groups, cuts)
+
+    monkeypatch.setattr(one_sample, "measure_layer", watched)
+    found = trace_sample(adapter, prompt, run(chosen, steps=24, text="given", compress_every=7)).arrays
+    (cuts,) = cut_at
+    assert sorted(cuts) == [7, 14, 21]
+    seen, now = [], [mask.repeat_interleave(adapter.heads // len(mask), dim=0) for mask in whole]
+    for step in range(24):
+        if step in cuts:
+            now = [mask.repeat_interleave(adapter.heads // len(mask), dim=0) for mask in cuts[step][0].kept]
+        seen.append(now)
+    nothing = [[mask.new_ones(mask.shape) for mask in layers] for layers in seen]
+    evicted = masked_logits(adapter, prompt, found["token_id"], seen)
+    full = masked_logits(adapter, prompt, found["token_id"], nothing)
+    for step in range(24):
+        kl = theory.kl(full[step].double().numpy(), evicted[step].double().numpy())
+        np.testing.assert_allclose(found["logit_kl"][0, step], kl, rtol=2e-3, atol=1e-5)
+    assert found["logit_kl"].max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("fields", "settings", "told"),
+    [
+        ({}, {"compress_every": 4, "compress_over": 20}, "exclude each other"),
+        ({}, {"compress_over": BUDGET}, f"{BUDGET} needs a budget in tokens below it, got budget {BUDGET}"),
+        ({}, {"compress_every": 4, "save": ("effect",)}, "effects .* are those of one kept set"),
+        ({"policy": "snapkv(keep=prompt)"}, {}, "evicts among decoded tokens alone; cut caches again by"),
+        (
+            {"policy": "snapkv(keep=prompt)"},
+            {"compress_every": 4},
+            "protects: the 14 entries of sample 's' and the last",
+        ),
+        ({"policy": "h2o"}, {"compress_every": 4}, "'h2o' looks at what decoding forgets"),
+        ({"precision": "quantise"}, {"compress_every": 4}, "stores other entries than the prompt's"),
+        ({"policy": "snapkv(positions=in-cache)"}, {"compress_every": 4}, "stores other entries than the prompt's"),
+    ],
+)
+def test_what_cannot_be_is_one_line(fields: dict[str, Any], settings: dict[str, Any], told: str) -> None:
+    adapter = tiny_adapter()
+    chosen = {"policy": "snapkv", "window": WINDOW, **fields}
+    with pytest.raises(PerturbkvError, match=told):
+        pk.measure(
+            adapter, [Prompt("s", PROMPT.token_ids, 0)], pk.grid(BUDGET, selection="attention", **chosen),
+            settings=pk.Settings(**settings), progress=False,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("by", ["samples", "configs"])
+def test_shards_and_a_run_that_goes_on_give_what_one_process_does(by: str, tmp_path: Path) -> None:
+    adapter = tiny_adapter()
+    prompts = [pk.Prompt.from_text(f"{place} The quick brown fox jumps over it.", adapter, continuation="again, " * 4)
+               for place in range(2)]  # fmt: skip
+    asked = (adapter, prompts, pk.grid([16, 12], policy=["snapkv", "tova"], selection="attention", window=4))
+    settings = pk.Settings(steps=20, text="given", compress_every=6)
+    alone = pk.measure(*asked, settings=settings, progress=False)
+    for number in (2, 1):
+        last = pk.measure(
+            *asked, settings=settings, path=tmp_path / "t.h5", shard=pk.Shard(number, 2, by), progress=False
+        )
+    part = pk.measure(adapter, prompts[:1], asked[2], settings=settings, path=tmp_path / "part.h5", progress=False)
+    assert len(part.sample_ids) == 1
+    for name in ("gone_attention", "held_entries", "went_entries", "perturbation_carried", "missed_attention"):
+        np.testing.assert_allclose(last.arrays[name], alone.arrays[name], rtol=1e-4, atol=1e-7, err_msg=name)
+        np.testing.assert_allclose(part.arrays[name], alone.arrays[name][:1], rtol=1e-4, atol=1e-7, err_msg=name)

@@ -216,7 +216,7 @@ def test_several_batches_answer_as_one(few_bits: bool, monkeypatch: pytest.Monke
     monkeypatch.setattr(generation, "end_tokens", lambda adapter: set())
     budgets: tuple[int | float, ...] = (20, 18, 10, 8)
     configs = [config("snapkv", budget) for budget in budgets]
-    options: dict[str, object] = {"compress_every": 24, "divergence": True}
+    options: dict[str, object] = {"compress_over": 24, "divergence": True}
     if few_bits:
         configs, options = [*configs, replace(config(budget=12), precision=parse("quantise(group=8)"))], {}
     adapter = exact_adapter("llama", 4, 2)
