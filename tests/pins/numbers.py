@@ -67,7 +67,8 @@ POLICIES = [
     "expected-attention(use_vnorm=false, pool=average, kernel=3)", "knorm", "obcache-joint", "obcache-key",
     "obcache-value", "obcache-joint(pool=average)", "r-kv", "r-kv(lambda=0.5, threshold=0.2, spared=2)", "random",
     "random(seed=3)", "randkv", "randkv(prompt=5, seed=3)", "scissorhands", "scissorhands(history=30, pool=max)",
-    "tova", "tova(pool=max, kernel=3)", "value-norm(sinks=0)", "value-norm(sinks=5)",
+    "tova", "tova(pool=max, kernel=3)", "triattention", "triattention(farthest=64, normalise=false)",
+    "value-norm(sinks=0)", "value-norm(sinks=5)",
 ]  # fmt: skip
 """Every policy but those with a selection or a prefill of their own, and each of their options at least once."""
 BY_LAYER = ["snapkv", "pyramidkv(beta=4)", "h2o", "caote", "dropkv", "expected-attention"]
