@@ -71,6 +71,7 @@ class Option:
         odd: whether the number must be odd.
         allowed: accepted numbers, where these are few.
         call: whether it accepts another choice, `name(option=value)`, besides its default.
+        path: whether it is the path of a file, any text.
         new: whether choices in older traces lack it; they mean the default.
         omitted: whether every choice at the default lacks it, so that older traces have equal choices.
     """
@@ -83,6 +84,7 @@ class Option:
     odd: bool = False
     allowed: tuple[int, ...] = ()
     call: bool = False
+    path: bool = False
     new: bool = False
     omitted: bool = False
 
@@ -104,7 +106,7 @@ class Option:
         if isinstance(value, bool) != isinstance(self.default, bool) or not isinstance(value, accepted):
             raise ConfigError(f"{what} is {description}, got '{value}'")
         if isinstance(value, str):
-            if value not in self.known:
+            if value not in self.known and not self.path:
                 raise UnknownNameError(value, name, self.known)
             return value
         if not isinstance(value, bool):

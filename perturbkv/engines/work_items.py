@@ -33,7 +33,9 @@ def registered_modules(run: RunConfig) -> tuple[str, ...]:
 
     Raises ConfigError for one that no other process can import.
     """
-    modules = {name: _plugin_class(name).__module__ for name in run.plugins if not refers_to_file(name)}
+    files = {file for config in run.configs for file in registry.option_files(config)}
+    names = [name for name in run.plugins if not refers_to_file(name) and name not in files]
+    modules = {name: _plugin_class(name).__module__ for name in names}
     for name, module in modules.items():
         if module == "__main__":
             raise ConfigError(

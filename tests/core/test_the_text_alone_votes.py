@@ -174,7 +174,7 @@ def test_every_policy_of_a_score_of_the_window_has_the_option(name: str) -> None
     ("choices", "said"),
     [
         *(({"policy": name, "window_queries": "text"}, "window_queries has no effect here: it needs policy snapkv or")
-          for name in OTHERS if name not in ("knorm", "kvzip", "kvzip-plus")),
+          for name in OTHERS if name not in ("knorm", "kvzip", "kvzip-plus", "triattention")),
         ({"policy": "knorm", "window_queries": "text", "selection": "attention"}, "no effect here: it needs policy"),
         ({"policy": "h2o(window_queries=text)"}, "policy 'h2o' has no option 'window_queries'"),
         ({"selection": "random", "window_queries": "text"}, "a selection or policy that looks at attention"),

@@ -171,6 +171,7 @@ NOT_PUBLIC = {
     "model_sanity": {"perturbkv.datasets.needle"},  # the prose of needle's prompts, of which a model's loss is
     "readings": LAYERS - {"perturbkv.scoring.layer_view"},
     "template_window": LAYERS,
+    "triattention": LAYERS,
 }
 """Study -> modules of the package that it imports beside the public names."""
 

@@ -1,7 +1,8 @@
-"""Naive LAVa, DefensiveKV, KVzip, R-KV and RandKV: scores by loops, kept sets of all layers by sorting every entry."""
+"""Naive LAVa, DefensiveKV, KVzip, R-KV, TriAttention, RandKV: scores by loops, kept sets by sorting every entry."""
 
 from __future__ import annotations
 
+import cmath
 import hashlib
 import math
 import random
@@ -92,6 +93,40 @@ def r_kv(
                 columns[j].append(0.0 if j in left_out else row[j])
         redundancy = softmax([math.fsum(column) / n for column in columns])
         found.append([weight * importance[j] - (1 - weight) * redundancy[j] for j in range(prefix)])
+    return found
+
+
+def triattention(
+    queries: Array, keys: Array, frequencies: Array, rotary: float, n: int, prefix: int, farthest: int, normalise: bool
+) -> list[list[float]]:
+    """Per query head, from queries and keys before rotation; those at place p are turned by p times the frequencies.
+
+    `rotary` is the factor of cosine and sine. Component i is paired with i + half; those behind the pairs are not
+    turned.
+    """
+    pairs, found = len(frequencies), []
+    turns = [2**power for power in range(farthest.bit_length())]
+    for head in range(len(queries)):
+        own = keys[head * len(keys) // len(queries)]
+        each = [[complex(q[f], q[f + pairs]) for q in queries[head]] for f in range(pairs)]
+        centre = [sum(values) / n for values in each]
+        size = [math.fsum(map(abs, values)) / n for values in each]
+        row = []
+        for j in range(prefix):
+            total = 0.0
+            for f in range(pairs):
+                key = complex(own[j, f], own[j, f + pairs])
+                angle = cmath.phase(centre[f] * key.conjugate())
+                for t in turns:
+                    cosine = math.cos((n + t - j) * frequencies[f] + angle)
+                    total += rotary**2 * abs(centre[f]) * abs(key) * cosine / len(turns)
+                total += rotary**2 * (size[f] - abs(centre[f])) * abs(key)
+            for c in range(2 * pairs, own.shape[1]):
+                total += math.fsum(queries[head, :, c]) / n * own[j, c]
+            row.append(total)
+        mean = math.fsum(row) / prefix
+        deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in row) / prefix)
+        found.append([(value - mean) / deviation for value in row] if normalise else row)
     return found
 
 

@@ -65,9 +65,9 @@ POLICIES = [
     "quest(page=4)", "caote", "caote(pool=max)", "dropkv", "dropkv(pool=none)", "expected-attention",
     "expected-attention(n_future=20, sinks=2, use_covariance=false, epsilon=0.02)",
     "expected-attention(use_vnorm=false, pool=average, kernel=3)", "knorm", "obcache-joint", "obcache-key",
-    "obcache-value", "obcache-joint(pool=average)", "r-kv", "r-kv(lambda=0.5, threshold=0.2, spared=2)", "random",
-    "random(seed=3)", "randkv", "randkv(prompt=5, seed=3)", "scissorhands", "scissorhands(history=30, pool=max)",
-    "tova", "tova(pool=max, kernel=3)", "value-norm(sinks=0)", "value-norm(sinks=5)",
+    "obcache-value", "obcache-joint(pool=average)", "random", "random(seed=3)", "scissorhands",
+    "scissorhands(history=30, pool=max)", "tova", "tova(pool=max, kernel=3)", "value-norm(sinks=0)",
+    "value-norm(sinks=5)",
 ]  # fmt: skip
 """Every policy but those with a selection or a prefill of their own, and each of their options at least once."""
 BY_LAYER = ["snapkv", "pyramidkv(beta=4)", "h2o", "caote", "dropkv", "expected-attention"]

@@ -289,8 +289,8 @@ def frame(found: Any) -> str:
 
 POLICIES = [
     "adakv", "defensive", "defensive-layer", "h2o", "headkv", "kvzip", "kvzip-plus", "lava", "pyramidkv", "quest",
-    "caote", "dropkv", "expected-attention", "knorm", "obcache-joint", "obcache-key", "obcache-value", "r-kv",
-    "random", "randkv", "scissorhands", "tova", "value-norm",
+    "caote", "dropkv", "expected-attention", "knorm", "obcache-joint", "obcache-key", "obcache-value", "random",
+    "scissorhands", "tova", "value-norm",
 ]  # fmt: skip
 """All but snapkv, and those with a selection or a prefill of their own."""
 

@@ -21,9 +21,10 @@ from tests.support.resolved import answer, asked, prefill, trace_sample
 from tests.support.traces import kept_of
 
 SCORES = ("caote", "dropkv", "obcache-value", "obcache-key", "obcache-joint", "knorm", "value-norm",
-          "expected-attention", "r-kv", "randkv")  # fmt: skip
-SIGNED = ("knorm", "r-kv")
+          "expected-attention", "r-kv", "randkv", "triattention")  # fmt: skip
+SIGNED = ("knorm", "r-kv", "triattention")
 PROMPT = Prompt("s", token_ids(60), 0)
+ROTATING = ("expected-attention", "triattention")
 SINKS = {"value-norm": 3, "expected-attention": 2, "randkv": 3}
 
 
@@ -83,7 +84,7 @@ def test_a_prompt_inside_the_window_is_kept_whole(score: str) -> None:
     assert (found["kept_count"] == 5).all()
 
 
-@pytest.mark.parametrize("score", [score for score in SCORES if score != "expected-attention"])
+@pytest.mark.parametrize("score", [score for score in SCORES if score not in ROTATING])
 def test_a_growing_cache_is_compressed_again_by_a_score(score: str) -> None:
     chosen = [
         configuration(12, policy=named(score), selection="attention", granularity=granularity, window=4)
@@ -97,8 +98,9 @@ def test_a_growing_cache_is_compressed_again_by_a_score(score: str) -> None:
         assert one.perturbation.isfinite().all()
 
 
-def test_expected_attention_cannot_compress_what_was_generated() -> None:
-    chosen = configuration(12, policy="expected-attention", selection="attention", window=4)
+@pytest.mark.parametrize("score", ROTATING)
+def test_scores_of_rotations_cannot_compress_what_was_generated(score: str) -> None:
+    chosen = configuration(12, policy=score, selection="attention", window=4)
     with pytest.raises(ConfigError, match="looks at what decoding forgets"):
         check_compressible(chosen)
 

@@ -72,7 +72,7 @@ def check(measure: Measure, devices: Sequence[str], family: str = "llama", **mod
 def of_policy(name: str) -> list[pk.EvictionConfig]:
     """A policy with every selection that it takes."""
     info = registry.policy_class(name)
-    signed = dict.fromkeys(("knorm", "r-kv"), ("attention", "random"))
+    signed = dict.fromkeys(("knorm", "r-kv", "triattention"), ("attention", "random"))
     budget = 48 if name == "quest" else 24
     return [
         config

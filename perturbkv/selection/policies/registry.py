@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from perturbkv.configs.cache_contents import SOMEBODYS
@@ -40,6 +41,7 @@ from perturbkv.configs.selections import (
 from perturbkv.errors import ConfigError, PluginError, UnknownNameError
 from perturbkv.scoring import score_registry as scores
 from perturbkv.scoring.score_registry import SCORES
+from perturbkv.user_files import sha256
 
 if TYPE_CHECKING:
     from perturbkv.scoring.score import Score
@@ -151,14 +153,24 @@ def _score_policy(score: type[Score], name: str) -> type[Policy]:
 
 
 def plugin_digests(config: EvictionConfig) -> dict[str, str]:
-    """Return name -> source digest of the external scores and policies that a configuration uses."""
+    """Return name -> digest of the external scores and policies of a configuration, and of its options' files."""
     policy = policy_class(config.policy.name)
     by = config.policy.options.get("by", scores.OWN)
     used: dict[str, Any] = {config.policy.name: getattr(policy, "scored", policy)}
     if config.cache_contents is SOMEBODYS:
         used[config.policy.name] = importlib.import_module(f"{__package__}.caches").code_of(config.policy.name)
     used |= {by.name: SCORES.load(by.name)} if isinstance(by, Choice) else {}
-    return {name: class_digest(kind) for name, kind in used.items() if not is_builtin(kind)}
+    digests = {name: class_digest(kind) for name, kind in used.items() if not is_builtin(kind)}
+    return digests | {file: sha256(Path(file)).hex()[:16] for file in option_files(config)}
+
+
+def option_files(config: EvictionConfig) -> list[str]:
+    """Return the paths of the files that options of a configuration's policy and score name."""
+    policy, by = config.policy, config.policy.options.get("by")
+    choices = [(policy, policy_class(policy.name).options())]
+    choices += [(by, SCORES.load(by.name).options())] if isinstance(by, Choice) else []
+    named = [choice.options.get(name) for choice, options in choices for name, known in options.items() if known.path]
+    return [file for file in named if file]
 
 
 def is_external(name: str) -> bool:
