@@ -63,7 +63,7 @@ def measure(
 
 
 _OF_PROMPT = {"capture-2", "sweep-24", "sweep-200", "scores-11", "presses-24", "peak-24", "writing-24", "writing-200",
-              "generation", "steps-8"}  # fmt: skip
+              "generation", "steps-8", "decode-trace"}  # fmt: skip
 """Rows with a prompt of the settings' tokens; that of `growth` is up to twice as long."""
 
 
@@ -84,6 +84,7 @@ def _groups(settings: Settings, names: set[str]) -> Iterator[Group]:
     """Yield the groups of rows, those of a GPU where there is one; `names` are the rows to measure."""
     yield "times", tuple(_COUNTS), lambda: _times(settings, names)
     yield "steps", ("steps-8",), lambda: _steps(settings)
+    yield "decoding", ("decode-trace",), lambda: _decoding(settings)
     yield "presses", ("presses-24",), lambda: _presses(settings)
     yield "peaks", ("peak-24",), lambda: _peaks(settings)
     yield "growth", ("growth",), lambda: _growth(settings)
@@ -119,6 +120,13 @@ def _steps(settings: Settings) -> Values:
     spent = run_process("time_steps", repeats=settings.repeats, steps=8, **settings.model_arguments())
     value, details = ratio_with_parts(spent["seconds"]["traced"], spent["seconds"]["plain"])
     return {"steps-8": (value, {**details, "phases": spent["phases"]})}
+
+
+def _decoding(settings: Settings) -> Values:
+    """Return the row of tracing caches that are cut while they are decoded from, over decoding from them."""
+    spent = run_process("time_decoding", repeats=settings.repeats, steps=128, every=32, **settings.model_arguments())
+    value, details = ratio_with_parts(spent["seconds"]["traced"], spent["seconds"]["decoded"])
+    return {"decode-trace": (value, {**details, "phases": spent["phases"]})}
 
 
 def _presses(settings: Settings) -> Values:

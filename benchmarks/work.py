@@ -33,6 +33,7 @@ from perturbkv.models.adapter import Adapter
 from perturbkv.models.forward import run_with_cache
 from perturbkv.models.loading import ModelFiles, load_model
 from perturbkv.pipeline.answers.generation import generate, prefill_and_evict
+from perturbkv.pipeline.answers.recompression import Compressor
 from perturbkv.pipeline.progress import time_phases
 from perturbkv.pipeline.run.plan import Placement, plan
 from perturbkv.pipeline.sample.one_sample import Finisher, trace_sample
@@ -153,6 +154,27 @@ def time_steps(model: str, tokens: int, repeats: int, dtype: str, device: str, s
     return {"seconds": taken, "phases": phases["traced"]}
 
 
+def time_decoding(model: str, tokens: int, repeats: int, dtype: str, device: str, steps: int, every: int) -> Result:
+    """Return the seconds of decoding from 8 evicted caches that are cut every `every` tokens, and of tracing it.
+
+    Both read a prompt; the trace measures `steps` steps, and the other generates as many tokens.
+    """
+    adapter, token_ids = load_model(model, dtype, device), random_tokens(tokens)
+    adapter.tokenizer.eos_token = adapter.model.generation_config.eos_token_id = None
+    prompt = Prompt("benchmark", tuple(token_ids), 0)
+    configs = grid((128, 256), policy=("snapkv", "tova"), selection=("attention", "random"), granularity="kv")
+    run = replace(resolved_run(adapter, configs), steps=steps, compress_every=every)
+
+    def decode() -> None:
+        read = prefill_and_evict(adapter, prompt, run, with_full=True)
+        generate(adapter, read, (), steps, Compressor(adapter, read, run, "benchmark", Resources()))
+
+    runs: dict[str, Callable[[], object]] = {"decoded": decode, "traced": lambda: trace_sample(adapter, prompt, run)}
+    decode()
+    taken, phases = time_in_turns(runs, repeats, adapter.device)
+    return {"seconds": taken, "phases": phases["traced"]}
+
+
 def _trace_function(adapter: Adapter, token_ids: Sequence[int], count: int) -> Callable[[], object]:
     """Return a function that traces the prompt under the standard set of `count` configurations."""
     configs = configurations(count)
@@ -260,7 +282,7 @@ def generation_memory(
     sizes: list[int] = []
 
     def work() -> None:
-        read = prefill_and_evict(adapter, prompt, run, evict_above=0 if evicted else tokens)
+        read = prefill_and_evict(adapter, prompt, run if evicted else replace(run, compress_over=tokens))
         generate(adapter, read, (), generated)
         sizes.append(read.cache.nbytes)
 
@@ -289,8 +311,8 @@ def time_scoring(model: str, tokens: int, answer: int, repeats: int, dtype: str,
     return {"seconds": taken, "phases": phases["scored"], "batches": len(planned.batches.indices)}
 
 
-_WORKS = (time_sweeps, time_steps, time_presses, peaks, time_growth, time_writing, time_kept_coding, generation_memory,
-          time_norms, norms_peak, time_scoring, store_one_sample, time_speed_up, time_coordination,
+_WORKS = (time_sweeps, time_steps, time_decoding, time_presses, peaks, time_growth, time_writing, time_kept_coding,
+          generation_memory, time_norms, norms_peak, time_scoring, store_one_sample, time_speed_up, time_coordination,
           time_merging)  # fmt: skip
 WORK: dict[str, Callable[..., Result]] = {work.__name__: work for work in _WORKS}
 

@@ -392,6 +392,12 @@ ISOLATED = ("perturbation_isolated", "perturbation_isolated_l2", "perturbation_i
 APART = ("perturbation_eviction", "perturbation_change")
 """Parts of the isolated perturbation, in runs of configurations that do more than evict."""
 
+OF_CUTS = (
+    "held_entries", "perturbation_carried", "perturbation_added", "went_entries", "went_output", "gone_attention",
+    "missed_attention",
+)  # fmt: skip
+"""Variables of runs that cut caches again."""
+
 PREFILLS = ("prefill_seconds", "prefill_seconds_full")
 """Durations of prefills, for configurations that have a prefill of their own; NaN for others."""
 

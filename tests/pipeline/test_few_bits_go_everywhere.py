@@ -122,16 +122,16 @@ def test_later_compressions_round_nothing_twice() -> None:
     """What a compression keeps of the prompt is what was stored of it; decoded entries stay whole."""
     adapter, chosen = exact_adapter("llama", *HEADS["GQA"]), config("quantise(bits=2, group=8)", 12, "snapkv")
     context = PROMPT.token_ids
-    for above in (0, 100):  # evicted at once; kept whole, in few bits, until the first compression
-        read = prefill_and_evict(adapter, context, [chosen], "s", evict_above=above)
+    for above in (1, 100):  # evicted at once; kept whole, in few bits, until the first compression
+        read = prefill_and_evict(adapter, context, [chosen], "s", compress_over=above, with_full=True)
         whole = prefill_and_evict(adapter, context, [config(budget=1.0)], "s")
-        before = [layer.entries(0).sets() for layer in read.cache.evicted_layers]
+        before = [layer.entries(1).sets() for layer in read.cache.evicted_layers]
         full = whole.cache.evicted_layers[0].entries(0).sets()[0][0]
         assert not all(any(torch.equal(key, other) for other in full) for key in before[0][0][0])
-        compressor = Compressor(adapter, read, resolved_run([chosen]), 8, "s", _resources())
+        compressor = Compressor(adapter, read, resolved_run([chosen], compress_over=8), "s", _resources())
         compressor.compress(1)
         for layer, sets in zip(read.cache.evicted_layers, before, strict=True):
-            own = layer.entries(0).sets()
+            own = layer.entries(1).sets()
             for place, (keys, values) in enumerate(own):
                 first, second = sets[place * len(sets) // len(own)]
                 kept = [next(i for i, one in enumerate(first) if torch.equal(one, key)) for key in keys]
@@ -146,7 +146,7 @@ def _resources() -> object:
 
 def test_keys_that_turn_at_each_compression_are_refused() -> None:
     chosen = config("quantise", policy="streaming-llm(positions=in-cache)", selection="position")
-    with pytest.raises(ConfigError, match="positions=in-cache turns keys at each compression, .* rounded again"):
+    with pytest.raises(ConfigError, match="positions=in-cache turns keys at each cut, .* rounded again"):
         compatibility.check_compressible(chosen)
     compatibility.check_compressible(replace(chosen, precision=parse("full")))
     compatibility.check_compressible(replace(chosen, policy=config(policy="snapkv").policy))

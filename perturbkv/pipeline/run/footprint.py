@@ -27,7 +27,7 @@ from perturbkv.devices import block_bytes, working_bytes
 from perturbkv.kept_codec import mask_bytes
 from perturbkv.pipeline.run.plan import Plan, copies_each_pass
 from perturbkv.pipeline.sample.layer import LOST_ENTRIES
-from perturbkv.schema import ANSWER_TEXT, DIGEST, KEPT, TEXT, VARIABLES
+from perturbkv.schema import ANSWER_TEXT, DIGEST, KEPT, OF_CUTS, PLACES, TEXT, VARIABLES
 from perturbkv.selection.resolved_config import ResolvedConfig
 from perturbkv.theory import WORK
 
@@ -321,6 +321,7 @@ def _sample_bytes(planned: Plan, context: int, tokens: int) -> tuple[int, int]:
         "config": len(run.configs), "step": run.steps, "answer_token": run.generate, "lost_entry": LOST_ENTRIES,
         "layer": shape.measured, "decoder_layer": shape.decoder_layers, "head": shape.heads, "d_value": shape.d_value,
         "d_model": shape.streams * shape.d_model, "key": tokens + run.steps,
+        "place": len(PLACES),
     }  # fmt: skip
     codes = _kept_set_bytes(run, shape, context) if planned.kept else 0
     answers = (1 + len(run.configs)) * (_ANSWER_BYTES + _ANSWER_TOKEN_BYTES * run.generate) if run.generate else 0
@@ -342,6 +343,7 @@ def _fixed_size_variables(planned: Plan) -> list[str]:
         KEPT[2],  # the codes, whose size is that of the kept sets
         *((DIGEST,) if planned.kept else KEPT),
         *(() if planned.run.generate else _ANSWER_VARIABLES),
+        *(() if planned.run.compresses else OF_CUTS),
     }
     saved = {"", *planned.run.save}
     return [name for name, variable in VARIABLES.items() if name not in left_out and variable.save in saved]
