@@ -97,7 +97,7 @@ def cuts_of(
     `measured` is of all steps, `measured_steps` (sample, step) which of them a sample has; `total` and `norm` are its
     propagated perturbation and ‖o_h‖₁ there, summed over heads.
     """
-    if HELD not in measured:
+    if not measured.trace.run.compresses:
         return None
     length = measured_steps.shape[1]
 

@@ -138,9 +138,11 @@ class Horizon(Result):
         counts, short = self.samples_at_step, self.samples_too_short_for_growth
         ends = f"Texts end: step 0 is of {plural(int(counts[0]), 'sample')}, the last step of {counts[-1]}"
         left_out = f"; {short} of fewer than 3 steps have no growth" if short else ""
+        never = [config.cuts for config in self.configs if config.cuts is not None and not config.cuts.cuts]
         dash = any(isnan(config.curves["propagated"].growth) for config in self.configs)
         return [
             *([f"{ends}{left_out}."] if counts[0] != counts[-1] or short else []),
+            *(["No cache was cut after the first step: texts end before, or budgets are larger."] if never else []),
             *(["A dash: within two noise floors."] if dash else []),
             *self.configs[0].curves["propagated"].sign_flips.power_caveat(),
         ]

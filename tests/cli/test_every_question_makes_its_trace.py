@@ -28,7 +28,7 @@ QUESTIONS: dict[str, tuple[tuple[float, ...], int, set[str]]] = {
     "ablation --restrictions": ((80,), 20, {"ablation-restrictions"}),
     "ablation --bytes": ((24,), 5, {"ablation-bytes"}),
     "ablation --methods tova,h2o": ((24,), 6, {"ablation-methods", "ablation-methods-budgets"}),
-    "horizon": ((24,), 2, {"horizon", "horizon-heads"}),
+    "horizon": ((24,), 2, {"horizon", "horizon-heads", "horizon-steps"}),
     "tokens --layer 1 --head 2": ((24,), 2, {"tokens"}),
     "needle": ((40,), 6, {"needle", "needle-digits", "needle-depths", "needle-correlation"}),
     "correlation": ((40, 60), 12, {"correlation"}),

@@ -51,7 +51,7 @@ def sample_trace(
     """Floats are lognormal, kept positions c … c + KEPT − 1 for every head of configuration c."""
     draw = np.random.default_rng(seed)
     sizes = {"config": configs, "step": steps, "layer": layers, "head": heads, "d_value": 3, "d_model": 4, "key": keys}
-    sizes |= {"decoder_layer": layers, "answer_token": 4, "lost_entry": 2}
+    sizes |= {"decoder_layer": layers, "answer_token": 4, "lost_entry": 2, "place": 4}
     arrays: dict[str, Any] = text(f"Prompt of {name}:\nçé {seed}") if optional else {}
     for variable, spec in VARIABLES.items():
         if spec.optional and not optional or variable in (*KEPT_CODES, DIGEST, *TEXT, *ANSWER_TEXT):

@@ -1,0 +1,110 @@
+"""Caches that are cut again along a text: every number of the table and the figure, by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from perturbkv.analyses.horizon import horizon
+from perturbkv.figures import horizon as figure_of
+from perturbkv.schema import PLACES
+from perturbkv.trace import SampleTrace, Trace
+from tests.support.artists import artist, render, words
+from tests.support.measured import config
+from tests.support.traces import sample_trace, trace
+
+STEPS, CUTS, NORM = 9, (0, 3, 6), 10.0
+RISING = np.array([1, 1, 2, 4, 3, 2, 6, 6, 3.0])
+"""Propagated level of each step: it doubles and trebles at the cuts after the first step, and then falls."""
+
+
+def cut_trace(samples: int = 2, ended: int = STEPS) -> Trace:
+    """Two layers of two heads; head (1, 0) attends to what is gone of the own text at the last step."""
+    made = []
+    for place in range(samples):
+        arrays: dict[str, Any] = dict(sample_trace(f"s{place}", steps=STEPS, seed=place).arrays)
+        steps = ended if place else STEPS
+        level = np.broadcast_to(RISING[:, None, None], (2, STEPS, 2, 2)) * (1 + place)
+        at_cut = np.isin(np.arange(STEPS), CUTS)[:, None, None]
+        arrays["perturbation_propagated"] = level
+        arrays["output_norm"] = np.full((STEPS, 2, 2), NORM)
+        arrays["noise_floor"] = arrays["noise_floor_isolated"] = np.full((STEPS, 2, 2), 1e-6)
+        arrays["perturbation_carried"] = np.where(at_cut, 2.0, np.nan) * np.ones((2, 1, 2, 2))
+        arrays["perturbation_added"] = np.where(at_cut, 5.0, np.nan) * np.ones((2, 1, 2, 2))
+        arrays["held_entries"] = np.full((2, STEPS, 2, 2), 20, dtype=np.int32) + np.arange(STEPS)[:, None, None] % 3
+        gone = np.zeros((2, STEPS, 2, 2, len(PLACES)), dtype=np.float32)
+        gone[:, STEPS - 1, 1, 0, PLACES.index("own text")] = 0.9
+        arrays["gone_attention"] = gone
+        went = np.zeros((2, STEPS, 2, 2, len(PLACES)), dtype=np.int32)
+        went[:, list(CUTS), :, :, PLACES.index("prompt")] = 3
+        went[:, CUTS[-1], :, :, PLACES.index("sink")] = 3
+        arrays |= {"went_entries": went, "went_output": went / 30, "missed_attention": np.zeros((2, STEPS))}
+        arrays["steps_measured"] = np.asarray(steps)
+        for name in ("token_id",):
+            arrays[name] = np.arange(STEPS)
+        made.append(SampleTrace(f"s{place}", arrays))
+    return trace(*made, configs=(config("attention"), config("two-stage")), compress_every=3)
+
+
+def test_jumps_growth_and_what_comes_back_by_hand() -> None:
+    result = horizon.horizon(cut_trace())
+    cuts = result.configs[0].cuts
+    assert cuts is not None
+    assert cuts.cuts == 2
+    assert cuts.most_held == 22
+    assert cuts.jump == pytest.approx((4 + 6) / (2 + 2))  # after the cuts over before them
+    assert cuts.between == pytest.approx((2 + 2 + 3) / (1 + 4 + 6))  # the last steps of spans over the first
+    assert (cuts.added, cuts.carried) == pytest.approx((0.5, 0.2))
+    assert cuts.gone == pytest.approx(0.9 / STEPS / 4)
+    np.testing.assert_allclose(cuts.gone_by_place, [0, 0, 0.9 / STEPS / 4, 0])
+    np.testing.assert_allclose(cuts.went_by_place, [3 / 12, 9 / 12, 0, 0])
+    assert np.unravel_index(cuts.gone_by_head.argmax(), (2, 2)) == (1, 0)
+    np.testing.assert_allclose(cuts.held, 20 + np.arange(STEPS) % 3)
+    assert np.flatnonzero(cuts.cut_share).tolist() == list(CUTS)
+    shown = repr(result)
+    assert "caches cut again every 3 tokens" in shown
+    assert "own text" in str(result.details())
+
+
+def test_a_text_that_ends_before_is_left_out_of_what_comes_after() -> None:
+    result = horizon.horizon(cut_trace(ended=3))
+    cuts = result.configs[0].cuts
+    assert cuts is not None
+    assert cuts.cuts == 1  # two of one text, none of the other
+    assert cuts.jump == pytest.approx((4 + 6) / (2 + 2))
+    assert "No cache was cut after the first step" not in repr(result)
+    none = horizon.horizon(cut_trace(samples=1, ended=STEPS)).configs[0].cuts
+    assert none is not None and none.jump_interval is None
+
+
+def test_texts_that_end_before_the_first_cut_are_told() -> None:
+    made = cut_trace(samples=2)
+    early = {**{name: made.arrays[name] for name in made.arrays}, "steps_measured": np.array([3, 3])}
+    short = type(made)(**{**vars(made), "arrays": early})
+    result = horizon.horizon(short)
+    cuts = result.configs[0].cuts
+    assert cuts is not None and cuts.cuts == 0 and np.isnan(cuts.jump)
+    assert "No cache was cut after the first step" in repr(result)
+
+
+def test_a_run_that_cuts_once_has_no_cuts() -> None:
+    plain = cut_trace()
+    once = type(plain)(**{**vars(plain), "run": type(plain.run)(**{**vars(plain.run), "compress_every": 0})})
+    result = horizon.horizon(once)
+    assert result.configs[0].cuts is None
+    assert "cut again" not in repr(result)
+
+
+@pytest.mark.parametrize("width", [84, 174])
+def test_the_figure_of_the_whole_text_holds_layers_steps_and_cuts(width: int) -> None:
+    result = horizon.horizon(cut_trace())
+    figure = figure_of.draw_steps(result, width)
+    for panel, one in enumerate(result.configs):
+        np.testing.assert_allclose(artist(figure, panel, "map").get_array().reshape(2, STEPS), one.by_layer)
+        np.testing.assert_allclose(one.by_layer, np.broadcast_to(RISING * 1.5 / NORM, (2, STEPS)))
+        places = artist(figure, panel, "cuts").get_offsets()[:, 0]
+        assert places.tolist() == [cut + 0.5 for cut in CUTS]
+    assert "the cache is cut" in words(figure)
+    assert len(render(figure)) > 1000
