@@ -153,29 +153,33 @@ def make(model: Any, input_ids: Tensor, attention_mask: Tensor, budget: int, fit
     reading, cache, held = read(model, input_ids, repeat), DynamicCache(), 0
     model(input_ids, None, None, cache, logits_to_keep=1)
     for layer, queries in zip(cache.layers, reading.queries, strict=True):
-        keys, values = layer.keys[0].double(), layer.values[0].double()
-        numbers, with_bias = keys.shape[-1] + values.shape[-1], "bias" in fits
-        kept = int((budget - WINDOW) * numbers / (numbers + with_bias))
-        own_keys, own_values, bias = compacted_layer(keys, values, queries, reading, kept, fits)
-        for name, own in (("keys", own_keys), ("values", own_values)):
-            full = getattr(layer, name)
-            setattr(layer, name, torch.cat([own.to(full.dtype).unsqueeze(0), full[:, :, -WINDOW:]], dim=2))
-        if with_bias:
-            layer.bias = torch.nn.functional.pad(bias, (0, WINDOW)).unsqueeze(0)
-        held += len(keys) * ((kept + WINDOW) * numbers + with_bias * kept)
+        keys, values, bias = compacted(layer.keys[0].double(), layer.values[0].double(), queries, reading, budget, fits)
+        layer.keys, layer.values = keys.to(layer.keys.dtype)[None], values.to(layer.values.dtype)[None]
+        if bias is not None:
+            layer.bias = bias[None]
+        biases = 0 if bias is None else keys.shape[1] - WINDOW
+        held += len(keys) * (keys.shape[1] * (keys.shape[-1] + values.shape[-1]) + biases)
     cache.nbytes = 2 * held
     return cache
 
 
-def compacted_layer(
+def compacted(
+    keys: Tensor, values: Tensor, queries: Tensor, reading: Reading, budget: int, fits: str
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return what stands for a layer's entries, the window's own last: keys, values (kv_head, entry, …) and biases."""
+    numbers, with_bias = keys.shape[-1] + values.shape[-1], "bias" in fits
+    kept = int((budget - WINDOW) * numbers / (numbers + with_bias))
+    own_keys, own_values, bias = compacted_prefix(keys, values, queries, reading, kept, fits)
+    own = [torch.cat([one, full[:, -WINDOW:]], dim=1) for one, full in ((own_keys, keys), (own_values, values))]
+    return own[0], own[1], torch.nn.functional.pad(bias, (0, WINDOW)) if with_bias else None
+
+
+def compacted_prefix(
     keys: Tensor, values: Tensor, queries: Tensor, reading: Reading, kept: int, fits: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what stands for a layer's prefix: keys, values (kv_head, kept, …) and biases (kv_head, kept)."""
-    prefix = keys.shape[1] - WINDOW
-    logits = queries @ keys.mT * reading.scale
-    future = torch.arange(keys.shape[1], device=keys.device) > reading.places[:, None]
-    chosen = logits.masked_fill(future, -torch.inf).softmax(dim=-1)[..., :prefix].mean(dim=1)
-    places = chosen.argsort(dim=-1, descending=True, stable=True)[:, :kept].sort(dim=-1).values
+    prefix, logits = keys.shape[1] - WINDOW, queries @ keys.mT * reading.scale
+    places = mean_attention(logits, reading).argsort(dim=-1, descending=True, stable=True)[:, :kept].sort(dim=-1).values
     own_keys, own_values = (full.gather(1, places[..., None].expand(-1, -1, full.shape[-1])) for full in (keys, values))
     bias = torch.zeros(places.shape, dtype=keys.dtype, device=keys.device)
     if "merge" in fits:
@@ -188,6 +192,12 @@ def compacted_layer(
         own = at * bias[:, None].exp()
         own_values = fitted_values(own / own.sum(dim=-1, keepdim=True), own_values, weights @ values[:, :prefix])
     return own_keys, own_values, bias
+
+
+def mean_attention(logits: Tensor, reading: Reading) -> Tensor:
+    """Return (kv_head, prefix) mean weights of the entries before the window, from logits of references."""
+    future = torch.arange(logits.shape[-1], device=logits.device) > reading.places[:, None]
+    return logits.masked_fill(future, -torch.inf).softmax(dim=-1)[..., :-WINDOW].mean(dim=1)
 
 
 def fitted_bias(weights: Tensor) -> Tensor:
