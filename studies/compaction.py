@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -253,15 +253,15 @@ def geometric_interval(logs: Floats) -> Any:
 
 
 def name_of(config: pk.EvictionConfig) -> str:
-    """Return a configuration's method."""
-    own = config.policy.name.removeprefix("cache:")
-    return own if own in METHODS else config.selection.name
+    """Return a configuration's method: its cache or press where it has one, else its selection."""
+    selection = str(config.selection.name)
+    return str(config.policy.name).split(":", 1)[-1] if selection == "given" else selection
 
 
 class Numbers:
     """Sums over heads, KL (sample, config) and shares of bytes of a trace's complete samples; means over steps."""
 
-    def __init__(self, trace: pk.Trace) -> None:
+    def __init__(self, trace: pk.Trace, claims: Sequence[tuple[str, str]] = CLAIMS) -> None:
         def steps_of(name: str) -> Floats:
             return np.asarray(trace.get(name, "compaction"), dtype=np.float64)
 
@@ -270,11 +270,14 @@ class Numbers:
         self.sums = {kind: np.nanmean(steps_of(f"perturbation_{kind}").sum(axis=(3, 4)), axis=2)
                      for kind in ("propagated", "isolated")}  # fmt: skip
         self.kl = np.nanmean(steps_of("logit_kl"), axis=2)
-        self.bytes = (steps_of("held_bytes") / steps_of("full_bytes")[:, None]).mean(axis=0)
-        if missing := {name for pair in CLAIMS for name in pair} - {name for name, _ in self.places}:
+        held = steps_of("held_bytes")
+        if np.isnan(held).any():  # a press says nothing of its file: what it has in memory
+            held = np.where(np.isnan(held), steps_of("resident_bytes"), held)
+        self.bytes = (held / steps_of("full_bytes")[:, None]).mean(axis=0)
+        if missing := {name for pair in claims for name in pair} - {name for name, _ in self.places}:
             raise pk.PerturbkvError(
                 f"expected a trace of this study, got one without {', '.join(sorted(missing))}; "
-                "python studies/compaction.py makes one"
+                "called without a trace it makes one"
             )
 
     def compare(self, treatment: str, baseline: str, budget: str) -> dict[str, Any]:
@@ -334,7 +337,10 @@ COMPARED = {"propagated": ("propagated", 2, "L"), "kl": ("KL", 4, "KL"), "isolat
 """Number of a comparison -> its name in a table, its digits, and the key of its word."""
 
 
-def tables(levels: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]], n: int) -> Iterator[common.Table]:
+def tables(
+    levels: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]], n: int,
+    decide: Callable[[Sequence[str]], str] = verdict,
+) -> Iterator[common.Table]:  # fmt: skip
     """Return the tables: methods by number and share, then claims by number and share, with what is decided."""
     budgets = list(dict.fromkeys(row["share"] for row in rows))
     columns = [f"{100 * float(budget):g} %" for budget in budgets]
@@ -347,12 +353,12 @@ def tables(levels: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]
         "cache", "number", *columns,
     ], lines  # fmt: skip
     lines = []
-    for claim in CLAIMS:
+    for claim in dict.fromkeys((row["treatment"], row["baseline"]) for row in rows):
         own = [row for row in rows if (row["treatment"], row["baseline"]) == claim]
         for number, (told, digits, word) in COMPARED.items():
             cells = [interval_text(row[number], row[f"{number}_interval"], digits) for row in own]
             cells = [f"{cell} {row[word]}" if word else cell for cell, row in zip(cells, own, strict=True)]
-            decided = verdict([row[word] for row in own]) if word else ""
+            decided = decide([row[word] for row in own]) if word else ""
             lines.append([" < ".join(claim), told, *cells, decided])
     yield f"Claims, n = {n}: ratios of L and differences in KL, with 95 % intervals over prompts", [
         "claim", "number", *columns, "claim",

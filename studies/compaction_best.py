@@ -7,8 +7,8 @@ not? All is isolated L1 in float64.
 *Shared* sets are what a cache of the study can be: one for each key/value head, whose loss is the sum over the query
 heads that read it. From the largest A ν of the query, and from the largest mean attention of the window, whose keys
 fits keep, each kept entry in turn is exchanged for the evicted one that lowers the sum most, until none does; the
-better end is the best set found. *Own* sets are those of `pk.search_kept_sets`, as many entries for each query head apart: a
-key/value head that holds its query heads' sets takes up to so many times the bytes.
+better end is the best set found. *Own* sets are those of `pk.search_kept_sets`, as many entries for each query head
+apart: a key/value head that holds its query heads' sets takes up to so many times the bytes.
 
 A set that was found is a set, so that the best there is loses at most as much: what is *worse* than the set found is
 worse than the best there is, what is *better* than it is that of the found one alone. How far both ends of a head lie
