@@ -50,7 +50,7 @@ PACKAGES = .venv-packages
 # All tests of an environment of its own; CI leaves out the slow ones: make test-vllm SLOW=
 SLOW = -m "not chaos"
 
-.PHONY: demo test test-slow families sizes snapshots pins mutants attack chaos test-ray test-browser test-kvpress test-oldest test-newest test-quantised test-vllm test-llamacpp test-packages docs check types check-js vendor examples figures report-pictures longbench tables scores bytes compaction precision-map questions paper needle models second-model studies bench gpu install develop clean
+.PHONY: demo test test-slow families sizes snapshots pins mutants attack chaos test-ray test-browser test-kvpress test-oldest test-newest test-quantised test-vllm test-llamacpp test-packages docs check types check-js vendor examples figures report-pictures longbench tables scores bytes compaction compaction-press compaction-qwen precision-map questions paper needle models second-model studies bench gpu install develop clean
 
 install: $(VENV)/.installed
 develop: $(VENV)/.developing
@@ -341,10 +341,21 @@ precision-map: longbench develop models
 	$(PY) studies/precision_map.py --model qwen2.5-coder-0.5b-q4_k_m --samples 20 $(MAPPED) --output runs/precision-map-qwen
 	cp runs/precision-map-qwen/precision_map.png docs/figures/precision-map-qwen.png
 
-# docs/results/compaction.md: half an hour on two cores; killed, it goes on where it was.
+# docs/results/compaction.md: half an hour on two cores, the search ten minutes; killed, it goes on where it was.
+FITTED = --dataset multi_news --data-dir $(LONGBENCH) --max-tokens 700
 compaction: longbench develop
-	$(PY) studies/compaction.py --dataset multi_news --data-dir $(LONGBENCH) --samples 12 --max-tokens 700 --output runs/compaction
+	$(PY) studies/compaction.py $(FITTED) --samples 12 --output runs/compaction
 	cp runs/compaction/compaction.png docs/figures/
+	$(PY) studies/compaction_best.py $(FITTED) --samples 12 --output runs/compaction-best
+
+# The same page's press, in kvpress' environment, which takes the prompts' wording from lm-eval.
+compaction-press: longbench $(KVPRESS)/.installed
+	$(KVPRESS)/bin/python -m pip install -q --no-deps lm-eval==0.4.13
+	$(KVPRESS)/bin/python studies/compaction_press.py $(FITTED) --samples 12 --output runs/compaction-press
+
+# The same study of a second model: hours.
+compaction-qwen: longbench develop models
+	$(PY) studies/compaction.py --model qwen2.5-coder-0.5b-q4_k_m $(FITTED) --samples 8 --output runs/compaction-qwen
 
 # docs/results/second_model.md: an hour and a half on one core; killed, it goes on where it was.
 second-model: longbench develop
@@ -373,7 +384,7 @@ models: install
 # Every study on four short prompts, to see it work; `python studies/NAME.py` measures as the results' pages say. Those of
 # finished runs read what commands leave here; the paper's and the second model's have LongBench's prompts alone.
 SHORT   = runs/studies/short
-OF_RUNS = answers_tables effect_gradient judge model_sanity needle readings second_model specification_claims specification_counts tables
+OF_RUNS = answers_tables compaction_press effect_gradient judge model_sanity needle readings second_model specification_claims specification_counts tables
 FEW     = --dataset needle --length 300 --samples 4 --budget 64
 studies: install
 	for study in $(filter-out common paper% $(OF_RUNS),$(basename $(notdir $(wildcard studies/*.py)))); do \

@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -153,29 +153,33 @@ def make(model: Any, input_ids: Tensor, attention_mask: Tensor, budget: int, fit
     reading, cache, held = read(model, input_ids, repeat), DynamicCache(), 0
     model(input_ids, None, None, cache, logits_to_keep=1)
     for layer, queries in zip(cache.layers, reading.queries, strict=True):
-        keys, values = layer.keys[0].double(), layer.values[0].double()
-        numbers, with_bias = keys.shape[-1] + values.shape[-1], "bias" in fits
-        kept = int((budget - WINDOW) * numbers / (numbers + with_bias))
-        own_keys, own_values, bias = compacted_layer(keys, values, queries, reading, kept, fits)
-        for name, own in (("keys", own_keys), ("values", own_values)):
-            full = getattr(layer, name)
-            setattr(layer, name, torch.cat([own.to(full.dtype).unsqueeze(0), full[:, :, -WINDOW:]], dim=2))
-        if with_bias:
-            layer.bias = torch.nn.functional.pad(bias, (0, WINDOW)).unsqueeze(0)
-        held += len(keys) * ((kept + WINDOW) * numbers + with_bias * kept)
+        keys, values, bias = compacted(layer.keys[0].double(), layer.values[0].double(), queries, reading, budget, fits)
+        layer.keys, layer.values = keys.to(layer.keys.dtype)[None], values.to(layer.values.dtype)[None]
+        if bias is not None:
+            layer.bias = bias[None]
+        biases = 0 if bias is None else keys.shape[1] - WINDOW
+        held += len(keys) * (keys.shape[1] * (keys.shape[-1] + values.shape[-1]) + biases)
     cache.nbytes = 2 * held
     return cache
 
 
-def compacted_layer(
+def compacted(
+    keys: Tensor, values: Tensor, queries: Tensor, reading: Reading, budget: int, fits: str
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return what stands for a layer's entries, the window's own last: keys, values (kv_head, entry, …) and biases."""
+    numbers, with_bias = keys.shape[-1] + values.shape[-1], "bias" in fits
+    kept = int((budget - WINDOW) * numbers / (numbers + with_bias))
+    own_keys, own_values, bias = compacted_prefix(keys, values, queries, reading, kept, fits)
+    own = [torch.cat([one, full[:, -WINDOW:]], dim=1) for one, full in ((own_keys, keys), (own_values, values))]
+    return own[0], own[1], torch.nn.functional.pad(bias, (0, WINDOW)) if with_bias else None
+
+
+def compacted_prefix(
     keys: Tensor, values: Tensor, queries: Tensor, reading: Reading, kept: int, fits: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what stands for a layer's prefix: keys, values (kv_head, kept, …) and biases (kv_head, kept)."""
-    prefix = keys.shape[1] - WINDOW
-    logits = queries @ keys.mT * reading.scale
-    future = torch.arange(keys.shape[1], device=keys.device) > reading.places[:, None]
-    chosen = logits.masked_fill(future, -torch.inf).softmax(dim=-1)[..., :prefix].mean(dim=1)
-    places = chosen.argsort(dim=-1, descending=True, stable=True)[:, :kept].sort(dim=-1).values
+    prefix, logits = keys.shape[1] - WINDOW, queries @ keys.mT * reading.scale
+    places = mean_attention(logits, reading).argsort(dim=-1, descending=True, stable=True)[:, :kept].sort(dim=-1).values
     own_keys, own_values = (full.gather(1, places[..., None].expand(-1, -1, full.shape[-1])) for full in (keys, values))
     bias = torch.zeros(places.shape, dtype=keys.dtype, device=keys.device)
     if "merge" in fits:
@@ -188,6 +192,12 @@ def compacted_layer(
         own = at * bias[:, None].exp()
         own_values = fitted_values(own / own.sum(dim=-1, keepdim=True), own_values, weights @ values[:, :prefix])
     return own_keys, own_values, bias
+
+
+def mean_attention(logits: Tensor, reading: Reading) -> Tensor:
+    """Return (kv_head, prefix) mean weights of the entries before the window, from logits of references."""
+    future = torch.arange(logits.shape[-1], device=logits.device) > reading.places[:, None]
+    return logits.masked_fill(future, -torch.inf).softmax(dim=-1)[..., :-WINDOW].mean(dim=1)
 
 
 def fitted_bias(weights: Tensor) -> Tensor:
@@ -237,15 +247,15 @@ def configurations(asked: argparse.Namespace) -> list[pk.EvictionConfig]:
 
 
 def name_of(config: pk.EvictionConfig) -> str:
-    """Return a configuration's method."""
-    own = config.policy.name.removeprefix("cache:")
-    return own if own in METHODS else config.selection.name
+    """Return a configuration's method: its cache or press where it has one, else its selection."""
+    selection = str(config.selection.name)
+    return str(config.policy.name).split(":", 1)[-1] if selection == "given" else selection
 
 
 class Numbers:
     """Sums over heads, KL (sample, config) and shares of bytes of a trace's complete samples; means over steps."""
 
-    def __init__(self, trace: pk.Trace) -> None:
+    def __init__(self, trace: pk.Trace, claims: Sequence[tuple[str, str]] = CLAIMS) -> None:
         def steps_of(name: str) -> Floats:
             return np.asarray(trace.get(name, "compaction"), dtype=np.float64)
 
@@ -254,11 +264,14 @@ class Numbers:
         self.sums = {kind: np.nanmean(steps_of(f"perturbation_{kind}").sum(axis=(3, 4)), axis=2)
                      for kind in ("propagated", "isolated")}  # fmt: skip
         self.kl = np.nanmean(steps_of("logit_kl"), axis=2)
-        self.bytes = (steps_of("held_bytes") / steps_of("full_bytes")[:, None]).mean(axis=0)
-        if missing := {name for pair in CLAIMS for name in pair} - {name for name, _ in self.places}:
+        held = steps_of("held_bytes")
+        if np.isnan(held).any():  # a press says nothing of its file: what it has in memory
+            held = np.where(np.isnan(held), steps_of("resident_bytes"), held)
+        self.bytes = (held / steps_of("full_bytes")[:, None]).mean(axis=0)
+        if missing := {name for pair in claims for name in pair} - {name for name, _ in self.places}:
             raise pk.PerturbkvError(
                 f"expected a trace of this study, got one without {', '.join(sorted(missing))}; "
-                "python studies/compaction.py makes one"
+                "called without a trace it makes one"
             )
 
     def compare(self, treatment: str, baseline: str, budget: str) -> dict[str, Any]:
@@ -318,7 +331,10 @@ COMPARED = {"propagated": ("propagated", 2, "L"), "kl": ("KL", 4, "KL"), "isolat
 """Number of a comparison -> its name in a table, its digits, and the key of its word."""
 
 
-def tables(levels: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]], n: int) -> Iterator[common.Table]:
+def tables(
+    levels: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]], n: int,
+    decide: Callable[[Sequence[str]], str] = verdict,
+) -> Iterator[common.Table]:  # fmt: skip
     """Return the tables: methods by number and share, then claims by number and share, with what is decided."""
     budgets = list(dict.fromkeys(row["share"] for row in rows))
     columns = [f"{100 * float(budget):g} %" for budget in budgets]
@@ -331,12 +347,12 @@ def tables(levels: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]
         "cache", "number", *columns,
     ], lines  # fmt: skip
     lines = []
-    for claim in CLAIMS:
+    for claim in dict.fromkeys((row["treatment"], row["baseline"]) for row in rows):
         own = [row for row in rows if (row["treatment"], row["baseline"]) == claim]
         for number, (told, digits, word) in COMPARED.items():
             cells = [interval_text(row[number], row[f"{number}_interval"], digits) for row in own]
             cells = [f"{cell} {row[word]}" if word else cell for cell, row in zip(cells, own, strict=True)]
-            decided = verdict([row[word] for row in own]) if word else ""
+            decided = decide([row[word] for row in own]) if word else ""
             lines.append([" < ".join(claim), told, *cells, decided])
     yield f"Claims, n = {n}: ratios of L and differences in KL, with 95 % intervals over prompts", [
         "claim", "number", *columns, "claim",
