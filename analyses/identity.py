@@ -52,7 +52,7 @@ class RunIdentity:
         first_step: the conclusion at the first step alone, where the numbers are means over several; else empty.
         effect_gradient: gradient by which effects on the text are measured.
         unevicted: budgets, or configurations, that leave the cache whole in some samples, with the number of these.
-        cut_again: when caches are cut again while they are decoded from, as text; empty for never.
+        compressed_again: when caches are compressed again while they are decoded from, as text; empty for never.
     """
 
     model: str
@@ -74,7 +74,7 @@ class RunIdentity:
     first_step: str = ""
     effect_gradient: str = FULL
     unevicted: tuple[tuple[str, int], ...] = ()
-    cut_again: str = ""
+    compressed_again: str = ""
 
     @cached_property
     def names(self) -> list[str]:
@@ -135,7 +135,7 @@ class RunIdentity:
             self.dataset,
             self.scenario if self.scenario != "regular" else "",
             self.steps,
-            f"cut again {self.cut_again}" if self.cut_again else "",
+            f"compressed again {self.compressed_again}" if self.compressed_again else "",
             plural(self.samples, self.unit),
             f"{self.ended} ended before" if self.ended else "",
             f"{self.failed} failed" if self.failed else "",
@@ -157,7 +157,7 @@ class RunIdentity:
             self.dataset,
             self.scenario if self.scenario != "regular" else "",
             self.steps,
-            f"cut again {self.cut_again}" if self.cut_again else "",
+            f"compressed again {self.compressed_again}" if self.compressed_again else "",
             plural(self.samples, "sample") if self.samples < 2 else "",
             f"{self.ended} samples ended before" if self.ended else "",
             f"{self.failed} samples failed" if self.failed else "",
@@ -257,7 +257,7 @@ def identity(trace: Trace, configs: Sequence[EvictionConfig], step: int = 0) -> 
         byte_shares=_trace_byte_shares(trace, configs),
         effect_gradient=trace.run.effect_gradient,
         unevicted=_unevicted_counts(trace, configs, step),
-        cut_again=trace.run.cut_again,
+        compressed_again=trace.run.compressed_again,
     )
 
 
@@ -349,7 +349,7 @@ def run_identity(
         weights=str(provenance.get("weights", "")) if provenance.get("quantised_weights") is True else "",
         source=source,
         measured_layers=str(provenance.get(MEASURED_LAYERS, "")),
-        cut_again=run.cut_again,
+        compressed_again=run.compressed_again,
     )
 
 

@@ -114,14 +114,14 @@ ABOVE_FULL = (
 )
 
 
-def cache_share_note(shares: Iterable[float], cut_again: str = "") -> str:
+def cache_share_note(shares: Iterable[float], compressed_again: str = "") -> str:
     """Return the note that defines the cache share, and explains shares above 1 if there are any.
 
     Args:
         shares: the cache shares of the table.
-        cut_again: when caches were cut again during generation, as `RunConfig.cut_again`.
+        compressed_again: when caches were compressed again during generation, as `RunConfig.compressed_again`.
     """
-    later = f" As the answers began; caches were cut again {cut_again}." if cut_again else ""
+    later = f" As the answers began; caches were compressed again {compressed_again}." if compressed_again else ""
     return CACHE_SHARE_NOTE + later + (f" {ABOVE_FULL}" if any(share > 1 for share in shares) else "")
 
 

@@ -19,7 +19,7 @@ TARGETS = (
     Target("sweep-24", "24 configurations (3 policies × 2 selections × 4 budgets) / plain prefill", 1.25),
     Target("sweep-200", "200 configurations / plain prefill", 2.0),
     Target("steps-8", "24 configurations with 8 steps / plain prefill", 1.6),
-    Target("decode-trace", "8 caches cut every 32 tokens, traced over 128 steps / decoded from", 1.5),
+    Target("decode-trace", "8 caches compressed every 32 tokens, traced over 128 steps / decoded from", 1.5),
     Target("scores-11", "ten scores of later methods beside SnapKV's / plain prefill", 1.6),
     Target("presses-24", "the same 24 configurations, ours / kvpress' presses, a prefill each", 0.2),
     Target("peak-24", "peak memory, 24 configurations / plain prefill's", 1.3),

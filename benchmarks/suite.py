@@ -123,7 +123,7 @@ def _steps(settings: Settings) -> Values:
 
 
 def _decoding(settings: Settings) -> Values:
-    """Return the row of tracing caches that are cut while they are decoded from, over decoding from them."""
+    """Return the row of tracing caches that are compressed while they are decoded from, over decoding from them."""
     spent = run_process("time_decoding", repeats=settings.repeats, steps=128, every=32, **settings.model_arguments())
     value, details = ratio_with_parts(spent["seconds"]["traced"], spent["seconds"]["decoded"])
     return {"decode-trace": (value, {**details, "phases": spent["phases"]})}

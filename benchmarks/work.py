@@ -155,7 +155,7 @@ def time_steps(model: str, tokens: int, repeats: int, dtype: str, device: str, s
 
 
 def time_decoding(model: str, tokens: int, repeats: int, dtype: str, device: str, steps: int, every: int) -> Result:
-    """Return the seconds of decoding from 8 evicted caches that are cut every `every` tokens, and of tracing it.
+    """Return the seconds of decoding from 8 evicted caches that are compressed every `every` tokens, and of tracing it.
 
     Both read a prompt; the trace measures `steps` steps, and the other generates as many tokens.
     """

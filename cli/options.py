@@ -200,10 +200,11 @@ class RunOptions(DataOptions):
         str, _rare_option(_EVICT, metavar="NAME", help=f"Layout of evicted caches: {', '.join(CACHES)}")
     ] = "ragged"
     compress_every: Annotated[
-        int | None, _rare_option(_EVICT, metavar="N", help="Cut caches to b again after every N tokens decoded")
+        int | None,
+        _rare_option(_EVICT, metavar="N", help="Compress to the budget again every N decoded tokens"),
     ] = None
     compress_over: Annotated[
-        int | None, _rare_option(_EVICT, metavar="N", help="Cut a cache to b whenever it holds more than N entries")
+        int | None, _rare_option(_EVICT, metavar="N", help="Compress what holds more than N entries")
     ] = None
     text: Annotated[str, _rare_option(_RUN, metavar="NAME", help=f"Text that the steps read: {', '.join(TEXTS)}")] = OWN
     steps: Annotated[

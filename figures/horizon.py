@@ -147,7 +147,7 @@ def draw_heads(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
 def draw_steps(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
     """Draw the propagated relative L1 of every layer along the text, steps across, a panel per configuration.
 
-    Ticks above a panel mark the steps before which the cache of at least half of the samples is cut again.
+    Ticks above a panel mark the steps before which the cache of at least half of the samples is compressed again.
     """
     with style.use():
         configs = sort_by_cache_share(result.configs, lambda config: config.cache_share)
@@ -162,11 +162,11 @@ def draw_steps(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
             )
             panel.set_title(name or "evicted", loc="left", pad=6)
             panel.set_ylabel("layer")
-            if config.cuts is not None:
-                cut = np.flatnonzero(config.cuts.cut_share >= 0.5)
-                panel.scatter(cut + 0.5, np.zeros(len(cut)), marker="v", s=8, color="0.2", linewidths=0, clip_on=False,
-                              zorder=3, gid="cuts")  # fmt: skip
-        axes[-1].set_xlabel("decode step" + ("; ▾ the cache is cut" if result.identity.cut_again else ""))
+            if config.compressions is not None:
+                places = np.flatnonzero(config.compressions.share >= 0.5)
+                panel.scatter(places + 0.5, np.zeros(len(places)), marker="v", s=8, color="0.2", linewidths=0,
+                              clip_on=False, zorder=3, gid="compressions")  # fmt: skip
+        axes[-1].set_xlabel("decode step" + ("; ▾ the cache is compressed" if result.identity.compressed_again else ""))
         beyond = max(float(np.nanmax(one.by_layer)) for one in configs) > highest
         bar = figure.colorbar(
             axes[0].collections[0], ax=list(axes), extend="max" if beyond else "neither", fraction=0.04, pad=0.02

@@ -238,7 +238,7 @@ def draw_divergence(result: Divergence, width_mm: float = style.WIDE_MM) -> Figu
 def _divergence_names(result: Divergence, configs: Sequence[DivergencePoint]) -> list[str]:
     """Return a distinct name of each configuration, with its cache share."""
     names = distinct_names([one.config for one in configs])
-    start = " at the start" if result.cut_again else ""
+    start = " at the start" if result.identity.compressed_again else ""
     return [
         f"{name} (held {text.cache_share(one.cache_share)}{start})" for name, one in zip(names, configs, strict=True)
     ]

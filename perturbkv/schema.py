@@ -169,13 +169,20 @@ VARIABLES: dict[str, Variable] = {
         save="effect",
     ),
     "held_entries": Variable(
-        _HEADS, "entry", "entries that the head's query attends to, in a run that cuts caches again", "int32", True
+        _HEADS,
+        "entry",
+        "entries that the head's query attends to, in a run that compresses caches again",
+        "int32",
+        True,
     ),
     "perturbation_carried": Variable(
-        _HEADS, "L1", "at a cut, isolated perturbation by what was gone before; NaN at other steps", optional=True
+        _HEADS,
+        "L1",
+        "at a compression, isolated perturbation by what was gone before; NaN at other steps",
+        optional=True,
     ),
     "perturbation_added": Variable(
-        _HEADS, "L1", "at a cut, distance of the outputs before and after it; NaN at other steps", optional=True
+        _HEADS, "L1", "at a compression, distance of the outputs before and after it; NaN at other steps", optional=True
     ),
     "went_entries": Variable(_GONE, "entry", "entries that went right before the step, by place", "int32", True),
     "went_output": Variable(
@@ -361,8 +368,8 @@ VARIABLES: dict[str, Variable] = {
 }
 
 PLACES = ("sink", "prompt", "own text", "recent")
-"""Where an entry stood that went: among the first, in the prompt or its question, in the text, or just before the cut;
-the axis `place`."""
+"""Where an entry stood that went: among the first, in the prompt or its question, in the text, or just before the
+compression; the axis `place`."""
 
 TOKEN_KINDS = ("unknown", "special", "formatting", "number", "name", "word")
 """Kinds of decoded tokens (METHOD: kinds of tokens); `token_kind` stores a kind as its place here."""
@@ -392,11 +399,11 @@ ISOLATED = ("perturbation_isolated", "perturbation_isolated_l2", "perturbation_i
 APART = ("perturbation_eviction", "perturbation_change")
 """Parts of the isolated perturbation, in runs of configurations that do more than evict."""
 
-OF_CUTS = (
+OF_COMPRESSIONS = (
     "held_entries", "perturbation_carried", "perturbation_added", "went_entries", "went_output", "gone_attention",
     "missed_attention",
 )  # fmt: skip
-"""Variables of runs that cut caches again."""
+"""Variables of runs that compress caches again."""
 
 PREFILLS = ("prefill_seconds", "prefill_seconds_full")
 """Durations of prefills, for configurations that have a prefill of their own; NaN for others."""

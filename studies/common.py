@@ -395,12 +395,6 @@ def side_of(interval: Any, at: float) -> int:
     return int(interval.low > at) - int(interval.high < at) if known else 0
 
 
-def geometric_interval(logs: Floats) -> Any:
-    """Return the interval of a geometric mean from its logarithms."""
-    stats = pk.stats.intervals
-    return stats.of_statistic(lambda weights: np.exp(weights @ logs), len(logs), stats.RATIO)
-
-
 def error_bars(values: Sequence[float], ends: Sequence[Any]) -> list[list[float]]:
     """Return the lengths to the lower and to the upper ends of intervals, as `Axes.errorbar` takes them; 0 for none."""
     pairs = list(zip(values, ends, strict=True))

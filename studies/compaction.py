@@ -50,7 +50,7 @@ from typing import Any
 import common
 import numpy as np
 import torch
-from common import Floats, estimate, geometric_interval, interval_text, side_of
+from common import Floats, estimate, interval_text, side_of
 from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import DynamicCache
@@ -244,6 +244,12 @@ def configurations(asked: argparse.Namespace) -> list[pk.EvictionConfig]:
     for name, options in METHODS.items():
         found += pk.grid(budgets, policy=pk.external(functools.partial(make, **options), name))
     return found
+
+
+def geometric_interval(logs: Floats) -> Any:
+    """Return the interval of a geometric mean from its logarithms."""
+    stats = pk.stats.intervals
+    return stats.of_statistic(lambda weights: np.exp(weights @ logs), len(logs), stats.RATIO)
 
 
 def name_of(config: pk.EvictionConfig) -> str:

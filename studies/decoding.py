@@ -40,7 +40,8 @@ from typing import Any
 
 import common
 import numpy as np
-from common import Floats, estimate, geometric_interval, interval_text, side_of
+from common import Floats, estimate, interval_text, side_of
+from compaction import geometric_interval
 from matplotlib.figure import Figure
 
 import perturbkv as pk
@@ -58,7 +59,7 @@ METHODS = {
 KEPT = " + prompt"
 """End of the name of a method that keeps the prompt."""
 NUMBERS = {"propagated": "propagated Σ L / Σ ‖o_h‖₁", "kl": "KL, nat", "perplexity": "perplexity over full cache's"}
-BESIDE = {"added": "isolated, added at a cut", "gone": "attention on what is gone", "draft": "draft taken"}
+BESIDE = {"added": "isolated, added at a compression", "gone": "attention on what is gone", "draft": "draft taken"}
 TASKS = (
     "a queue with priorities that are changed later", "a cache that forgets what was used least recently",
     "a parser of arithmetic expressions with brackets", "a matrix class with products and inverses",

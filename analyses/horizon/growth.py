@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Record, column, derived, interval, record
 from perturbkv.analyses.conclusions import Case
-from perturbkv.analyses.horizon.cuts import Cuts, cuts_of
+from perturbkv.analyses.horizon.compressions import Compressions, compressions_of, factor_of
 from perturbkv.analyses.measurements import Floats, Measurements, measured_steps
 from perturbkv.analyses.names import PairRecord
 from perturbkv.analyses.sides import Pair, pairs
@@ -187,7 +187,7 @@ class ConfigHorizon(Record):
         "share of the samples that have the step whose next token is the full run's", unit="share", dims=STEP
     )
     by_layer: Floats = column("propagated Σ L / Σ ‖o_h‖₁ of a layer's heads", dims=("layer", *STEP))
-    cuts: Cuts | None = column("what cutting the cache again does; null where it is cut once")
+    compressions: Compressions | None = column("what compressing the cache again does; null where it is done once")
     draft: Draft | None = column("its draft for the full cache; null where a sample has no `draft_acceptance`")
 
     @derived(key="curves")
@@ -252,7 +252,7 @@ def config_horizon(
         kl_interval=step_intervals(kl, np.ones_like(kl), steps.measured, POSITIVE),
         top1=variable_by_step(measured, "top1_agreement", steps, index).sum(axis=0) / counts,
         by_layer=np.asarray(ratio(moved.sum(axis=(0, 3)), norm.sum(axis=(0, 3)))).T,
-        cuts=cuts_of(measured, index, steps.measured, *totals),
+        compressions=compressions_of(measured, index, steps.measured, *totals),
         draft=_draft(measured, index, steps),
     )
 
@@ -292,7 +292,8 @@ def _curve(kind: str, perturbation: Floats, norm: Floats, floor: Floats, steps: 
     total = _Growth.from_thirds(early, late, np.sum)
     by_head = _Growth.from_thirds(early, late, partial(np.sum, axis=0))
     by_sample = _Growth.from_thirds(early, late)
-    growth_of_weights = partial(_weighted_growth, early=early[:2], late=late[:2])
+    first, last = ([part.sum(axis=(1, 2)) for part in third[:2]] for third in (early, late))
+    growth_of_weights = partial(factor_of, earlier=first, later=last)
     return Curve(
         kind=kind,
         relative=relative_perturbation(perturbation, norm),
@@ -309,12 +310,6 @@ def _curve(kind: str, perturbation: Floats, norm: Floats, floor: Floats, steps: 
 def relative_perturbation(perturbation: Floats, norm: Floats) -> Floats:
     """Return Σ perturbation / Σ norm over samples and heads, (step,), of (sample, step, layer, head) each."""
     return np.asarray(ratio(perturbation.sum(axis=(0, 2, 3)), norm.sum(axis=(0, 2, 3))))
-
-
-def _weighted_growth(weights: Floats, early: list[Floats], late: list[Floats]) -> Floats:
-    """Return the relative perturbation of the last third over the first's, (row,), from weights (row, sample)."""
-    first, last = (ratio(*(weights @ part.sum(axis=(1, 2)) for part in third)) for third in (early, late))
-    return np.asarray(ratio(last, first))
 
 
 def step_intervals(numerators: Floats, denominators: Floats, measured: NDArray[np.bool_], kind: StatisticKind) -> Band:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, record, table
 from perturbkv.analyses.conclusions import Case, Claim, compare_sides
-from perturbkv.analyses.horizon.cuts import places_text
+from perturbkv.analyses.horizon.compressions import places_text
 from perturbkv.analyses.horizon.growth import (
     ANALYSIS,
     DRAFTED,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 _LISTED = 6
 """Largest number of heads that are named as growing most."""
 _GROWTH = {MORE: "grows", LESS: "shrinks"}
-_CUT_COLUMNS = ("cuts", "most_held", "jump", "between", "added", "gone")
+_COMPRESSION_COLUMNS = ("times", "most_held", "jump", "between", "added", "gone")
 _DRAFT_TITLE = "an evicted cache drafts, the full cache verifies by rejection sampling"
 _DRAFT_COLUMNS = ("taken", "in_a_row", "per_verification")
 _DRAFT_NOTE = (
@@ -116,18 +116,10 @@ class Horizon(Result):
         ]
 
     def body(self) -> list[Part]:
-        """Return the table, that of what the full cache takes of each draft, and that of cuts, as far as they are."""
-        named = self._named_configs()
-        drafts = [Line(name, (config.draft,)) for name, config in named if config.draft]
-        cut = [Line(name, (config.cuts,)) for name, config in named if config.cuts]
-        short = int(self.samples_at_step[0] - (self.samples_at_step[DRAFTED - 1] if self.steps >= DRAFTED else 0))
-        ended = f"Without {DRAFTED} drafted tokens in a row: {plural(short, 'sample')} of fewer than {DRAFTED} steps."
-        return [
-            *super().body(),
-            *([table(f"caches cut again {self.identity.cut_again}", cut, _CUT_COLUMNS, self.FIRST)] if cut else []),
-            *([table(_DRAFT_TITLE, drafts, _DRAFT_COLUMNS, self.FIRST)] if drafts else []),
-            *([ended] if drafts and short else []),
-        ]
+        """Return the table, and a second one where caches are compressed again."""
+        lines = [Line(name, (one.compressions,)) for name, one in self._named_configs() if one.compressions]
+        title = f"caches compressed again {self.identity.compressed_again}"
+        return [*super().body(), *([table(title, lines, _COMPRESSION_COLUMNS, self.FIRST)] if lines else [])]
 
     def interval_note(self) -> str:
         """Return the note on n and intervals."""
@@ -138,11 +130,15 @@ class Horizon(Result):
         counts, short = self.samples_at_step, self.samples_too_short_for_growth
         ends = f"Texts end: step 0 is of {plural(int(counts[0]), 'sample')}, the last step of {counts[-1]}"
         left_out = f"; {short} of fewer than 3 steps have no growth" if short else ""
-        never = [config.cuts for config in self.configs if config.cuts is not None and not config.cuts.cuts]
+        again = [config.compressions for config in self.configs if config.compressions]
         dash = any(isnan(config.curves["propagated"].growth) for config in self.configs)
         return [
             *([f"{ends}{left_out}."] if counts[0] != counts[-1] or short else []),
-            *(["No cache was cut after the first step: texts end before, or budgets are larger."] if never else []),
+            *(
+                ["A cache is never compressed after the first step: texts end before, or its budget is larger."]
+                if any(not one.times for one in again)
+                else []
+            ),
             *(["A dash: within two noise floors."] if dash else []),
             *self.configs[0].curves["propagated"].sign_flips.power_caveat(),
         ]
@@ -162,13 +158,8 @@ class Horizon(Result):
                 for name, config in self._named_configs()
             ),
             "Growth: each sample's last third of its steps over its first.",
-            *(
-                f"{name}: attention on what is gone: {places_text(config.cuts.gone_by_place)}; entries that went: "
-                f"{places_text(config.cuts.went_by_place)}."
-                for name, config in self._named_configs()
-                if config.cuts is not None
-            ),
-            *([_DRAFT_NOTE] if self.configs[0].draft else []),
+            *(line for name, config in self._named_configs() for line in self._gone_lines(name, config)),
+            *self._draft_parts(),
             f"Noise floor: {float(self.noise_floor.max()):.1e} of Σ ‖o_h‖₁ (propagated, the largest step's).",
         ]
 
@@ -184,7 +175,7 @@ class Horizon(Result):
                 "top1": float(config.top1[step]),
                 "draft_taken": float(config.draft.by_step[step]) if config.draft else None,
                 "noise_floor": float(self.noise_floor[step]),
-                **({} if config.cuts is None else {"held": float(config.cuts.held[step])}),
+                **({} if config.compressions is None else {"held": float(config.compressions.held[step])}),
             }
             for config in self.configs
             for step, count in enumerate(self.samples_at_step)
@@ -195,8 +186,30 @@ class Horizon(Result):
         return self._draw("Horizon.plot_heads", width_mm, style)
 
     def plot_steps(self, width_mm: float | None = None, style: str = "screen") -> CaptionedFigure:
-        """Return a figure of the whole text at a glance: steps across, layers down, cuts marked."""
+        """Return a figure of the whole text at a glance: steps across, layers down, compressions marked."""
         return self._draw("Horizon.plot_steps", width_mm, style)
+
+    def _draft_parts(self) -> list[Part]:
+        """Return the table of what the full cache takes of each draft, with notes, where the trace tells."""
+        drafts = [Line(name, (config.draft,)) for name, config in self._named_configs() if config.draft]
+        if not drafts:
+            return []
+        short = int(self.samples_at_step[0] - (self.samples_at_step[DRAFTED - 1] if self.steps >= DRAFTED else 0))
+        ended = f"Without {DRAFTED} drafted tokens in a row: {plural(short, 'sample')} of fewer than {DRAFTED} steps."
+        return [table(_DRAFT_TITLE, drafts, _DRAFT_COLUMNS, self.FIRST), _DRAFT_NOTE, *([ended] if short else [])]
+
+    def _gone_lines(self, name: str, config: ConfigHorizon) -> list[str]:
+        """Return where the entries stood that went, and the heads that attend most to what is gone, as text."""
+        found = config.compressions
+        if found is None:
+            return []
+        most = sorted(((float(share), index) for index, share in np.ndenumerate(found.gone_by_head)), reverse=True)
+        heads = (f"{self.identity.layer(index[0])}-{index[1]} {text.percent(share)}" for share, index in most[:_LISTED])
+        return [
+            f"{name}: entries that went: {places_text(found.went_by_place)}; of Σ A ν at a compression: "
+            f"{places_text(found.went_output_by_place)}; attention on what is gone: "
+            f"{places_text(found.gone_by_place)}, most in heads {' '.join(heads)}."
+        ]
 
     def _named_configs(self) -> list[tuple[str, ConfigHorizon]]:
         """Return (short name, configuration) pairs."""

@@ -52,7 +52,6 @@ class Divergence(Result):
 
     identity: RunIdentity
     samples: tuple[str, ...] = column("ids, in the file's order")
-    cut_again: str = column("when caches were cut again: above so many entries, every so many tokens; empty: never")
     lengths: tuple[int, ...] = column("tokens of the full cache's answer, per sample")
     span: int = column("steps that make one point of a KL curve")
     configs: tuple[DivergencePoint, ...] = column("one per configuration, in the run's order")
@@ -70,7 +69,7 @@ class Divergence(Result):
 
     def title(self) -> str:
         """Return the table's title: answers' lengths, how often caches were compressed, and shared choices."""
-        every = f"cut again {self.cut_again}" if self.cut_again else "cut once"
+        every = f"compressed again {self.identity.compressed_again}" if self.identity.compressed_again else "cut once"
         least, most = min(self.lengths), max(self.lengths)
         length = plural(most, "token") if least == most else f"{least:,} to {plural(most, 'token')}"
         return " · ".join(filter(None, (f"answers of {length}", every, self.identity.shared)))
@@ -86,7 +85,7 @@ class Divergence(Result):
     def caveats(self) -> Sequence[str]:
         """Return notes on the time at which cache shares were taken, and on how to measure KL where it is missing."""
         return [
-            *([AT_START] if self.cut_again else []),
+            *([AT_START] if self.identity.compressed_again else []),
             *above_full_caveat(one.cache_share for one in self.configs),
             *([] if self.noise_floor.size else ["KL was not measured: perturbkv generate --divergence does."]),
         ]
@@ -105,7 +104,10 @@ class Divergence(Result):
                 f"KL and same next token are of the {plural(self._answer_count, 'answer')} with any token. "
                 f"Everything kept: {np.nanmax(self.noise_floor):.1e} nat (the noise floor, its largest span's)."
             )
-        return [*parts, text.cache_share_note([one.cache_share for one in self.configs], self.cut_again)]
+        return [
+            *parts,
+            text.cache_share_note([one.cache_share for one in self.configs], self.identity.compressed_again),
+        ]
 
     def records(self) -> list[dict[str, Any]]:
         """Return a row per configuration and sample; `first_difference` is infinite where no token differs."""
@@ -160,7 +162,6 @@ def divergence(answers: WrittenAnswers) -> Divergence:
     return Divergence(
         identity=answers_identity(answers),
         samples=tuple(row["sample"] for row in rows),
-        cut_again=answers.run.cut_again,
         lengths=lengths,
         span=span,
         configs=tuple(divergence_point(compared, config, span) for config in answers.run.configs),

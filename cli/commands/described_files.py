@@ -132,7 +132,7 @@ def _describe_answers(path: Path, as_json: bool) -> None:
             "samples",
             f"{len(samples):,}, each answered by the full cache and by {plural(len(run.labels()), 'evicted one')}",
         ),
-        ("cut again", run.cut_again or "never"),
+        ("compressed again", run.compressed_again or "never"),
         *((escape_line(name), escape_line(str(value))) for name, value in sorted(answers.made_with.items())),
     ]
     console.print_table(f"{path}: answers that perturbkv generate wrote", ["", ""], rows)

@@ -111,7 +111,7 @@ def generate(
 
     Greedily, beside the accepted answers and graded from 0 to 1.
     generation.jsonl holds the run, then one line per sample: token ids, text and score of every answer, what its cache
-    held, and where caches are cut again the perturbation of each cut. A killed run goes on with the next sample.
+    held, and where caches are compressed again the perturbation of each cut. A killed run goes on with the next sample.
     perturbkv quality --divergence looks at the file.
     """
     run.check_inputs()
@@ -185,7 +185,7 @@ def _show_answers(rows: list[dict[str, Any]], run: RunConfig, path: Path) -> Non
     for row in rows:
         show_sample(row, run.configs)
     shares = [answer.get("held_share", 0.0) for row in rows for answer in row["evicted"].values()]
-    console.say(text.cache_share_note(shares, run.cut_again))
+    console.say(text.cache_share_note(shares, run.compressed_again))
     if names := dict.fromkeys(config.policy.name for config in run.configs if config.reads_pages):
         console.say(f"{', '.join(names)}: {PAGES_READ.note}")
     console.say(f"written to {path}, every answer whole")

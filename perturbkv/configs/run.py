@@ -80,9 +80,10 @@ class Settings:
             their counts. A run that goes on takes them out of finished samples, and cannot add them.
         scored: whether a prompt whose answers nothing grades is refused, where answers are generated.
         leave_out_unfit: whether a budget that some prompt makes no larger than the window is left out, not refused.
-        compress_every: after every so many tokens of a text or answer, each cache is cut to its budget again; 0: never.
-        compress_over: a cache that holds more entries than this, at the prompt's end or later, is cut to its budget; 0:
-            it is cut once, at the prompt's end.
+        compress_every: after every so many tokens of a text or answer, each cache is compressed to its budget again; 0:
+            never.
+        compress_over: a cache that holds more entries than this, at the prompt's end or later, is compressed to its
+            budget; 0: it is compressed once, at the prompt's end.
     """
 
     steps: int | None = None
@@ -127,7 +128,7 @@ class RunConfig:
         generate: tokens generated greedily from each cache and scored; 0: none.
         text: text that the decode steps read, a key of `TEXTS`.
         plugins: external score or policy -> digest of its version.
-        compress_every, compress_over: when caches are cut again, as in `Settings`; 0: never.
+        compress_every, compress_over: when caches are compressed again, as in `Settings`; 0: never.
     """
 
     model: str
@@ -162,8 +163,8 @@ class RunConfig:
             (self.steps, 1, "a run needs at least 1 decode step"),
             (self.max_tokens, 2, "max_tokens must be at least 2"),
             (self.generate, 0, "a run generates at least 0 tokens"),
-            (self.compress_every, 0, "caches are cut again every 1 token or more"),
-            (self.compress_over, 0, "caches are cut again over 1 entry or more"),
+            (self.compress_every, 0, "compress_every must be at least 0"),
+            (self.compress_over, 0, "compress_over must be at least 0"),
         ):
             if value is not None and value < least:
                 raise ConfigError(f"{expected}, got {value}")
@@ -187,12 +188,12 @@ class RunConfig:
 
     @property
     def compresses(self) -> bool:
-        """True if caches are cut again while they are decoded from (METHOD: decode-time eviction)."""
+        """True if caches are compressed again while they are decoded from (METHOD: decode-time eviction)."""
         return bool(self.compress_every or self.compress_over)
 
     @property
-    def cut_again(self) -> str:
-        """When caches are cut again, as text; empty for never."""
+    def compressed_again(self) -> str:
+        """When caches are compressed again, as text; empty for never."""
         if self.compress_over:
             return f"above {self.compress_over:,} entries"
         return f"every {self.compress_every:,} tokens" if self.compress_every else ""

@@ -24,7 +24,7 @@ from perturbkv.configs.choice import Choice
 from perturbkv.configs.option import Option
 
 PROMPT = "prompt"
-"""Value of the option `keep` of policies: the prompt's entries stay while the cache is cut again."""
+"""Value of the option `keep` of policies: the prompt's entries stay while the cache is compressed again."""
 GIVEN = "given"
 """Name of the selection where kept sets come from outside."""
 SELECTIONS = {

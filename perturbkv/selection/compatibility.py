@@ -26,7 +26,7 @@ from perturbkv.display import plural
 from perturbkv.errors import BudgetError, ConfigError, ModelError
 from perturbkv.selection.policies import checked
 from perturbkv.selection.policies.registry import all_policies, build, has_own_code, names, policy_class
-from perturbkv.selection.resolved_config import ResolvedConfig, resolve
+from perturbkv.selection.resolved_config import ResolvedConfig, ResolvedRun, resolve
 
 if TYPE_CHECKING:
     from perturbkv.selection.policies.base import Policy
@@ -210,34 +210,34 @@ def _needs_of_plain_logits(config: ResolvedConfig) -> Iterator[str]:
         yield f"correction '{config.correction}' needs plain logits: it takes a log-mass for linear in the query"
 
 
-def check_cuts(configs: Iterable[ResolvedConfig], every: int, over: int, *, measured: bool, effects: bool) -> None:
-    """Raise ConfigError for configurations whose caches cannot be cut again, after `every` tokens or over `over` ones.
+def check_compressions(run: ResolvedRun, measured: bool) -> None:
+    """Raise ConfigError for a run whose caches cannot be compressed again while they are decoded from.
 
-    Both are 0 where they are not cut. `measured` says whether kept sets are measured, `effects` whether effects are.
+    `measured` says whether its kept sets are measured.
     """
-    if every and over:
+    if run.compress_every and run.compress_over:
         raise ConfigError("compress_every and compress_over (--compress-every, --compress-over) exclude each other")
-    if (every or over) and effects:
-        raise ConfigError("effects (--save effect) are those of one kept set, and caches that are cut again have many")
-    for config in configs:
-        if not (every or over):
+    if run.compresses and "effect" in run.save:
+        raise ConfigError("effects (--save effect) are of one kept set, and caches that are compressed again have many")
+    for config in run.configs:
+        if not run.compresses:
             if config.system.keep == PROMPT:
                 raise ConfigError(
-                    f"policy '{config.policy}' evicts among decoded tokens alone; cut caches again by --compress-every "
-                    "or --compress-over, or leave keep out"
+                    f"policy '{config.policy}' evicts among decoded tokens alone; compress caches again by "
+                    "--compress-every or --compress-over, or leave keep out"
                 )
         elif not has_own_code(config.policy.name):
             check_compressible(config)
             if measured and not config.only_evicts:
                 raise ConfigError(
                     f"'{config.label()}' stores other entries than the prompt's, whose isolated loss is known for one "
-                    "kept set; caches that are cut again are measured with precision full and positions=kept"
+                    "kept set; caches that are compressed again are measured with precision full and positions=kept"
                 )
             budget = config.budget.value
-            if over and not (isinstance(budget, int) and budget < over):
+            if run.compress_over and not (isinstance(budget, int) and budget < run.compress_over):
                 raise ConfigError(
-                    f"compress_over (--compress-over) {over} needs a budget in tokens below it, got budget "
-                    f"{config.budget}"
+                    f"compress_over (--compress-over) {run.compress_over} needs a budget in tokens below it, got "
+                    f"budget {config.budget}"
                 )
 
 
@@ -246,10 +246,9 @@ def check_protected_prompts(config: ResolvedConfig, lengths: Mapping[str, int]) 
 
     `lengths` are numbers of compressed tokens by sample.
     """
-    if config.system.keep != PROMPT:
-        return
-    for sample, tokens in lengths.items():
-        budget, recent = config.budget.tokens(tokens), config.protected_counts(config.budget.tokens(tokens))[1]
+    for sample, tokens in lengths.items() if config.system.keep == PROMPT else ():
+        budget = config.budget.tokens(tokens)
+        recent = config.protected_counts(budget)[1]
         if budget <= tokens + recent:
             raise BudgetError(
                 f"budget {config.budget} is no more than what keep=prompt protects: the {tokens} entries of sample "
@@ -258,41 +257,41 @@ def check_protected_prompts(config: ResolvedConfig, lengths: Mapping[str, int]) 
 
 
 def check_compressible(config: EvictionConfig) -> None:
-    """Raise ConfigError for a configuration that cannot cut a cache again during decoding."""
+    """Raise ConfigError for a configuration that cannot compress a cache again during decoding."""
     if config.is_external:
         raise ConfigError(
-            f"policy '{config.policy.name}' is asked once, for the prompt; --compress-every works with policies of ours"
+            f"policy '{config.policy.name}' is asked once, for the prompt; policies of ours compress again"
         )
     if not config.evicts:
         raise ConfigError(
-            f"policy '{config.policy.name}' evicts nothing, so that nothing is cut again: leave --compress-every out"
+            f"policy '{config.policy.name}' evicts nothing, so that nothing is compressed again: leave it out"
         )
     resolved = resolve(config)
     if config.quantised and resolved.in_cache:
         raise ConfigError(
-            "positions=in-cache turns keys at each cut, and those in few bits would be rounded again; "
-            "--compress-every works with precision full or positions=kept"
+            "positions=in-cache turns keys at each compression, and those in few bits would be rounded again; "
+            "use precision full or positions=kept"
         )
     if config.corrected:
         raise ConfigError(
-            f"correction '{config.correction}' is stored once, for the prompt; --compress-every works with "
-            "correction none"
+            f"correction '{config.correction}' is stored once, for the prompt; caches are compressed again "
+            "with correction none"
         )
     if only_text_votes(config):
         raise ConfigError(
-            "window_queries=text leaves out tokens of the prompt's end, and --compress-every goes on from there; leave "
-            "one of them out"
+            "window_queries=text leaves out tokens of the prompt's end, and compressing again goes on from there; "
+            "leave one of them out"
         )
     if not _can_recompress(resolved.system):
         suitable = ", ".join(name for name in names() if _can_recompress(build(Choice(name))))
         raise ConfigError(
             f"policy '{config.policy.name}' looks at what decoding forgets, or at all layers at once, or has a stage 1 "
-            f"of its own; --compress-every works with {suitable}"
+            f"of its own; caches are compressed again by {suitable}"
         )
     if resolved.score.whole_layer and resolved.system.budgets == "by head":
         raise ConfigError(
             f"policy '{config.policy}' compares all heads of a layer, whose entries differ once its budgets are by "
-            "head; --compress-every works with it where budgets are alike, such as of snapkv"
+            "head; caches are compressed again with it where budgets are alike, such as of snapkv"
         )
 
 

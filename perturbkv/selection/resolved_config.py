@@ -187,15 +187,15 @@ class ResolvedConfig(EvictionConfig):
         return self.once(("kept", prompt_tokens), lambda: super(ResolvedConfig, self).kept_entries(prompt_tokens))
 
     def while_decoding(self, prompt_tokens: int) -> ResolvedConfig:
-        """Return the configuration by which a cache is cut again: a budget in entries, with `keep=prompt` the prompt's.
+        """Return the configuration by which a cache is compressed again, its budget in entries.
 
-        Entries of the prompt then stay and count in the budget.
+        With `keep=prompt` the prompt's entries stay, and count in the budget.
         """
         budget, keeps = Budget(self.budget.tokens(prompt_tokens)), self.system.keep == PROMPT
         first = prompt_tokens if keeps else self.protect_first
         policy = self.policy
-        if keeps and PROMPT in policy.options:  # drawn from what lies behind
-            policy = Choice(policy.name, {**policy.options, PROMPT: prompt_tokens})
+        if keeps and "prompt" in self.score.by_place:  # an option of a score that draws from what lies behind
+            policy = Choice(policy.name, {**policy.options, "prompt": prompt_tokens})
         return dataclasses.replace(self, policy=policy, budget=budget, protect_first=first)
 
     def prefix_counts(self, prompt_tokens: int) -> PrefixCounts:
@@ -253,10 +253,7 @@ class ResolvedRun(RunConfig):
         return dataclasses.replace(self, configs=tuple(resolved[config] for config in configs))
 
     def at_prompt_end(self, prompt_tokens: int) -> ResolvedRun:
-        """Return the run with the budgets at the end of a prompt, which no cache exceeds by `compress_over` entries.
-
-        A prompt of no more entries than that is kept whole, and cut later.
-        """
+        """Return the run as a prompt is evicted at its end: one of at most `compress_over` entries stays whole."""
         if prompt_tokens > self.compress_over:
             return self
         whole = Budget(self.compress_over)

@@ -118,7 +118,7 @@ def _sum_last_axis(array: np.ndarray) -> np.ndarray:
 def _check_answers(name: str, device: torch.device, compress_over: int) -> list[Check]:
     """Return the check of greedy answers from the full cache and from evicted ones.
 
-    `compress_over`: entries above which a cache is cut again while it decodes; 0: never.
+    `compress_over`: entries above which a cache is compressed again while it decodes; 0: never.
     """
     configs = [*_configs(), *_configs(policy="adakv"), *_configs(policy="streaming-llm", selection="position")]
     run = _run(configs, generate=_ANSWER, compress_over=compress_over)

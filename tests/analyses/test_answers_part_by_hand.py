@@ -117,7 +117,7 @@ def test_an_empty_answer_has_no_kl_and_one_that_carries_the_mean_does_not_carry_
 def test_caches_that_are_compressed_again_hold_so_much_at_the_start_alone() -> None:
     found = divergence(written(*ROWS, compress_over=1100))
     assert [len(one.caveats()) for one in (found, divergence(written(*ROWS)))] == [1, 0]
-    assert "As the answers began; caches were cut again above 1,100 entries." in found.details()[-1]
+    assert "As the answers began; caches were compressed again above 1,100 entries." in found.details()[-1]
     assert "(held 0.50 at the start)" in "".join(text.get_text() for text in found.plot().legends[0].get_texts())
     assert "at the start" not in repr(divergence(written(*ROWS)))
 

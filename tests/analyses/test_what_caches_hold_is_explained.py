@@ -15,7 +15,7 @@ def test_shares_above_1_are_explained_and_others_are_not() -> None:
     assert text.cache_share_note([0.2, 1.0, float("nan")]) == text.CACHE_SHARE_NOTE
     assert text.cache_share_note([0.2, 1.01]).startswith(f"{text.CACHE_SHARE_NOTE} {ABOVE}")
     assert text.cache_share_note([0.2], "above 1,200 entries") == (
-        f"{text.CACHE_SHARE_NOTE} As the answers began; caches were cut again above 1,200 entries."
+        f"{text.CACHE_SHARE_NOTE} As the answers began; caches were compressed again above 1,200 entries."
     )
 
 

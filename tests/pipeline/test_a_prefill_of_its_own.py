@@ -16,7 +16,6 @@ from perturbkv.configs.resources import Resources, Shape
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import BudgetError, ConfigError
-from perturbkv.pipeline.answers.generation import check_answer_options
 from perturbkv.pipeline.run import searching
 from perturbkv.pipeline.sample.capture import FiniteCheck
 from perturbkv.pipeline.variants import readers as owned
@@ -233,8 +232,10 @@ def test_a_run_that_asks_for_more_is_refused(asked: tuple[int, int, type], said:
 
 
 def test_what_forgets_searches_or_swaps_is_refused() -> None:
-    with pytest.raises(ConfigError, match="policy 'vertical-slash' evicts nothing, so that nothing is cut again"):
-        check_answer_options([lined()], 5, 30)
+    with pytest.raises(
+        ConfigError, match="policy 'vertical-slash' evicts nothing, so that nothing is compressed again"
+    ):
+        compatibility.check_compressible(lined())
     with pytest.raises(ConfigError, match="got policy vertical-slash, which evicts nothing"):
         searching.check_search([lined()], searching.SearchSettings())
     with pytest.raises(ConfigError, match="so that there are kept sets to swap; policy 'vertical-slash' does not"):

@@ -18,7 +18,7 @@ from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import BudgetError, ConfigError
 from perturbkv.pipeline.answers.generation import check_answer_options
 from perturbkv.pipeline.run import searching
-from perturbkv.selection import page_selection
+from perturbkv.selection import compatibility, page_selection
 from perturbkv.selection.grid import configuration
 from perturbkv.selection.layer_statistics import LayerStatistics
 from perturbkv.selection.page_selection import PagedLayer, PageGroup, PageReader, page_groups
@@ -293,8 +293,8 @@ def test_a_budget_that_buys_no_page_is_refused() -> None:
 
 
 def test_pages_and_what_forgets_or_searches_go_not_together() -> None:
-    with pytest.raises(ConfigError, match="policy 'quest' evicts nothing, so that nothing is cut again: leave"):
-        check_answer_options([config(budget=17)], 5, 30)
-    check_answer_options([config("hindsight")], 5, None)
+    with pytest.raises(ConfigError, match="policy 'quest' evicts nothing, so that nothing is compressed again: leave"):
+        compatibility.check_compressible(config(budget=17))
+    check_answer_options([config("hindsight")], 5)
     with pytest.raises(ConfigError, match="got policy quest, which evicts nothing"):
         searching.check_search([config(page=1)], searching.SearchSettings())

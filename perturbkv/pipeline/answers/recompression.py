@@ -1,4 +1,4 @@
-"""Decode-time eviction: cut a row of a compact cache to its budget again and again (paper, appendix K).
+"""Decode-time eviction: compress a row of a compact cache to its budget again and again (paper, appendix K).
 
 A compression selects by the last queries of the row among the entries that are still cached. Its perturbation is
 measured at once, on the last query. Where positions are those in the cache, the remaining entries get new positions,
@@ -57,19 +57,6 @@ class Compression:
     retained_mass: Float[Tensor, "layer head"]
 
 
-@dataclass(frozen=True)
-class Cut:
-    """What one row holds after a compression, of all entries of the full cache so far; lists are per layer.
-
-    Attributes:
-        kept: mask of what it holds.
-        stage1: that of stage 1 and of what always stays.
-    """
-
-    kept: list[Bool[Tensor, "kept_set key"]]
-    stage1: list[Bool[Tensor, "kept_set key"]]
-
-
 class CacheSize(NamedTuple):
     """The size of one row of a cache in one layer: entries that a query attends to, bits as stored and in memory."""
 
@@ -113,7 +100,7 @@ class Compressor:
         adapter: the model.
         prompt: the evicted prompt; its cache has the run's configurations after a row that keeps everything, its
             queries are at least the window's.
-        run: the run of the configurations, with budgets in tokens, and when they are cut again.
+        run: the run of the configurations, with budgets in tokens, and when they are compressed again.
         sample: the sample's id, for seeds.
         resources: memory and kernel for value norms.
         held: per layer and configuration the mask of what the row holds of the prompt (kept_set, n); empty where nobody
@@ -121,7 +108,8 @@ class Compressor:
 
     Attributes:
         compressions: what was measured of each compression.
-        cuts: tokens read -> index of a configuration -> what its row then holds; empty without `held`.
+        kept_sets: tokens read -> index of a configuration -> per layer what its row then holds of all entries so far,
+            as masks (kept_set, key); empty without `held`.
     """
 
     def __init__(
@@ -151,8 +139,8 @@ class Compressor:
             layer: last[-self.window :].expand(rows, -1, -1) for layer, last in prompt.gates.items()
         }
         self.compressions: list[Compression] = []
-        self.held = [dict(enumerate(rows, start=1)) for rows in held]
-        self.cuts: dict[int, dict[int, Cut]] = {}
+        self.held = [dict(enumerate(masks, start=1)) for masks in held]
+        self.kept_sets: dict[int, dict[int, list[KeptSets]]] = {}
 
     def observer(self) -> Observer:
         """Return the observer that stores the newest queries and their gates while the cache is decoded from."""
@@ -169,7 +157,7 @@ class Compressor:
         self.gates[layer] = torch.cat([self.gates[layer], gate], dim=1)[:, -self.window :]
 
     def compress(self, read: int) -> None:
-        """Cut every row that is due; `read` is the number of tokens of the text or answer that are decoded.
+        """Compress every row that is due; `read` is the number of tokens of the text or answer that are decoded.
 
         Waits for the device once per row, for the sizes of its kept sets, and once for what was measured.
         """
@@ -188,7 +176,7 @@ class Compressor:
             ]
 
     def _is_due(self, row: int, read: int, entries: float) -> bool:
-        """Return whether a row that holds `entries` per kept set is cut after `read` tokens."""
+        """Return whether a row that holds `entries` per kept set is compressed after `read` tokens."""
         if self.over:
             return entries > self.over
         return read > 0 and read % self.every == 0 and entries > self.configs[row - 1].budget.value
@@ -201,9 +189,9 @@ class Compressor:
         return max(1, int(self.over - fullest) + 1)
 
     def _compress_row(self, row: int, read: int) -> list[Tensor]:
-        """Cut one row, and return per layer its perturbation, output norm and retained mass, stacked: (3, head).
+        """Compress one row after `read` tokens, and return per layer what was measured, stacked: (3, head).
 
-        `read` is the number of tokens decoded so far, for seeds.
+        These are the perturbation, the output norm and the retained mass.
         """
         config = self.configs[row - 1]
         views = [self._view(layer, row, config, 1 + read) for layer in range(len(self.queries))]
@@ -221,20 +209,19 @@ class Compressor:
             remaining = maker_of(config).make_compressed(view.take(indices), indices, view.lengths, frequencies)
             self.cache.evicted_layers[view.layer].replace_rows({row: remaining})
         if self.held:
-            self._note_cut(row, read, sets)
+            self.kept_sets.setdefault(read, {})[row - 1] = self._sets_of_all(row, sets)
         return [torch.stack(view.perturbation(masks)) for view, masks in zip(views, kept, strict=True)]
 
-    def _note_cut(self, row: int, read: int, sets: Sequence[KeptSets]) -> None:
-        """Record which entries of the full cache a row still holds; `sets` are masks of what it held, per layer."""
-        cut = Cut([], [])
+    def _sets_of_all(self, row: int, sets: Sequence[KeptSets]) -> list[KeptSets]:
+        """Return a row's kept sets as masks over all entries so far; `sets` are masks of what it held, per layer."""
+        found = []
         for held, of_layer, layer in zip(self.held, sets, self.cache.evicted_layers, strict=True):
-            entries = layer.seen + layer.length
             before = held[row].repeat_interleave(len(of_layer.kept) // len(held[row]), dim=0)
+            entries = layer.seen + layer.length
             before = torch.nn.functional.pad(before, (0, entries - before.shape[-1]), value=True)
-            for masks, found in ((of_layer.kept, cut.kept), (of_layer.stage1, cut.stage1)):
-                found.append(_place(masks, before))
-            held[row] = cut.kept[-1]
-        self.cuts.setdefault(read, {})[row - 1] = cut
+            found.append(KeptSets(_place(of_layer.kept, before), _place(of_layer.stage1, before)))
+            held[row] = found[-1].kept
+        return found
 
     def _view(self, layer: int, row: int, config: ResolvedConfig, generated: int) -> _RowView:
         """Return the entries of one row in one layer, with a kept set per query head where the configuration has."""

@@ -27,7 +27,7 @@ from perturbkv.devices import block_bytes, working_bytes
 from perturbkv.kept_codec import mask_bytes
 from perturbkv.pipeline.run.plan import Plan, copies_each_pass
 from perturbkv.pipeline.sample.layer import LOST_ENTRIES
-from perturbkv.schema import ANSWER_TEXT, DIGEST, KEPT, OF_CUTS, PLACES, TEXT, VARIABLES
+from perturbkv.schema import ANSWER_TEXT, DIGEST, KEPT, OF_COMPRESSIONS, PLACES, TEXT, VARIABLES
 from perturbkv.selection.resolved_config import ResolvedConfig
 from perturbkv.theory import WORK
 
@@ -343,7 +343,7 @@ def _fixed_size_variables(planned: Plan) -> list[str]:
         KEPT[2],  # the codes, whose size is that of the kept sets
         *((DIGEST,) if planned.kept else KEPT),
         *(() if planned.run.generate else _ANSWER_VARIABLES),
-        *(() if planned.run.compresses else OF_CUTS),
+        *(() if planned.run.compresses else OF_COMPRESSIONS),
     }
     saved = {"", *planned.run.save}
     return [name for name, variable in VARIABLES.items() if name not in left_out and variable.save in saved]

@@ -163,11 +163,6 @@ def plan(
         check_answers(prompts)
     grading = {METRICS: sorted({metric.name for metric in metrics_of(prompts).values()})} if generate else {}
     fit = fitting_configs(resolved, prompts, settings.scenario, settings.leave_out_unfit)
-    when = (settings.compress_every, settings.compress_over)
-    compatibility.check_cuts(fit, *when, measured=settings.scored or not generate, effects="effect" in settings.save)
-    for config in fit:
-        lengths = {prompt.sample_id: len(prompt.parts(settings.scenario)[0]) for prompt in prompts}
-        compatibility.check_protected_prompts(config, lengths)
     run = RunConfig(
         model=files.name,
         dataset=prompts.dataset,
@@ -201,6 +196,10 @@ def plan(
     if generate and settings.scored:
         resources = _bound_memory(resources, shape, run, prompts, placement, loaded)
     resolved_run = ResolvedRun.from_run(run, fit)
+    compatibility.check_compressions(resolved_run, measured=settings.scored or not generate)
+    lengths = {prompt.sample_id: len(prompt.parts(settings.scenario)[0]) for prompt in prompts}
+    for config in fit:
+        compatibility.check_protected_prompts(config, lengths)
     planned = [plan_prompt_batches(prompt, resolved_run, shape, resources) for prompt in prompts]
     batches = max(planned, key=lambda each: (len(each.indices), each.largest_bytes))
     return Plan(files, placement, prompts, run, fit, resources, batches, settings.prompts, settings.kept, loaded)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -32,11 +32,26 @@ from perturbkv.pipeline.sample.capture import (
 )
 from perturbkv.pipeline.sample.prefill import EntriesRead, Prefill
 
-if TYPE_CHECKING:
-    from perturbkv.pipeline.answers.recompression import Compressor
-
 STEPS_AT_ONCE = 8
 """Most steps of one forward pass: more take as many rows through the linear layers, and read nothing less often."""
+
+
+@runtime_checkable
+class Compresses(Protocol):
+    """What compresses the rows of a cache on the way through a text, as `recompression.Compressor` does."""
+
+    def store_queries(self, layer: int, query: Float[Tensor, "row head query d_key"]) -> None:
+        """Take a layer's newest queries."""
+
+    def store_gates(self, layer: int, gate: Float[Tensor, "row query head_d_value"]) -> None:
+        """Take γ of a layer's newest queries."""
+
+    def compress(self, read: int) -> None:
+        """Compress every row that is due after `read` tokens."""
+
+    def tokens_until_due(self, read: int) -> int:
+        """Return how many tokens can be decoded after `read` before any row may be due."""
+        ...
 
 
 @dataclass
@@ -80,7 +95,7 @@ class StepRecorder:
     rows: int
     finite: FiniteCheck
     records: list[StepRecord]
-    compressor: Compressor | None = None
+    compressor: Compresses | None = None
 
     def observer(self) -> Observer:
         """Return the observer of the pass."""
@@ -213,21 +228,20 @@ def decode_evicted(
     question: Sequence[int],
     tokens: Int[Tensor, " step"],
     finite: FiniteCheck,
-    compressor: Compressor | None = None,
+    compressor: Compresses | None = None,
 ) -> tuple[Float[Tensor, "row vocab"] | None, Iterator[StepRecord]]:
     """Decode the question and then the given `tokens` (teacher-forced) from a compact cache, one row per configuration.
 
     Returns the logits after the question (None without one) and the records of the steps, which are decoded as they are
-    asked for. `compressor` cuts the cache again on the way. `cache.forget` can go back to the question's end, unless
-    the cache was cut.
+    asked for. `compressor` compresses the cache again on the way. `cache.forget` can go back to the question's end,
+    unless the cache was compressed.
     """
     question_logits = None
     if question:
         ids = to_device(question, adapter.device)
         attention = decode_from(adapter, cache)
-        question_logits = _decode_pass(adapter, cache, attention, ids, cache.rows, finite, compressor=compressor)[
-            0
-        ].logits
+        (record,) = _decode_pass(adapter, cache, attention, ids, cache.rows, finite, compressor=compressor)
+        question_logits = record.logits
         cache.mark()
     return question_logits, _decode_steps(adapter, cache, tokens, finite, compressor)
 
@@ -237,7 +251,7 @@ def _decode_steps(
     cache: CompactCache,
     tokens: Int[Tensor, " step"],
     finite: FiniteCheck,
-    compressor: Compressor | None,
+    compressor: Compresses | None,
 ) -> Iterator[StepRecord]:
     """Decode the text's tokens, pass by pass, and yield the records of the steps; see `decode_evicted`."""
     read = 0
@@ -261,7 +275,7 @@ def _decode_pass(
     rows: int,
     finite: FiniteCheck,
     steps: int = 1,
-    compressor: Compressor | None = None,
+    compressor: Compresses | None = None,
 ) -> list[StepRecord]:
     """Run one forward pass with the same tokens in all rows, and return the records at the last `steps` tokens.
 

@@ -19,7 +19,7 @@ from perturbkv import theory
 from perturbkv.devices import to_device, working_bytes
 from perturbkv.pipeline.progress import phase
 from perturbkv.pipeline.sample import measure
-from perturbkv.pipeline.sample.cuts import NO_CUTS, Cuts, decoding_spans, sum_missed
+from perturbkv.pipeline.sample.compressed_spans import LaterSets, decoding_spans, sum_missed
 from perturbkv.pipeline.sample.effect import EntryEffects
 from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.measure import LayerMasks
@@ -91,7 +91,7 @@ class LayerResult:
         lost: largest evicted outputs of the first step, name -> (config, head, lost_entry), or (head,) for Σ A ν.
         attention: reference attention per step (head, key), where the run saves outputs.
         missed: attention of later steps on each step's token while it is gone, mean over heads and sum over steps
-            (config, step); empty where caches are not cut again.
+            (config, step); empty where caches are not compressed again.
     """
 
     groups: Sequence[AnyGroup]
@@ -121,8 +121,8 @@ def config_order(groups: Sequence[AnyGroup]) -> list[int]:
     return [index for group in groups for index in group.config_indices]
 
 
-def measure_layer(sample: SampleRun, index: int, groups: Sequence[AnyGroup], cuts: Cuts = NO_CUTS) -> LayerResult:
-    """Return the isolated quantities of one layer at all steps, of the kept sets in `groups` and after later `cuts`."""
+def measure_layer(sample: SampleRun, index: int, groups: Sequence[AnyGroup], later: LaterSets) -> LayerResult:
+    """Return the isolated quantities of one layer at all steps, of the kept sets in `groups` and of `later` ones."""
     layer, configs, n, heads = sample.layer(index), sample.run.configs, sample.tokens, sample.adapter.heads
     weights = layer.weights_per_step(sample.full.steps)
     attention = [entries for entries, _ in weights]
@@ -141,7 +141,7 @@ def measure_layer(sample: SampleRun, index: int, groups: Sequence[AnyGroup], cut
         alphas = _alpha_per_head(layer, configs, group, rows)
         evicted.append(largest_evicted_outputs(ranked, masks[0].kept))
         if sample.run.compresses:
-            spans = decoding_spans(masks[0], group.config_indices[rows], cuts, index, references, context)
+            spans = decoding_spans(masks[0], group.config_indices[rows], later, index, references, context)
             quantities.append([step for span in spans for step in span.measure(alphas)])
             missed.append(sum_missed(spans))
         else:

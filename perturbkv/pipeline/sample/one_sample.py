@@ -34,7 +34,7 @@ from perturbkv.devices import full_precision, stack_on_device, to_device
 from perturbkv.errors import ActivationError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers.generation import generate
-from perturbkv.pipeline.answers.recompression import CacheSize, Compressor, Cut, EvictedPrompt
+from perturbkv.pipeline.answers.recompression import CacheSize, Compressor, EvictedPrompt
 from perturbkv.pipeline.progress import phase
 from perturbkv.pipeline.run.plan import copies_each_pass, plan_prompt_batches
 from perturbkv.pipeline.sample import measure
@@ -66,7 +66,7 @@ from perturbkv.pipeline.sample.sample_run import SampleRun
 from perturbkv.pipeline.variants.given_sets import KeptMasks
 from perturbkv.pipeline.variants.readers import time_full_prefill
 from perturbkv.schema import VARIABLES
-from perturbkv.selection.kept_sets import ExternalGroup, RankingGroup, kept_masks_of
+from perturbkv.selection.kept_sets import ExternalGroup, KeptSets, RankingGroup, kept_masks_of
 from perturbkv.selection.page_selection import AnyGroup
 from perturbkv.selection.resolved_config import ResolvedRun
 from perturbkv.trace import FailedSample, SampleTrace
@@ -170,7 +170,7 @@ def trace_sample(
         decoder = _BatchDecoder(sample, run, groups, lengths)
         batches = [decoder.decode_batch(indices) for indices in planned.indices]
         with phase("layers"):
-            layers = [measure_layer(sample, index, own, decoder.cuts) for index, own in enumerate(groups)]
+            layers = [measure_layer(sample, index, own, decoder.kept_sets) for index, own in enumerate(groups)]
         arrays = _assemble_arrays(sample, batches, layers, lengths)
         if any(batch.prefills for batch in batches):
             arrays |= prefill_arrays(batches, arrays["held_share"], time_full_prefill(adapter, sample.context))
@@ -238,12 +238,12 @@ class _BatchDecoder:
 
     Args:
         sample: the prompt after its prefill and the full run's steps.
-        later: the run by which caches are cut again while they are decoded from.
+        later: the run by which caches are compressed again while they are decoded from.
         groups: per layer the kept sets of all configurations.
         lengths: per layer the numbers of kept entries of all configurations.
 
     Attributes:
-        cuts: steps before a cut -> index of a configuration -> what its row then holds.
+        kept_sets: tokens read -> index of a configuration -> per layer what its row holds once it is compressed.
     """
 
     def __init__(
@@ -252,7 +252,7 @@ class _BatchDecoder:
         self.sample, self.adapter, self.run, self.later = sample, sample.adapter, sample.run, later
         self.groups, self.lengths, self.rows = groups, lengths, sample.full.rows
         self.finite, self.passing = FiniteCheck(), copies_each_pass(sample.run)
-        self.cuts: dict[int, dict[int, Cut]] = {}
+        self.kept_sets: dict[int, dict[int, list[KeptSets]]] = {}
 
     def decode_batch(self, indices: tuple[int, ...]) -> BatchResult:
         """Evict the cache for the configurations with these indices, decode from it, and return the measurements."""
@@ -277,7 +277,13 @@ class _BatchDecoder:
             stored = sum(size.entries for size in sizes.values())
             cache_bytes, padding_bytes = stored * latent * self.adapter.dtype.itemsize, 0
         question_logits, steps, gradients = self._decode(cache, indices, undecoded)
-        answers = self._answers(undecoded or cache, question_logits, indices) if self.run.generate else {}
+        answers = (
+            self._answers(
+                undecoded if undecoded is not None and self.run.compresses else cache, question_logits, indices
+            )
+            if self.run.generate
+            else {}
+        )
         first, owners = evicted_layers[0], self.adapter.owners
         return BatchResult(
             configs=indices,
@@ -308,7 +314,7 @@ class _BatchDecoder:
         anything, where gradients go through it.
         """
         sample, full = self.sample, self.sample.full
-        compressor = self._compressor(cache, indices, noting=True)
+        compressor = self._compressor(cache, indices, told=True)
         with phase("decode"):
             question_logits, decoded = decode_evicted(
                 self.adapter, cache, sample.question, full.tokens, self.finite, compressor
@@ -327,12 +333,12 @@ class _BatchDecoder:
             steps = [self._measure(step, record, len(indices)) for step, record in enumerate(records)]
         self._put_called(indices, steps)
         if compressor is not None:
-            for read, rows in compressor.cuts.items():
-                self.cuts.setdefault(read, {}).update((indices[row], cut) for row, cut in rows.items())
+            for read, rows in compressor.kept_sets.items():
+                self.kept_sets.setdefault(read, {}).update((indices[row], sets) for row, sets in rows.items())
         return question_logits, steps, [record.gradient for record in records]
 
-    def _compressor(self, cache: CompactCache, indices: Sequence[int], noting: bool = False) -> Compressor | None:
-        """Return what cuts a batch's cache again, None where nothing does; `noting`: it notes which entries stay."""
+    def _compressor(self, cache: CompactCache, indices: Sequence[int], told: bool = False) -> Compressor | None:
+        """Return what compresses a batch's cache again, or None; `told`: it tells which entries stay."""
         if not self.run.compresses:
             return None
         statistics = self.sample.prefill.statistics
@@ -340,7 +346,7 @@ class _BatchDecoder:
         prompt = EvictedPrompt(cache, self.sample.prefill.logits, queries, gates=statistics.gates)
         later = replace(self.later, configs=tuple(self.later.configs[index] for index in indices))
         held = []
-        for groups in self.groups if noting else ():
+        for groups in self.groups if told else ():
             masks = kept_masks_of([group for group in groups if isinstance(group, RankingGroup | ExternalGroup)])
             held.append([masks[index] for index in indices])
         return Compressor(self.adapter, prompt, later, self.sample.prompt.sample_id, self.sample.resources, held)
@@ -436,7 +442,7 @@ class _BatchDecoder:
         """Return index -> answer tokens per configuration, and, in the first batch, None -> the full cache's.
 
         `question_logits` are those after the question, which stays in the cache; None without a question. A cache that
-        is cut again has decoded nothing, and reads the question anew.
+        is compressed again has decoded nothing, and reads the question anew.
         """
         first = 0 if 0 in indices else 1
         rows, logits, question = range(first, 1 + len(indices)), self.sample.prefill.logits, self.sample.question

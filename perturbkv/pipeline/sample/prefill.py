@@ -97,7 +97,7 @@ class Statistics:
         model_results: cached results of `compute_over_layers`, and of rankings that layers share.
         mean_queries: window -> per layer the mean of its queries after rotation (head, d_key), for corrections.
         queries: positions -> per layer their queries after rotation (head, query, d_key), for sparse prefills, and
-            where caches are cut again.
+            where caches are compressed again.
         gates: layer -> γ of its last queries (query, head · d_value), as many as the largest window; only of
             layers with gates.
     """
@@ -273,7 +273,7 @@ def prefill(
     statistics.mean_queries.update((window, []) for window in stand_in.correction_windows(configs))
     statistics.queries.update((positions, []) for positions in remembered_positions(configs, len(token_ids), sample))
     if run.compresses:
-        adapter.check_own_caches("cutting caches again (--compress-every, --compress-over)")
+        adapter.check_own_caches("compressing caches again (--compress-every, --compress-over)")
         statistics.queries[window_positions(configs, len(token_ids))] = []
     euclidean = any(config.euclidean for config in configs)
     reader = _PromptReader(adapter, statistics, resources, visitor, euclidean, prompt.template_tail)
@@ -287,7 +287,7 @@ def prefill(
 
 
 def window_positions(configs: Sequence[ResolvedConfig], tokens: int) -> Positions:
-    """Return the positions of a prompt's last queries, as many as the largest window, by which caches are cut again."""
+    """Return the positions of a prompt's last queries, the largest window's, by which caches are compressed again."""
     return tuple(range(max(0, tokens - max(config.window for config in configs)), tokens))
 
 

@@ -1,9 +1,10 @@
 """RandKV (https://arxiv.org/abs/2609.03430; package randkv 0.1.0): of what a model generated, any entries stay.
 
-Made for a cache that is compressed while a model decodes. The prompt stays whole, the latest entries stay (the window;
-randkv's `buffer_size`, 64, is `--window 64`), and of the entries between as many as the budget leaves, drawn for each
-key/value head by itself. `prompt` is how many entries the prompt has; with `prompt=0` all entries before the window are
-drawn from. A budget of b entries is randkv's `budget` and `buffer_size` together.
+Made for a cache that is compressed while a model decodes: `randkv(keep=prompt)`. The prompt stays whole, the latest
+entries stay (the window; randkv's `buffer_size`, 64, is `--window 64`), and of the entries between as many as the
+budget leaves, drawn for each key/value head by itself. `prompt` is how many entries the prompt has, which `keep=prompt`
+says by itself; with `prompt=0` all entries before the window are drawn from. A budget of b entries is randkv's `budget`
+and `buffer_size` together.
 
 The draws are randkv's, of the request `sample` and eviction 0 (the id of a sample that is compressed while decoding
 holds the number of generated tokens), so that both keep the same entries. Where randkv takes k of more than about
@@ -34,7 +35,7 @@ class RandKV(Score):
     """Place in a random order of the entries behind the prompt, per key/value head."""
 
     name: ClassVar[str] = "randkv"
-    summary: ClassVar[str] = "the prompt stays, and of what was generated any entries, drawn by head"
+    summary: ClassVar[str] = "any entries, drawn by head; with keep=prompt any of what was generated"
     paper: ClassVar[str] = "https://arxiv.org/abs/2609.03430"
     needs: ClassVar[tuple[str, ...]] = ()
     by_place: ClassVar[tuple[str, ...]] = ("prompt",)

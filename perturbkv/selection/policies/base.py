@@ -76,7 +76,7 @@ class Policy(WithOptions):
     ranks: ClassVar[bool] = True
     positions: str = option("kept", "in decoding: kept, keys at their places of the prompt; in-cache, at 0 … b − 1",
                             known=("kept", "in-cache"), omitted=True)  # fmt: skip
-    keep: str = option("best", "where caches are cut again in decoding: best, of all entries; prompt, its entries stay",
+    keep: str = option("best", "while decoding: best, all entries compete; prompt, its entries stay",
                        known=("best", PROMPT), omitted=True)  # fmt: skip
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Caches that are cut again along a text: every number of the table and the figure, by hand."""
+"""Caches that are compressed again along a text: every number of the table and the figure, by hand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.traces import sample_trace, trace
 
 STEPS, CUTS, NORM = 9, (0, 3, 6), 10.0
 RISING = np.array([1, 1, 2, 4, 3, 2, 6, 6, 3.0])
-"""Propagated level of each step: it doubles and trebles at the cuts after the first step, and then falls."""
+"""Propagated level of each step: it doubles and trebles at the compressions after the first step, and then falls."""
 
 
 def cut_trace(samples: int = 2, ended: int = STEPS) -> Trace:
@@ -50,32 +50,32 @@ def cut_trace(samples: int = 2, ended: int = STEPS) -> Trace:
 
 def test_jumps_growth_and_what_comes_back_by_hand() -> None:
     result = horizon.horizon(cut_trace())
-    cuts = result.configs[0].cuts
-    assert cuts is not None
-    assert cuts.cuts == 2
-    assert cuts.most_held == 22
-    assert cuts.jump == pytest.approx((4 + 6) / (2 + 2))  # after the cuts over before them
-    assert cuts.between == pytest.approx((2 + 2 + 3) / (1 + 4 + 6))  # the last steps of spans over the first
-    assert (cuts.added, cuts.carried) == pytest.approx((0.5, 0.2))
-    assert cuts.gone == pytest.approx(0.9 / STEPS / 4)
-    np.testing.assert_allclose(cuts.gone_by_place, [0, 0, 0.9 / STEPS / 4, 0])
-    np.testing.assert_allclose(cuts.went_by_place, [3 / 12, 9 / 12, 0, 0])
-    assert np.unravel_index(cuts.gone_by_head.argmax(), (2, 2)) == (1, 0)
-    np.testing.assert_allclose(cuts.held, 20 + np.arange(STEPS) % 3)
-    assert np.flatnonzero(cuts.cut_share).tolist() == list(CUTS)
+    found = result.configs[0].compressions
+    assert found is not None
+    assert found.times == 2
+    assert found.most_held == 22
+    assert found.jump == pytest.approx((4 + 6) / (2 + 2))  # after the compressions over before them
+    assert found.between == pytest.approx((2 + 2 + 3) / (1 + 4 + 6))  # the last steps of spans over the first
+    assert (found.added, found.carried) == pytest.approx((0.5, 0.2))
+    assert found.gone == pytest.approx(0.9 / STEPS / 4)
+    np.testing.assert_allclose(found.gone_by_place, [0, 0, 0.9 / STEPS / 4, 0])
+    np.testing.assert_allclose(found.went_by_place, [3 / 12, 9 / 12, 0, 0])
+    assert np.unravel_index(found.gone_by_head.argmax(), (2, 2)) == (1, 0)
+    np.testing.assert_allclose(found.held, 20 + np.arange(STEPS) % 3)
+    assert np.flatnonzero(found.share).tolist() == list(CUTS)
     shown = repr(result)
-    assert "caches cut again every 3 tokens" in shown
+    assert "caches compressed again every 3 tokens" in shown
     assert "own text" in str(result.details())
 
 
 def test_a_text_that_ends_before_is_left_out_of_what_comes_after() -> None:
     result = horizon.horizon(cut_trace(ended=3))
-    cuts = result.configs[0].cuts
-    assert cuts is not None
-    assert cuts.cuts == 1  # two of one text, none of the other
-    assert cuts.jump == pytest.approx((4 + 6) / (2 + 2))
-    assert "No cache was cut after the first step" not in repr(result)
-    none = horizon.horizon(cut_trace(samples=1, ended=STEPS)).configs[0].cuts
+    found = result.configs[0].compressions
+    assert found is not None
+    assert found.times == 1  # two of one text, none of the other
+    assert found.jump == pytest.approx((4 + 6) / (2 + 2))
+    assert "A cache is never compressed after the first step" not in repr(result)
+    none = horizon.horizon(cut_trace(samples=1, ended=STEPS)).configs[0].compressions
     assert none is not None and none.jump_interval is None
 
 
@@ -84,27 +84,27 @@ def test_texts_that_end_before_the_first_cut_are_told() -> None:
     early = {**{name: made.arrays[name] for name in made.arrays}, "steps_measured": np.array([3, 3])}
     short = type(made)(**{**vars(made), "arrays": early})
     result = horizon.horizon(short)
-    cuts = result.configs[0].cuts
-    assert cuts is not None and cuts.cuts == 0 and np.isnan(cuts.jump)
-    assert "No cache was cut after the first step" in repr(result)
+    found = result.configs[0].compressions
+    assert found is not None and found.times == 0 and np.isnan(found.jump)
+    assert "A cache is never compressed after the first step" in repr(result)
 
 
-def test_a_run_that_cuts_once_has_no_cuts() -> None:
+def test_a_run_that_compresses_once_has_none() -> None:
     plain = cut_trace()
     once = type(plain)(**{**vars(plain), "run": type(plain.run)(**{**vars(plain.run), "compress_every": 0})})
     result = horizon.horizon(once)
-    assert result.configs[0].cuts is None
-    assert "cut again" not in repr(result)
+    assert result.configs[0].compressions is None
+    assert "compressed again" not in repr(result)
 
 
 @pytest.mark.parametrize("width", [84, 174])
-def test_the_figure_of_the_whole_text_holds_layers_steps_and_cuts(width: int) -> None:
+def test_the_figure_of_the_whole_text_holds_layers_steps_and_compressions(width: int) -> None:
     result = horizon.horizon(cut_trace())
     figure = figure_of.draw_steps(result, width)
     for panel, one in enumerate(result.configs):
         np.testing.assert_allclose(artist(figure, panel, "map").get_array().reshape(2, STEPS), one.by_layer)
         np.testing.assert_allclose(one.by_layer, np.broadcast_to(RISING * 1.5 / NORM, (2, STEPS)))
-        places = artist(figure, panel, "cuts").get_offsets()[:, 0]
+        places = artist(figure, panel, "compressions").get_offsets()[:, 0]
         assert places.tolist() == [cut + 0.5 for cut in CUTS]
-    assert "the cache is cut" in words(figure)
+    assert "the cache is compressed" in words(figure)
     assert len(render(figure)) > 1000

@@ -1,4 +1,4 @@
-"""Caches that are cut again and again while a text is read, against a naive decoder with masks that grow."""
+"""Caches that are compressed again and again while a text is read, against a naive decoder with masks that grow."""
 
 from __future__ import annotations
 
@@ -263,25 +263,25 @@ def masked_logits(adapter: Adapter, prompt: Prompt, tokens: np.ndarray, seen: li
 
 
 @pytest.mark.parametrize("family", [HYBRIDS[0], *(pytest.param(one, marks=pytest.mark.slow) for one in HYBRIDS[1:])])
-def test_beside_recurrent_layers_caches_are_cut_likewise(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beside_recurrent_layers_caches_are_compressed_likewise(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     adapter, chosen, prompt = hybrid_adapter(family), config("adakv", granularity="kv"), given(24)
-    cut_at: list[Any] = []
+    seen_sets: list[Any] = []
     whole: list[Any] = []
     original = one_sample.measure_layer
 
-    def watched(sample: Any, index: int, groups: Any, cuts: Any) -> Any:
-        cut_at[:] = [cuts]
+    def watched(sample: Any, index: int, groups: Any, later: Any) -> Any:
+        seen_sets[:] = [later]
         whole.append(kept_masks_of(groups)[0])
-        return original(sample, index, groups, cuts)
+        return original(sample, index, groups, later)
 
     monkeypatch.setattr(one_sample, "measure_layer", watched)
     found = trace_sample(adapter, prompt, run(chosen, steps=24, text="given", compress_every=7)).arrays
-    (cuts,) = cut_at
-    assert sorted(cuts) == [7, 14, 21]
+    (later,) = seen_sets
+    assert sorted(later) == [7, 14, 21]
     seen, now = [], [mask.repeat_interleave(adapter.heads // len(mask), dim=0) for mask in whole]
     for step in range(24):
-        if step in cuts:
-            now = [mask.repeat_interleave(adapter.heads // len(mask), dim=0) for mask in cuts[step][0].kept]
+        if step in later:
+            now = [one.kept.repeat_interleave(adapter.heads // len(one.kept), dim=0) for one in later[step][0]]
         seen.append(now)
     nothing = [[mask.new_ones(mask.shape) for mask in layers] for layers in seen]
     evicted = masked_logits(adapter, prompt, found["token_id"], seen)
@@ -296,15 +296,13 @@ def test_beside_recurrent_layers_caches_are_cut_likewise(family: str, monkeypatc
     ("fields", "settings", "told"),
     [
         ({}, {"compress_every": 4, "compress_over": 20}, "exclude each other"),
-        ({}, {"compress_over": BUDGET}, f"{BUDGET} needs a budget in tokens below it, got budget {BUDGET}"),
         ({}, {"compress_every": 4, "save": ("effect",)}, "effects .* are those of one kept set"),
-        ({"policy": "snapkv(keep=prompt)"}, {}, "evicts among decoded tokens alone; cut caches again by"),
+        ({"policy": "snapkv(keep=prompt)"}, {}, "evicts among decoded tokens alone; compress caches again by"),
         (
             {"policy": "snapkv(keep=prompt)"},
             {"compress_every": 4},
             "protects: the 14 entries of sample 's' and the last",
         ),
-        ({"policy": "h2o"}, {"compress_every": 4}, "'h2o' looks at what decoding forgets"),
         ({"precision": "quantise"}, {"compress_every": 4}, "stores other entries than the prompt's"),
         ({"policy": "snapkv(positions=in-cache)"}, {"compress_every": 4}, "stores other entries than the prompt's"),
     ],
