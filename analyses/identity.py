@@ -112,14 +112,17 @@ class RunIdentity:
         return f"Nothing is evicted at {', '.join(whole)}." if self.unevicted else ""
 
     def cache_share_note(self) -> str:
-        """Return the note on cache shares of policies that evict nothing; empty for none."""
+        """Return the notes on cache shares of policies that evict nothing, and of caches that are compressed again."""
         named = {
             contents.note: dict.fromkeys(
                 config.policy.name for config in self.configs if config.cache_contents == contents
             )
             for contents in WITHOUT_EVICTION.values()
         }
-        return " ".join(f"{', '.join(names)}: {note}" for note, names in named.items() if names)
+        notes = [f"{', '.join(names)}: {note}" for note, names in named.items() if names]
+        if self.compressed_again:
+            notes.append(f"Cache shares are those at the start; caches are compressed again {self.compressed_again}.")
+        return " ".join(notes)
 
     def lines(self) -> list[str]:
         """Return the lines of a figure's foot: run, configurations, and `no_eviction_note`."""

@@ -129,8 +129,11 @@ def equal_isolated(trace: Trace, first: int, second: int) -> Mask:
 
     `first` and `second` are indices of configurations. False where these differ in precision, in positions or in their
     correction. False for page selection and sparse prefill, too: a trace holds only the pages of the full run's first
-    step, and only the lines of the prompt's last query.
+    step, and only the lines of the prompt's last query; and where caches are compressed again, which may part sets that
+    were equal at the prompt's end.
     """
+    if trace.run.compresses:
+        return np.zeros(trace.arrays["kept_count"][trace.ok][:, first].shape, dtype=bool)
     return np.asarray(trace.same_kept(first, second) & _equal_storage(trace, first, second)[:, None, None])
 
 

@@ -19,6 +19,7 @@ from perturbkv.analyses.measurements import Floats, Measurements
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import ratio
 from perturbkv.analyses.stats.intervals import RATIO, OptionalInterval, share_kind
+from perturbkv.analyses.verdicts import TIE_FLOORS
 from perturbkv.schema import PLACES
 
 PLACE = ("place",)
@@ -82,14 +83,19 @@ def factor_of(weights: Floats, earlier: Sequence[Floats], later: Sequence[Floats
 
 
 def compressions_of(
-    measured: Measurements, config: int, measured_steps: NDArray[np.bool_], total: Floats, norm: Floats
+    measured: Measurements,
+    config: int,
+    measured_steps: NDArray[np.bool_],
+    total: Floats,
+    norm: Floats,
+    floor: Floats,
 ) -> Compressions | None:
     """Return what compressing again does to a configuration; None where the run compresses once.
 
-    `measured` is of all steps, `measured_steps` (sample, step) which of them a sample has; `total` and `norm` are its
-    propagated perturbation and ‖o_h‖₁ there, summed over heads.
+    `measured` is of all steps, `measured_steps` (sample, step) which of them a sample has; `total`, `norm` and `floor`
+    are its propagated perturbation, ‖o_h‖₁ and noise floor there, summed over heads.
     """
-    if not measured.trace.run.compresses:
+    if not measured.trace.run.compresses or measured.trace.run.configs[config].is_external:
         return None
     length = measured_steps.shape[1]
 
@@ -107,9 +113,10 @@ def compressions_of(
     alone = first & last  # a span of one step has no growth
 
     def growth(earlier: NDArray[np.bool_], later: NDArray[np.bool_]) -> tuple[float, OptionalInterval]:
-        """Return the factor between the steps of two masks, NaN without any, with its interval."""
+        """Return the factor between the steps of two masks with its interval; NaN where either is within noise."""
         sums = [[(numbers * mask).sum(axis=1) for numbers in (total, norm)] for mask in (earlier, later)]
-        if not earlier.any():
+        noise = [TIE_FLOORS * (floor * mask).sum() for mask in (earlier, later)]
+        if any(moved.sum() <= least for (moved, _), least in zip(sums, noise, strict=True)):
             return float("nan"), None
         factor = partial(factor_of, earlier=sums[0], later=sums[1])
         return float(factor(np.ones((1, len(total))))[0]), intervals.of_statistic(factor, len(total), RATIO)

@@ -240,7 +240,7 @@ def config_horizon(
     """Return the curves of a configuration; `norm` and `floors`, by kind, are (sample, step, layer, head)."""
     counts, kl = steps.measured.sum(axis=0), variable_by_step(measured, "logit_kl", steps, index)
     moved = variable_by_step(measured, KINDS["propagated"], steps, index)
-    totals = (each.sum(axis=(2, 3)) for each in (moved, norm))
+    totals = (each.sum(axis=(2, 3)) for each in (moved, norm, floors["propagated"]))
     return ConfigHorizon(
         config=measured.trace.run.configs[index],
         cache_share=float(measured.cache_shares[index]),

@@ -130,15 +130,11 @@ class Horizon(Result):
         counts, short = self.samples_at_step, self.samples_too_short_for_growth
         ends = f"Texts end: step 0 is of {plural(int(counts[0]), 'sample')}, the last step of {counts[-1]}"
         left_out = f"; {short} of fewer than 3 steps have no growth" if short else ""
-        again = [config.compressions for config in self.configs if config.compressions]
+        never = [name for name, one in self._named_configs() if one.compressions and not one.compressions.times]
         dash = any(isnan(config.curves["propagated"].growth) for config in self.configs)
         return [
             *([f"{ends}{left_out}."] if counts[0] != counts[-1] or short else []),
-            *(
-                ["A cache is never compressed after the first step: texts end before, or its budget is larger."]
-                if any(not one.times for one in again)
-                else []
-            ),
+            *([f"Never compressed after the first step, as texts end before: {', '.join(never)}."] if never else []),
             *(["A dash: within two noise floors."] if dash else []),
             *self.configs[0].curves["propagated"].sign_flips.power_caveat(),
         ]

@@ -58,7 +58,14 @@ class Shape:
             "answer_token": 0,
             "lost_entry": LOST_ENTRIES,
         }
-        names = VARIABLES.keys() - {*TEXT, *ANSWER_TEXT, *APART, *OF_COMPRESSIONS, KEPT[2], *({DIGEST} if kept else KEPT)}
+        names = VARIABLES.keys() - {
+            *TEXT,
+            *ANSWER_TEXT,
+            *APART,
+            *OF_COMPRESSIONS,
+            KEPT[2],
+            *({DIGEST} if kept else KEPT),
+        }
         held = [one for one in map(VARIABLES.__getitem__, names) if not one.save]
         return sum(math.prod(sizes[axis] for axis in one.dims) * np.dtype(one.dtype).itemsize for one in held)
 

@@ -158,6 +158,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         for field in ("samples", "seed", "steps", "max_tokens", "generate", "compress_every", "compress_over"):
             option.check_number(field, getattr(self, field) or 0)
+        for field in ("compress_every", "compress_over"):
+            option.check_whole(field, getattr(self, field))
         for value, least, expected in (
             (self.samples, 1, "a run needs at least 1 sample"),
             (self.steps, 1, "a run needs at least 1 decode step"),

@@ -219,6 +219,11 @@ def check_compressions(run: ResolvedRun, measured: bool) -> None:
         raise ConfigError("compress_every and compress_over (--compress-every, --compress-over) exclude each other")
     if run.compresses and "effect" in run.save:
         raise ConfigError("effects (--save effect) are of one kept set, and caches that are compressed again have many")
+    if run.compresses and all(has_own_code(config.policy.name) for config in run.configs):
+        raise ConfigError(
+            f"policy '{run.configs[0].policy.name}' decides itself when its cache is compressed: leave --compress-every "
+            "and --compress-over out, or add a policy of ours"
+        )
     for config in run.configs:
         if not run.compresses:
             if config.system.keep == PROMPT:
@@ -228,6 +233,7 @@ def check_compressions(run: ResolvedRun, measured: bool) -> None:
                 )
         elif not has_own_code(config.policy.name):
             check_compressible(config)
+            check_generation(config)
             if measured and not config.only_evicts:
                 raise ConfigError(
                     f"'{config.label()}' stores other entries than the prompt's, whose isolated loss is known for one "

@@ -186,16 +186,16 @@ class ResolvedConfig(EvictionConfig):
         """Return the number of kept entries per head, in whole blocks. Raises BudgetError likewise."""
         return self.once(("kept", prompt_tokens), lambda: super(ResolvedConfig, self).kept_entries(prompt_tokens))
 
-    def while_decoding(self, prompt_tokens: int) -> ResolvedConfig:
+    def while_decoding(self, compressed: int, question: int) -> ResolvedConfig:
         """Return the configuration by which a cache is compressed again, its budget in entries.
 
-        With `keep=prompt` the prompt's entries stay, and count in the budget.
+        With `keep=prompt` the entries of the prompt's `compressed` tokens and of its `question` stay, and count in it.
         """
-        budget, keeps = Budget(self.budget.tokens(prompt_tokens)), self.system.keep == PROMPT
-        first = prompt_tokens if keeps else self.protect_first
+        budget, keeps = Budget(self.budget.tokens(compressed)), self.system.keep == PROMPT
+        first = compressed + question if keeps else self.protect_first
         policy = self.policy
         if keeps and "prompt" in self.score.by_place:  # an option of a score that draws from what lies behind
-            policy = Choice(policy.name, {**policy.options, "prompt": prompt_tokens})
+            policy = Choice(policy.name, {**policy.options, "prompt": first})
         return dataclasses.replace(self, policy=policy, budget=budget, protect_first=first)
 
     def prefix_counts(self, prompt_tokens: int) -> PrefixCounts:
@@ -256,8 +256,8 @@ class ResolvedRun(RunConfig):
         """Return the run as a prompt is evicted at its end: one of at most `compress_over` entries stays whole."""
         if prompt_tokens > self.compress_over:
             return self
-        whole = Budget(self.compress_over)
-        configs = (
-            config if config.is_external else dataclasses.replace(config, budget=whole) for config in self.configs
+        configs = (  # each with a budget of its own, so that no two become one
+            config if config.is_external else dataclasses.replace(config, budget=Budget(self.compress_over + place))
+            for place, config in enumerate(self.configs)
         )
         return dataclasses.replace(self, configs=tuple(configs))

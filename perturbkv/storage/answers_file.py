@@ -102,6 +102,8 @@ def _parse_run(path: Path, header: Mapping[str, Any]) -> RunConfig:
         run = RunConfig.from_json(json.dumps(header["run"]))
     except ConfigError as error:
         raise _KIND.refusal(path, f"a first line whose run cannot be read ({error})") from None
+    if header.get("compress_every") is not None:  # before a run said it
+        raise _KIND.refusal(path, "answers of an earlier version, whose caches were compressed again")
     return run
 
 

@@ -74,7 +74,7 @@ def test_a_text_that_ends_before_is_left_out_of_what_comes_after() -> None:
     assert found is not None
     assert found.times == 1  # two of one text, none of the other
     assert found.jump == pytest.approx((4 + 6) / (2 + 2))
-    assert "A cache is never compressed after the first step" not in repr(result)
+    assert "Never compressed after the first step" not in repr(result)
     none = horizon.horizon(cut_trace(samples=1, ended=STEPS)).configs[0].compressions
     assert none is not None and none.jump_interval is None
 
@@ -86,7 +86,7 @@ def test_texts_that_end_before_the_first_cut_are_told() -> None:
     result = horizon.horizon(short)
     found = result.configs[0].compressions
     assert found is not None and found.times == 0 and np.isnan(found.jump)
-    assert "A cache is never compressed after the first step" in repr(result)
+    assert "Never compressed after the first step" in repr(result)
 
 
 def test_a_run_that_compresses_once_has_none() -> None:

@@ -278,7 +278,7 @@ def test_a_draft_is_taken_in_a_row_as_the_oracle_counts() -> None:
     assert drafts[0].in_a_row_interval is not None
     assert 0 < drafts[0].in_a_row_interval.low < drafts[0].in_a_row < drafts[0].in_a_row_interval.high < 4
     assert (drafts[1].taken, drafts[1].in_a_row, drafts[1].per_verification) == (1, 4, 5)
-    assert "Without 4 drafted tokens in a row: 1 sample of fewer than 4 steps." in repr(result)
+    assert "Without 4 drafted tokens in a row: 1 sample of fewer than 4 steps." in str(result.details())
     assert [row["draft_taken"] for row in result.records()[:7]] == pytest.approx(np.nanmean(acceptance, axis=0))
     json.dumps(result.to_dict(), allow_nan=False)
 

@@ -12,6 +12,7 @@ import torch
 from transformers import DynamicCache
 
 import perturbkv as pk
+from perturbkv.analyses import verdicts
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
@@ -296,23 +297,25 @@ def test_beside_recurrent_layers_caches_are_compressed_likewise(family: str, mon
     ("fields", "settings", "told"),
     [
         ({}, {"compress_every": 4, "compress_over": 20}, "exclude each other"),
-        ({}, {"compress_every": 4, "save": ("effect",)}, "effects .* are those of one kept set"),
+        ({}, {"compress_every": 4, "save": ("effect",)}, "effects .* are of one kept set"),
         ({"policy": "snapkv(keep=prompt)"}, {}, "evicts among decoded tokens alone; compress caches again by"),
         (
             {"policy": "snapkv(keep=prompt)"},
             {"compress_every": 4},
             "protects: the 14 entries of sample 's' and the last",
         ),
+        ({"selection": "hindsight"}, {"compress_every": 4}, "'hindsight' looks at the next query"),
+        ({}, {"compress_every": 2.5}, "compress_every must be a whole number, got 2.5"),
         ({"precision": "quantise"}, {"compress_every": 4}, "stores other entries than the prompt's"),
         ({"policy": "snapkv(positions=in-cache)"}, {"compress_every": 4}, "stores other entries than the prompt's"),
     ],
 )
 def test_what_cannot_be_is_one_line(fields: dict[str, Any], settings: dict[str, Any], told: str) -> None:
     adapter = tiny_adapter()
-    chosen = {"policy": "snapkv", "window": WINDOW, **fields}
+    chosen: dict[str, Any] = {"policy": "snapkv", "window": WINDOW, **fields}
     with pytest.raises(PerturbkvError, match=told):
         pk.measure(
-            adapter, [Prompt("s", PROMPT.token_ids, 0)], pk.grid(BUDGET, selection="attention", **chosen),
+            adapter, [Prompt("s", PROMPT.token_ids, 0)], pk.grid(BUDGET, **{"selection": "attention", **chosen}),
             settings=pk.Settings(**settings), progress=False,
         )  # fmt: skip
 
@@ -334,3 +337,36 @@ def test_shards_and_a_run_that_goes_on_give_what_one_process_does(by: str, tmp_p
     for name in ("gone_attention", "held_entries", "went_entries", "perturbation_carried", "missed_attention"):
         np.testing.assert_allclose(last.arrays[name], alone.arrays[name], rtol=1e-4, atol=1e-7, err_msg=name)
         np.testing.assert_allclose(part.arrays[name], alone.arrays[name][:1], rtol=1e-4, atol=1e-7, err_msg=name)
+
+
+def test_two_budgets_stay_two_where_a_limit_leaves_the_prompt_whole() -> None:
+    adapter, prompt = tiny_adapter(), given(30)
+    configs = pk.grid([BUDGET, 8], selection="attention", window=WINDOW)
+    run_of = RunConfig("m", "d", tuple(configs), steps=30, text="given", compress_over=20)
+    found = trace_sample(adapter, prompt, run_of).arrays
+    assert found["evicted"].tolist() == [1, 1]  # not at the prompt's end, but later
+    first = [np.flatnonzero(row.sum(axis=(1, 2, 3)))[0] for row in found["went_entries"]]
+    assert found["held_entries"][[0, 1], first, 0, 0].tolist() == [BUDGET + 1, 9]
+
+
+def test_equal_sets_of_the_prompt_are_no_equal_caches_later() -> None:
+    adapter, prompt = tiny_adapter(), given(40)
+    budget = N + WINDOW + 4
+    configs = pk.grid(budget, policy="snapkv(keep=prompt)", selection=["attention", "random"], window=WINDOW)
+    settings = pk.Settings(steps=40, text="given", compress_every=8)
+    trace = pk.measure(adapter, [prompt], configs, settings=settings, progress=False)
+    sums = trace.arrays["perturbation_propagated"].sum(axis=(2, 3, 4))[0]
+    assert abs(sums[1] / sums[0] - 1) > 0.01
+    assert not verdicts.equal_isolated(trace, 0, 1).any()
+    compared = pk.compare_heads(trace, "attention", "random")
+    assert "up to rounding" not in compared.conclusion()
+
+
+def test_the_question_stays_with_a_protected_prompt() -> None:
+    prompt = Prompt("s", token_ids(30, seed=4), 0, question_tokens=8, text_tokens=token_ids(41, seed=3))
+    chosen = replace(config("snapkv(keep=prompt)"), budget=Budget(30 + WINDOW + 4))
+    made = run(chosen, steps=40, text="given", compress_every=8, scenario="context-only")
+    found = trace_sample(tiny_adapter(), prompt, made).arrays
+    went = found["went_entries"][0].sum(axis=(0, 1, 2))
+    assert went[PLACES.index("prompt")] == went[PLACES.index("sink")] == 0
+    assert went.sum() > 0

@@ -60,9 +60,9 @@ def prefill_and_evict(
     """
     check_positions(run.configs, adapter.config, adapter.name)
     context, _ = prompt.parts(run.scenario)
-    keep_all = len(context) <= run.compress_over
-    external = sources(adapter, context, [] if keep_all else run.configs, {})
-    rows = _RowBuilder(adapter, run, with_full, keep_all)
+    run = run.at_prompt_end(len(context))
+    external = sources(adapter, context, run.configs, {})
+    rows = _RowBuilder(adapter, run, with_full)
     prefilled = prefill(adapter, prompt, run, resources, external, rows)
     prefilled.finite.raise_if_not(prompt.sample_id)
     if rows.needs_full_cache:
@@ -85,7 +85,6 @@ class _RowBuilder:
         adapter: the model.
         run: the run of the configurations.
         with_full: whether a row that keeps everything comes first.
-        keep_all: whether nothing is evicted yet.
 
     Attributes:
         needs_full_cache: whether layers are evicted after the whole prefill, as in `Visitor`.
@@ -94,11 +93,11 @@ class _RowBuilder:
         finite: whether the stored entries are finite.
     """
 
-    def __init__(self, adapter: Adapter, run: ResolvedRun, with_full: bool, keep_all: bool) -> None:
+    def __init__(self, adapter: Adapter, run: ResolvedRun, with_full: bool) -> None:
         self._adapter, self._configs, self._layout = adapter, run.configs, run.cache
-        self._with_full, self._keep_all = with_full, keep_all
+        self._with_full = with_full
         self._makers = list(map(maker_of, run.configs))
-        self.needs_full_cache = not keep_all and any(
+        self.needs_full_cache = any(
             compatibility.needs_all_layers(config) or has_own_code(config.policy.name) for config in run.configs
         )
         self.layers: list[CompactLayer] = []
@@ -124,7 +123,7 @@ class _RowBuilder:
         """Append the compact layer with the entries of all rows, and count them."""
         everything = borrow(layer.keys, layer.values, layer.latent)
         number = self._adapter.layer_indices[layer.index]
-        made = [maker.make_whole(everything, number) for maker in self._makers] if self._keep_all else self._make(layer)
+        made = self._make(layer)
         for entries in made:
             if entries.has_rounded_numbers:
                 measure.check_stored_entries(self.finite, number, entries.row)
@@ -285,7 +284,9 @@ def _answer_batch(
     forked = replace(evicted, cache=evicted.cache.fork()) if options.divergence else None
 
     def make_compressor(evicted_prompt: EvictedPrompt) -> Compressor | None:
-        return Compressor(adapter, evicted_prompt, run, prompt.sample_id, resources) if run.compresses else None
+        if not run.compresses:
+            return None
+        return Compressor(adapter, evicted_prompt, run, prompt.sample_id, resources, question=len(question))
 
     compressor, check = make_compressor(evicted), FiniteCheck()
     if full_answer is None and forked is None:  # a divergence checks its own steps

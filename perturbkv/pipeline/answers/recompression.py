@@ -105,6 +105,7 @@ class Compressor:
         resources: memory and kernel for value norms.
         held: per layer and configuration the mask of what the row holds of the prompt (kept_set, n); empty where nobody
             asks which entries stay.
+        question: number of tokens of the prompt that are read over the compressed cache.
 
     Attributes:
         compressions: what was measured of each compression.
@@ -120,11 +121,14 @@ class Compressor:
         sample: str,
         resources: Resources,
         held: Sequence[Sequence[Bool[Tensor, "kept_set n"]]] = (),
+        question: int = 0,
     ) -> None:
         self.adapter = adapter
         self.cache: CompactCache = prompt.cache
-        prompt_tokens = prompt.cache.evicted_layers[0].seen
-        self.configs: tuple[ResolvedConfig, ...] = tuple(config.while_decoding(prompt_tokens) for config in run.configs)
+        compressed = prompt.cache.evicted_layers[0].seen
+        self.configs: tuple[ResolvedConfig, ...] = tuple(
+            config.while_decoding(compressed, question) for config in run.configs
+        )
         self.rows: list[int] = [1 + index for index, config in enumerate(run.configs) if not config.is_external]
         self.every, self.over = run.compress_every, run.compress_over
         self.sample = sample

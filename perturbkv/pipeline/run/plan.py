@@ -197,7 +197,9 @@ def plan(
         resources = _bound_memory(resources, shape, run, prompts, placement, loaded)
     resolved_run = ResolvedRun.from_run(run, fit)
     compatibility.check_compressions(resolved_run, measured=settings.scored or not generate)
-    lengths = {prompt.sample_id: len(prompt.parts(settings.scenario)[0]) for prompt in prompts}
+    if run.compress_every >= max(run.steps, generate):
+        _log.info("caches are never compressed again: no text is longer than %d tokens", run.compress_every)
+    lengths = {prompt.sample_id: len(prompt.token_ids) for prompt in prompts}
     for config in fit:
         compatibility.check_protected_prompts(config, lengths)
     planned = [plan_prompt_batches(prompt, resolved_run, shape, resources) for prompt in prompts]

@@ -23,10 +23,11 @@ from perturbkv.datasets.metrics import leading_digits
 from perturbkv.datasets.prompts import decode_answer, grade, metrics_of
 from perturbkv.devices import move_to_first_device, stack_on_device
 from perturbkv.pipeline.answers.recompression import CacheSize
+from perturbkv.pipeline.sample.compressed_spans import LaterSets
 from perturbkv.pipeline.sample.layer import LayerEffects, LayerResult, config_order, measure_effects
 from perturbkv.pipeline.sample.measure import CHANGED_VARIABLES, Arrays, isolated_floors, to_numpy
 from perturbkv.pipeline.sample.sample_run import SampleRun
-from perturbkv.schema import APART, ISOLATED, OF_KEPT_SETS, VARIABLES
+from perturbkv.schema import APART, ISOLATED, OF_COMPRESSIONS, OF_KEPT_SETS, VARIABLES
 
 
 @dataclass(frozen=True)
@@ -64,12 +65,15 @@ class BatchResult:
     gradients: list[list[Tensor]] = field(default_factory=list)
 
 
-def sample_arrays(sample: SampleRun, batches: Sequence[BatchResult], lengths: Sequence[Lengths]) -> Arrays:
+def sample_arrays(
+    sample: SampleRun, batches: Sequence[BatchResult], lengths: Sequence[Lengths], later: LaterSets
+) -> Arrays:
     """Return a sample's token counts, decoded tokens, their kinds, cache bytes, and whether each configuration evicted.
 
-    `lengths` are per layer the numbers of kept entries of all configurations.
+    `lengths` are per layer the numbers of kept entries of all configurations, `later` what later compressions keep.
     """
     n, prompt = sample.tokens, sample.prompt
+    compressed = {index for rows in later.values() for index in rows}
     tokens, following = torch.stack([sample.full.tokens, sample.full.next_tokens]).tolist()
     values: dict[str, object] = {
         "prompt_tokens": n,
@@ -79,7 +83,10 @@ def sample_arrays(sample: SampleRun, batches: Sequence[BatchResult], lengths: Se
         "token_kind": token_kinds(prompt.token_ids, tokens, sample.adapter.tokenizer.decode),
         "next_token_id": following,
         "steps_measured": len(tokens),
-        "evicted": [any(min(layer[index]) < n for layer in lengths) for index in range(len(sample.run.configs))],
+        "evicted": [
+            index in compressed or any(min(layer[index]) < n for layer in lengths)
+            for index in range(len(sample.run.configs))
+        ],
         "cache_bytes": sum(batch.cache_bytes for batch in batches),
         "cache_padding_bytes": sum(batch.padding_bytes for batch in batches),
     }
@@ -114,11 +121,20 @@ def isolated_arrays(layers: Sequence[LayerResult | LayerEffects], device: torch.
     return arrays
 
 
-def missed_arrays(layers: Sequence[LayerResult], device: torch.device) -> Arrays:
-    """Return the attention on each of the text's tokens while it is gone (config, step), mean over layers."""
-    missed = stack_on_device(device, [layer.missed for layer in layers]).mean(dim=0)
-    array = to_numpy(missed, VARIABLES["missed_attention"].dtype)
-    return {"missed_attention": array[_inverse_order(config_order(layers[0].groups))]}
+def compression_arrays(sample: SampleRun, layers: Sequence[LayerResult], arrays: Arrays) -> Arrays:
+    """Return the variables of runs that compress again; of caches that others compress they hold no numbers.
+
+    `missed_attention` is the attention on each of the text's tokens while it is gone (config, step), mean over layers.
+    `arrays` are those of `isolated_arrays`.
+    """
+    missed = stack_on_device(sample.adapter.device, [layer.missed for layer in layers]).mean(dim=0)
+    by_config = to_numpy(missed, VARIABLES["missed_attention"].dtype)
+    result = {"missed_attention": by_config[_inverse_order(config_order(layers[0].groups))]}
+    result |= {name: arrays[name] for name in OF_COMPRESSIONS if name in arrays}
+    external = [index for index, config in enumerate(sample.run.configs) if config.is_external]
+    for array in result.values() if external else ():
+        array[external] = np.nan if array.dtype.kind == "f" else -1
+    return result
 
 
 def changed_isolated_arrays(batches: Sequence[BatchResult], arrays: Arrays) -> Arrays:

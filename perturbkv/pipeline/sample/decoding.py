@@ -38,7 +38,7 @@ STEPS_AT_ONCE = 8
 
 @runtime_checkable
 class Compresses(Protocol):
-    """What compresses the rows of a cache on the way through a text, as `recompression.Compressor` does."""
+    """A compressor of the rows of a cache on the way through a text: `recompression.Compressor`."""
 
     def store_queries(self, layer: int, query: Float[Tensor, "row head query d_key"]) -> None:
         """Take a layer's newest queries."""

@@ -45,12 +45,12 @@ from perturbkv.pipeline.sample.assembly import (
     cached_bytes,
     cached_shares,
     changed_isolated_arrays,
+    compression_arrays,
     effect_arrays,
     first_token_arrays,
     isolated_arrays,
     kept_arrays,
     lost_arrays,
-    missed_arrays,
     own_entries_arrays,
     pad_steps,
     prefill_arrays,
@@ -58,6 +58,7 @@ from perturbkv.pipeline.sample.assembly import (
     step_arrays,
 )
 from perturbkv.pipeline.sample.capture import FiniteCheck
+from perturbkv.pipeline.sample.compressed_spans import LaterSets
 from perturbkv.pipeline.sample.decoding import StepRecord, decode_evicted, join_rows
 from perturbkv.pipeline.sample.effect import average_gradients, propagated_effects
 from perturbkv.pipeline.sample.layer import LayerResult, measure_layer, select_groups
@@ -171,7 +172,7 @@ def trace_sample(
         batches = [decoder.decode_batch(indices) for indices in planned.indices]
         with phase("layers"):
             layers = [measure_layer(sample, index, own, decoder.kept_sets) for index, own in enumerate(groups)]
-        arrays = _assemble_arrays(sample, batches, layers, lengths)
+        arrays = _assemble_arrays(sample, batches, layers, lengths, decoder.kept_sets)
         if any(batch.prefills for batch in batches):
             arrays |= prefill_arrays(batches, arrays["held_share"], time_full_prefill(adapter, sample.context))
         decoder.finite.raise_if_not(prompt.sample_id)
@@ -191,19 +192,23 @@ def _select_layers(sample: SampleRun) -> tuple[list[list[AnyGroup]], list[Length
 
 
 def _assemble_arrays(
-    sample: SampleRun, batches: Sequence[BatchResult], layers: Sequence[LayerResult], lengths: Sequence[Lengths]
+    sample: SampleRun,
+    batches: Sequence[BatchResult],
+    layers: Sequence[LayerResult],
+    lengths: Sequence[Lengths],
+    later: LaterSets,
 ) -> measure.Arrays:
     """Return the trace variables of the sample but for those of prefills, without steps that were not measured."""
     adapter, run, n = sample.adapter, sample.run, sample.tokens
     with phase("assembly"):
-        arrays = sample_arrays(sample, batches, lengths) | isolated_arrays(layers, adapter.device)
+        arrays = sample_arrays(sample, batches, lengths, later) | isolated_arrays(layers, adapter.device)
         arrays |= effect_arrays(sample, batches, layers) | lost_arrays(layers, adapter.device)
         arrays |= changed_isolated_arrays(batches, arrays)
         arrays |= {"held_share": cached_shares(batches, adapter.shape, n)}
         arrays |= cached_bytes(batches, adapter.shape, n)
         arrays |= own_entries_arrays(sample, arrays)
         if run.compresses:
-            arrays |= missed_arrays(layers, adapter.device)
+            arrays |= compression_arrays(sample, layers, arrays)
         arrays |= first_token_arrays(sample, batches)
         arrays |= step_arrays(batches) | kept_arrays(batches, lengths, layers, adapter.heads)
         if run.generate:
@@ -349,7 +354,9 @@ class _BatchDecoder:
         for groups in self.groups if told else ():
             masks = kept_masks_of([group for group in groups if isinstance(group, RankingGroup | ExternalGroup)])
             held.append([masks[index] for index in indices])
-        return Compressor(self.adapter, prompt, later, self.sample.prompt.sample_id, self.sample.resources, held)
+        sample = self.sample
+        question = len(sample.question)
+        return Compressor(self.adapter, prompt, later, sample.prompt.sample_id, sample.resources, held, question)
 
     def _first_logp(self, question_logits: Float[Tensor, "row vocab"], indices: Sequence[int]) -> Tensor:
         """Return log p of the text's first token (config,), after the question."""
