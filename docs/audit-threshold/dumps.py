@@ -233,21 +233,42 @@ Computed = tuple[list[int], list[float | None], StoringCache]
 
 
 def compute(adapter: Adapter, request: EngineRequest, store: torch.dtype, rng: random.Random) -> Computed:
-    """Return the tokens in the cache, their log-probabilities and the cache of a request that the plain model reads."""
+    """Return the tokens in the cache, their log-probabilities and the cache of a request that the plain model reads.
+
+    Scales are those of the prompt's entries; twice as large until entries of decoded tokens fit, too.
+    """
     ids, whole = list(request.token_ids), DynamicCache()
     run_with_cache(adapter.base, torch.tensor([ids]), whole)
+    how = rng.choice(("one", "tensor", "head")) if store.itemsize == 1 else "one"
+    read, size = rng.random() < 0.7, rng.choice((1 if len(ids) < 64 else 33, 7, 64, 256, len(ids), len(ids)))
+    room = 1.3
+    while True:
+        cache = StoringCache(store, scales_of(adapter, whole, store, how, room), read)
+        computed = read_and_decode(adapter, request, cache, size)
+        if all(bool(part.float().isfinite().all()) for both in cache.kept for part in both):
+            return computed
+        room *= 2
+
+
+def scales_of(
+    adapter: Adapter, whole: DynamicCache, store: torch.dtype, how: str, room: float
+) -> list[tuple[Tensor, Tensor]]:
+    """Return scales of keys and of values, per layer, with which numbers `room` times as large as a cache's fit."""
     ones, coarse = torch.ones(adapter.kv_heads, 1, 1), store.itemsize == 1
-    how = rng.choice(("one", "tensor", "head")) if coarse else "one"
     scales = []
     for layer in whole.layers:
         both = []
         for part in (layer.keys, layer.values):
-            most = 1.3 * part[0].float().abs().amax(dim=(1, 2)).view(-1, 1, 1) / torch.finfo(store).max
+            most = room * part[0].float().abs().amax(dim=(1, 2)).view(-1, 1, 1) / torch.finfo(store).max
             fits = how == "one" and (not coarse or float(most.max()) < 1)
             both.append(ones if fits else most if how == "head" else ones * most.max())
         scales.append((both[0], both[1]))
-    cache = StoringCache(store, scales, rng.random() < 0.7)
-    size, logits = rng.choice((1 if len(ids) < 64 else 33, 7, 64, 256, len(ids), len(ids))), []
+    return scales
+
+
+def read_and_decode(adapter: Adapter, request: EngineRequest, cache: StoringCache, size: int) -> Computed:
+    """Read a request in parts of `size` tokens through a cache, and decode greedily."""
+    ids, logits = list(request.token_ids), []
     for first in range(0, len(ids), size):
         logits.append(run_with_cache(adapter.model, torch.tensor([ids[first : first + size]]), cache).logits[0].float())
     while len(ids) < len(request.token_ids) + request.new_tokens - 1:

@@ -71,6 +71,12 @@ def in_float32(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 @pytest.fixture(scope="session")
+def files(embedded: Path, in_float32: Path) -> dict[str, Path]:
+    """The model's file, by the type of its weights."""
+    return {"q4_1": embedded, "float32": in_float32}
+
+
+@pytest.fixture(scope="session")
 def adapters() -> dict[str, Adapter]:
     """The plain model of each file; the numbers of both are the same."""
     adapter = load_model(EMBEDDED, "float32", "cpu")
@@ -115,14 +121,14 @@ def save(server: Any, name: str) -> None:
 
 
 @pytest.fixture(scope="session")
-def slot(embedded: Path, in_float32: Path, text: tuple[int, ...], tmp_path_factory: pytest.TempPathFactory) -> Save:
+def slot(files: dict[str, Path], text: tuple[int, ...], tmp_path_factory: pytest.TempPathFactory) -> Save:
     """A slot file, made once for each combination."""
     folder = tmp_path_factory.mktemp("slots")
 
     @cache
     def made(weights: str, keys: str, values: str, flash: bool = True, first: int = 0) -> Path:
         name = f"{weights}-{keys}-{values}-{flash}-{first}.bin"
-        server = start(embedded if weights == "q4_1" else in_float32, keys, values, flash, folder)
+        server = start(files[weights], keys, values, flash, folder)
         complete(server, text[first : first + PROMPT], NEW)
         save(server, name)
         return folder / name

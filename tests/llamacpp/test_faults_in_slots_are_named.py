@@ -96,6 +96,25 @@ def test_numbers_of_another_type_are_named(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("step", "layer"), [(1, 0), (2, 1)])
+def test_noise_in_a_run_is_not_taken_for_other_text(
+    slot: Save, audited: Audited, adapters: dict[str, Adapter], tmp_path: Path, step: int, layer: int
+) -> None:
+    """In every layer, or in every other token from layer 1 on: above that of rounding, and in a few tokens much."""
+    planted = Planted(slot("q4_1", "f16", "f16"), tmp_path / "slot.bin", adapters["q4_1"])
+    noise, rows = np.random.default_rng(0), slice(30, 80, step)
+    for index, both in enumerate(planted.rows()):
+        for part, typical in zip(both, (0.008, 0.03), strict=True) if index >= layer else ():
+            numbers = np.array(part[rows]).view(np.float16).astype(np.float32)
+            size = typical * np.sqrt(np.square(numbers).mean(axis=1, keepdims=True))
+            size[: 6 if index else 0] *= 10
+            part[rows] = (numbers + size * noise.standard_normal(numbers.shape)).astype(np.float16).view(np.uint8)
+    audit = audited(planted.path, "q4_1")
+    assert audit.verdict == "differs" and audit.faults[0].layers[0] == 1, audit.summary
+    assert "context" not in {fault.kind for fault in audit.faults}
+
+
+@pytest.mark.slow
 def test_fewer_bits_than_those_of_the_type_are_named(
     slot: Save, audited: Audited, adapters: dict[str, Adapter], tmp_path: Path
 ) -> None:

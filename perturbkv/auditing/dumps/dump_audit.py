@@ -70,6 +70,7 @@ _UNEXPLAINED = 0.1
 """Largest share of entries that differ which an explanation of all may leave."""
 _WITHOUT_CAUSE = {"changed", "unknown"}
 """Kinds of faults that name no cause."""
+_CONTEXT = "right in layer 0, from layer 1 on computed after other text"
 _SAME_SCALE = 0.02
 """Relative difference up to which two scales may be the same."""
 _FEWEST_SCALES = 4
@@ -78,6 +79,8 @@ _MOST_READ = 64
 """Tokens that differ by which a wrong scale is looked for."""
 _EQUAL, _MORE_EQUAL = 0.8, 0.1
 """Least share of numbers that are computed to the bit with the scale that was read; others give less by so much."""
+_MOVED = 0.9
+"""Least share of the tokens of a run that were moved, where all were computed after other text."""
 _FARTHER = 2
 """Ratio of a layer's median distance to the one that the engine's rounding gives, above which the type is another."""
 
@@ -146,6 +149,24 @@ class _Reading:
     faultless: bool
 
 
+def _run_of(chosen: Bool[Tensor, " token"]) -> tuple[int, int]:
+    """Return the first and last token of the run with most more tokens that are chosen than others."""
+    sums = torch.cat([torch.zeros(1, dtype=torch.int64), (2 * chosen.long() - 1).cumsum(dim=0)])
+    lowest, begins = sums[:-1].cummin(dim=0)
+    last = int((sums[1:] - lowest).argmax())
+    return int(begins[last]), last
+
+
+def _name_context(found: Sequence[DumpFault], first: int, last: int) -> list[DumpFault]:
+    """Return the faults, those without a cause among tokens that were computed after other text as one of them all."""
+    return [
+        replace(fault, kind="context", what=_CONTEXT, first=first, last=last)
+        if first <= fault.first <= fault.last <= last and fault.kind in _WITHOUT_CAUSE
+        else fault
+        for fault in found
+    ]
+
+
 def _same_scale(one: Tensor, other: Tensor) -> bool:
     """Return whether two scales may be the same."""
     return bool(((one - other).abs() <= _SAME_SCALE * other.abs()).all())
@@ -205,6 +226,7 @@ class _RequestComparison:
         replaced: layer -> keys and values that differ (kind, kv_head, token).
         readings: those of the tokens from the dumped entries.
         faults: those found so far.
+        context: first and last of the tokens that were computed after other text; None where none were.
     """
 
     request: Request
@@ -219,6 +241,7 @@ class _RequestComparison:
     replaced: dict[int, Tensor] = field(default_factory=dict)
     readings: list[_Reading] = field(default_factory=list)
     faults: list[DumpFault] = field(default_factory=list)
+    context: tuple[int, int] | None = None
 
     def known(self, index: int, plain: Pair, faultless: bool = False) -> list[Pair]:
         """Return the plain model's keys and values of a layer, then those of the readings; `faultless` ones alone."""
@@ -432,15 +455,12 @@ class _DumpComparison:
 
         Such a cause is looked for above layers without any fault.
         """
-        if context := [fault for fault in request.faults if fault.kind == "context"]:
-            first, last = min(fault.first for fault in context), max(fault.last for fault in context)
-            return [
-                replace(fault, kind="context", what=context[0].what)
-                if first <= fault.first <= fault.last <= last and fault.kind in _WITHOUT_CAUSE
-                else fault
-                for fault in found
-            ]
-        if index == 0 or not found or request.faults or {fault.kind for fault in found} - _WITHOUT_CAUSE:
+        if request.context:
+            return _name_context(found, *request.context)
+        if index == 0 or not found or request.faults or {fault.kind for fault in found} - _WITHOUT_CAUSE - {"token"}:
+            return found
+        matched = sum(fault.count for fault in found if fault.kind == "token")  # a few are near another's by chance
+        if matched > _UNEXPLAINED * sum(fault.count for fault in found):
             return found
         if 1 < self.adapter.kv_heads < self.adapter.heads:
             self._read_again([request.request.id])
@@ -456,13 +476,35 @@ class _DumpComparison:
             request.readings = readings
         if words := self._find_read_scale(request, index, own, far, limits):
             return [replace(fault, kind="scale", what=words) for fault in found]
+        request.context = self._find_context(request, own, far) if index == 1 else None
+        return _name_context(found, *request.context) if request.context else found
+
+    def _find_context(
+        self, request: _RequestComparison, own: Entries, far: Bool[Tensor, "2 kv_head entry"]
+    ) -> tuple[int, int] | None:
+        """Return the first and last of the tokens of layer 1 that were computed after other text; None without any.
+
+        They are all in one run, with right ones beside it. The engine's rounding hides many of them: where it is known,
+        their values have to be farther than it put them, in this layer and not in the one below.
+        """
+        name, count = request.request.id, len(request.request.token_ids)
         tokens = torch.unique(own.positions[far.any(dim=0)])
         first, last = int(tokens[0]), int(tokens[-1])
-        beside = max(first, len(request.request.token_ids) - 1 - last)
-        if index == 1 and min(beside, len(tokens)) >= LEAST_BLOCK > (last - first + 1 - len(tokens)):
-            words = "right in layer 0, from layer 1 on computed after other text"
-            return [replace(fault, kind="context", what=words) for fault in found]
-        return found
+        if name in self.plain.expected:
+            if not is_complete(own, count):
+                return None
+            below = self._entries(0, self.dump.layer(0))[name]
+            moved = self.plain.moved_values(name, 0, below), self.plain.moved_values(name, 1, own)
+            run = _run_of(moved[1])
+            inside = torch.zeros(count, dtype=torch.bool)
+            inside[run[0] : run[1] + 1] = True
+            strange = torch.stack([inside & ~moved[1], ~inside & moved[1], inside & moved[0]]).sum(dim=1)
+            if not run[0] <= first <= last <= run[1] or int(strange.max()) > (1 - _MOVED) * int(inside.sum()):
+                return None
+            first, last = run
+        elif not last + 1 - first - LEAST_BLOCK < len(tokens) >= LEAST_BLOCK:
+            return None
+        return (first, last) if min(last - first + 1, max(first, count - 1 - last)) >= LEAST_BLOCK else None
 
     def _find_read_scale(
         self,

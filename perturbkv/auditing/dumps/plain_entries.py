@@ -16,7 +16,14 @@ from transformers import DynamicCache
 
 from perturbkv.analyses.audit.cache_entries import FLOORS
 from perturbkv.analyses.measurements import Floats
-from perturbkv.auditing.dumps.dump_entries import MEDIANS, Entries, EntryDistances, Limits, Pair
+from perturbkv.auditing.dumps.dump_entries import (
+    MEDIANS,
+    Entries,
+    EntryDistances,
+    Limits,
+    Pair,
+    measure_distances,
+)
 from perturbkv.auditing.dumps.dump_file import REMOVED, Dump, LayerDump, of_heads
 from perturbkv.auditing.forward_passes import make_situation
 from perturbkv.auditing.reference import decode, entry_distances, entry_floors, prompt_entries, read_prompts
@@ -146,6 +153,14 @@ class PlainEntries:
     def limits(self, name: str, index: int, limits: Limits, positions: Int[Tensor, "kv_head entry"]) -> Limits:
         """Return the limits of a request's entries in a layer: at each position its own if rounding is known."""
         return self.expected[name][index].limits(positions, limits) if name in self.expected else limits
+
+    def moved_values(self, name: str, index: int, entries: Entries) -> Bool[Tensor, " token"]:
+        """Return of which tokens the values are, as a mean over heads, farther than the engine's rounding ever put one.
+
+        The entries are those of all tokens, in order. Of a request whose rounding is known.
+        """
+        measured = measure_distances(entries, self.layer(index)[name])
+        return (measured.distance[1].mean(dim=0) > self.expected[name][index].largest[1]).cpu()
 
     def raised_limits(
         self, name: str, index: int, limits: Limits, entries: Entries, measured: EntryDistances
