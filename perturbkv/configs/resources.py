@@ -186,6 +186,10 @@ class Shape:
         return self.layers * entries * self._entry_bytes
 
 
+STEPS_AT_ONCE = 8
+"""Most steps of one forward pass: more take as many rows through the linear layers, and read nothing less often."""
+
+
 @dataclass(frozen=True)
 class Batches:
     """The configurations that are decoded together.

@@ -15,6 +15,7 @@ from typing import Any, Self, TypeVar
 
 from perturbkv.configs import option
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.resources import STEPS_AT_ONCE
 from perturbkv.errors import ConfigError, UnknownNameError
 
 NO_DATASET = "prompts"
@@ -199,6 +200,11 @@ class RunConfig:
         if self.compress_over:
             return f"above {self.compress_over:,} entries"
         return f"every {self.compress_every:,} tokens" if self.compress_every else ""
+
+    @property
+    def recorded_steps(self) -> int:
+        """Number of decode steps of evicted runs whose records are held at once: a pass, or all for gradients."""
+        return self.steps if self.averages_gradients else min(self.steps, STEPS_AT_ONCE)
 
     @property
     def averages_gradients(self) -> bool:

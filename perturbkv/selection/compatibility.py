@@ -221,8 +221,8 @@ def check_compressions(run: ResolvedRun, measured: bool) -> None:
         raise ConfigError("effects (--save effect) are of one kept set, and caches that are compressed again have many")
     if run.compresses and all(has_own_code(config.policy.name) for config in run.configs):
         raise ConfigError(
-            f"policy '{run.configs[0].policy.name}' decides itself when its cache is compressed: leave --compress-every "
-            "and --compress-over out, or add a policy of ours"
+            f"policy '{run.configs[0].policy.name}' decides itself when its cache is compressed: leave "
+            "--compress-every and --compress-over out, or add a policy of ours"
         )
     for config in run.configs:
         if not run.compresses:

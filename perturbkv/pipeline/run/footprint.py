@@ -308,7 +308,7 @@ def _row_bytes(planned: Plan, shape: Shape) -> list[int]:
     run, prompts = planned.run, planned.prompts
     tokens = max(len(prompt.parts(run.scenario)[0]) for prompt in prompts)
     decoded = max(len(prompt.token_ids) for prompt in prompts) - tokens + max(run.steps, run.generate)
-    return [shape.row_bytes(config, tokens, decoded, run.steps) for config in run.configs]
+    return [shape.row_bytes(config, tokens, decoded, run.recorded_steps) for config in run.configs]
 
 
 def _sample_bytes(planned: Plan, context: int, tokens: int) -> tuple[int, int]:

@@ -49,7 +49,8 @@ def plan_prompt_batches(prompt: Prompt, run: ResolvedRun, shape: Shape, resource
     context, question = prompt.parts(run.scenario)
     decoded = len(question) + max(run.steps, run.generate)
     bound = resources.max_bytes
-    return plan_batches(run.configs, shape, len(context), decoded, run.steps, bound, passing=copies_each_pass(run))
+    recorded = run.recorded_steps
+    return plan_batches(run.configs, shape, len(context), decoded, recorded, bound, passing=copies_each_pass(run))
 
 
 _log = logging.getLogger(__name__)
@@ -284,5 +285,5 @@ def _bound_memory(
     occupied = shape.full_cache_bytes(tokens) if loaded else resident  # a loaded model's weights are not free any more
     bound = min(2 * resident, (memory.free_bytes(placement.device) - occupied) // 2)
     decoded = max(len(prompt.token_ids) for prompt in prompts) - tokens + max(run.steps, run.generate)
-    largest = max(shape.row_bytes(config, tokens, decoded, run.steps) for config in run.configs)
+    largest = max(shape.row_bytes(config, tokens, decoded, run.recorded_steps) for config in run.configs)
     return replace(resources, max_bytes=bound) if bound > max(resident // 2, largest) else resources

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import Cache
 
 from perturbkv.cache.compact import CompactCache, SharedCache, prompt_states, restore_states
+from perturbkv.configs.resources import STEPS_AT_ONCE
 from perturbkv.devices import copy_to_device, to_device
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.forward import run_with_cache
@@ -31,9 +32,6 @@ from perturbkv.pipeline.sample.capture import (
     decode_shared,
 )
 from perturbkv.pipeline.sample.prefill import EntriesRead, Prefill
-
-STEPS_AT_ONCE = 8
-"""Most steps of one forward pass: more take as many rows through the linear layers, and read nothing less often."""
 
 
 @runtime_checkable
