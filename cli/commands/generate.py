@@ -17,7 +17,7 @@ from perturbkv.analyses import text
 from perturbkv.analyses.json_values import provenance_object, run_object
 from perturbkv.analyses.names import distinct_names
 from perturbkv.cli import console, option_refusals
-from perturbkv.cli.command_line import with_options, without_options
+from perturbkv.cli.command_line import show_options, with_options, without_options
 from perturbkv.cli.options import DEFAULT_SELECTIONS, MaxNewTokensOption, MetricOption, RunOptions, SelectionOption
 from perturbkv.cli.planned_run import plan, run_folder
 from perturbkv.cli.session import print_failures
@@ -96,6 +96,7 @@ def shorten(answer: str) -> str:
 _KIND = FileKind("a file of answers", ConfigError, 2 * 2**30, "move it away, or give --overwrite or another --output")
 
 
+@show_options("compress_every", "compress_over")
 @without_options("text", "steps", "save", "effect_gradient", "prompts", "kept", "shard", "shard_by")
 @with_options
 def generate(
@@ -111,7 +112,8 @@ def generate(
 
     Greedily, beside the accepted answers and graded from 0 to 1.
     generation.jsonl holds the run, then one line per sample: token ids, text and score of every answer, what its cache
-    held, and where caches are compressed again the perturbation of each cut. A killed run goes on with the next sample.
+    held, and with --compress-every or --compress-over the perturbation of each compression. A killed run goes on with
+    the next sample.
     perturbkv quality --divergence looks at the file.
     """
     run.check_inputs()
