@@ -27,7 +27,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError, PerturbkvError
 from perturbkv.reporting.report import report
-from perturbkv.schema import DIGEST, KEPT, ROWS, TEXT, VARIABLES, Variable
+from perturbkv.schema import DIGEST, KEPT, OF_COMPRESSIONS, ROWS, TEXT, VARIABLES, Variable
 from perturbkv.selection.grid import configuration
 from perturbkv.selfcheck.rows import Group, Report, Target, Values, machine, run_groups
 from perturbkv.trace import Trace
@@ -144,7 +144,7 @@ _LOST = 10
 """Lost entries per head, as many as `measure` stores."""
 _OWN_NOISE = 0.3
 """Standard deviation of the scores of one configuration, over that of the scores that all share."""
-_COMPUTED = {*KEPT, DIGEST, *TEXT, *(name for pair in ROWS.values() for name in pair), "own_entries"}
+_COMPUTED = {*KEPT, DIGEST, *TEXT, *OF_COMPRESSIONS, *(name for pair in ROWS.values() for name in pair), "own_entries"}
 
 
 def sweep(sides: int = 8, budgets: tuple[float, ...] = (0.1, 0.2, 0.4)) -> tuple[EvictionConfig, ...]:

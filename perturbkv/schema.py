@@ -205,6 +205,13 @@ VARIABLES: dict[str, Variable] = {
         "uint8",
         optional=True,
     ),
+    "token_text": Variable(
+        ("step",),
+        "1",
+        "text of token_id, in a run that compresses caches again; empty past the end",
+        "str",
+        optional=True,
+    ),
     "next_token_id": Variable(("step",), "1", "token after it in the text; -1 where the text ends", "int64", True),
     "text_logp": Variable(
         ("config", "step"), "nat", "log probability of next_token_id; NaN where there is none", optional=True
@@ -382,6 +389,9 @@ TEXT = ("prompt_count", "prompt_offset", "prompt_token", "prompt_start", "prompt
 
 ANSWER_TEXT = ("answer_full", "answer", "expected_answers")
 """Variables with the answers' text, decoded from the stored tokens; optional in a trace."""
+
+TEXTS = (*TEXT, "token_text", *ANSWER_TEXT)
+"""All variables with text, that of the decoded tokens among them: no other variable depends on them."""
 
 KEPT = ("kept_offset", "kept_length", "kept_code")
 """Variables that store which entries were kept, not only how many; optional in a trace."""

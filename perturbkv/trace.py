@@ -343,7 +343,7 @@ def sample_arrays(read: Callable[[str, Any], Any], names: Iterable[str], index: 
     """
     chosen, arrays = list(names), {}
     if "prompt_count" in chosen and not read("prompt_count", index):
-        chosen = [name for name in chosen if name not in TEXT]
+        chosen = [name for name in chosen if name not in (*TEXT, "token_text")]
     if "expected_answers" in chosen and not str(read("expected_answers", index)):
         chosen = [name for name in chosen if name not in ANSWER_TEXT]
     rows = {name: VARIABLES[name].dims[0] for name in chosen if VARIABLES[name].is_concatenated}

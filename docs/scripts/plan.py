@@ -19,7 +19,7 @@ import numpy as np
 
 from perturbkv.kept_codec import mask_bytes
 from perturbkv.pipeline.sample.layer import LOST_ENTRIES
-from perturbkv.schema import ANSWER_TEXT, APART, DIGEST, KEPT, OF_COMPRESSIONS, TEXT, VARIABLES
+from perturbkv.schema import APART, DIGEST, KEPT, OF_COMPRESSIONS, TEXTS, VARIABLES
 
 SAMPLES, GPUS, GPUS_EACH, FILES = 10**6, 1000, 4, 1000
 PARAMETERS, D_HEAD = 70.6e9, 128
@@ -58,14 +58,7 @@ class Shape:
             "answer_token": 0,
             "lost_entry": LOST_ENTRIES,
         }
-        names = VARIABLES.keys() - {
-            *TEXT,
-            *ANSWER_TEXT,
-            *APART,
-            *OF_COMPRESSIONS,
-            KEPT[2],
-            *({DIGEST} if kept else KEPT),
-        }
+        names = VARIABLES.keys() - {*TEXTS, *APART, *OF_COMPRESSIONS, KEPT[2], *({DIGEST} if kept else KEPT)}
         held = [one for one in map(VARIABLES.__getitem__, names) if not one.save]
         return sum(math.prod(sizes[axis] for axis in one.dims) * np.dtype(one.dtype).itemsize for one in held)
 

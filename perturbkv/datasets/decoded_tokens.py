@@ -1,4 +1,4 @@
-"""Kinds of decoded tokens: special, formatting, number, name or word (METHOD: kinds of tokens)."""
+"""Decoded tokens: their texts, and kinds: special, formatting, number, name or word (METHOD: kinds of tokens)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,16 @@ from perturbkv.datasets.prompts import INCOMPLETE, Decode, token_texts
 from perturbkv.schema import TOKEN_KINDS
 
 _CONTEXT = 64
-"""Tokens of the prompt's end in which the word before a decoded token is looked for."""
+"""Tokens of the prompt's end with which decoded tokens are decoded, and in which the word before one is looked for."""
 _WORD = re.compile(r"[^\W_]+")
 _SENTENCE_END = re.compile(r"[\n\r\u2028\u2029。！？]|[.!?…][^\w\s]*\s")
 """Between two words: a line break, or a full stop, question or exclamation mark before a space, quotes in between."""
+
+
+def decoded_texts(prompt_ids: Sequence[int], token_ids: Sequence[int], decode: Decode) -> list[str]:
+    """Return the text of every token decoded after a prompt, as `token_texts` gives it of one behind the other."""
+    texts = token_texts([*prompt_ids[-_CONTEXT:], *token_ids], decode)
+    return texts[len(texts) - len(token_ids) :]
 
 
 def token_kinds(prompt_ids: Sequence[int], token_ids: Sequence[int], decode: Decode) -> list[int]:

@@ -241,8 +241,8 @@ _MARKUP = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 _BLOCK_ID = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
 _ELEMENT_IDS = frozenset(
     (
-        "main page choose verdict map scatter head prompt kinds layers assumption budgets equal-bytes ablation "
-        "perplexity answers"
+        "main page choose verdict map scatter head prompt missed kinds layers assumption budgets equal-bytes "
+        "ablation perplexity answers"
     ).split()
 )
 """Ids of the elements in the page's template."""
@@ -270,6 +270,7 @@ def page(payload: Payload) -> str:
         payload=payload,
         staged="sigma_stage1" in measures,
         effects="effect_isolated" in measures,
+        missed=any("missed" in part for part in traces),
         kinds=any("kinds" in part for part in traces),
         perplexity=any("perplexity" in part for part in traces),
         equal_bytes=any("equal_bytes" in part for part in traces),

@@ -38,7 +38,7 @@ from perturbkv.reporting.sides import (
     replace_by_digests,
     run_sides,
 )
-from perturbkv.reporting.text_parts import kinds_part, perplexity_part
+from perturbkv.reporting.text_parts import kinds_part, missed_part, perplexity_part
 from perturbkv.trace import Trace
 
 
@@ -68,6 +68,7 @@ def trace_part(trace: Trace, blocks: Blocks, name: str, full: bool) -> dict[str,
     pairs = [pair for pair in sides.pairs if {sides.side[config] for config in pair} == shown_first]
     steps = put_steps(measured, blocks, lacks)
     texts = put_texts(trace, blocks)
+    missed = missed_part(trace, blocks)
     put_samples(measured, blocks, lacks, full)
     ablation = None
     if digest_trace:
@@ -97,6 +98,7 @@ def trace_part(trace: Trace, blocks: Blocks, name: str, full: bool) -> dict[str,
         **tokens_part(trace, blocks, texts, pairs, head),
         **kinds_part(digest_trace or trace, compared),
         **perplexity_part(trace),
+        **missed,
         **equal_bytes_part(digest_trace or trace),
     }
     return {**part, "lacks": lacks, "arrays": blocks.arrays}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from tests.browser.reports import (
     text,
     tiles,
 )
+from tests.support.paged import compressed_again, configs, paged
 
 MARKS = {BOTH: "both", BASELINE: "baseline", TREATMENT: "treatment", NEITHER: "none", QUESTION: "question"}
 
@@ -299,6 +301,64 @@ def test_answers_stand_beside_the_expected_ones(shown: Any) -> None:
         ]
     means = [float(np.mean(held.arrays["digits"][:, place]))]
     assert any(number(means[0]) in one for one in titles(shown, "answers"))
+
+
+@pytest.mark.parametrize("width", [420, 1280])
+@pytest.mark.parametrize("with_text", [True, False], ids=["text", "ids"])
+def test_what_was_missed_stands_at_every_token(opened: Any, width: int, with_text: bool) -> None:
+    held = compressed_again(paged(2, configs(2, (0.1, 0.2)), layers=2, heads=3, tokens=203, steps=9))
+    if not with_text:
+        held = replace(held, arrays={name: array for name, array in held.arrays.items() if name != "token_text"})
+    page = opened(html(held), viewport={"width": width, "height": 900})
+    page.page.wait_for_selector("body[data-ready=all]", timeout=20000)
+    sides = [place for place, one in enumerate(held.run.configs) if one.budget.value == 0.2]
+    choose(page, budget="0.2", sample=held.sample_ids[1])
+    page.page.evaluate("document.getElementById('missed').scrollIntoView({block: 'start', behavior: 'instant'})")
+    settle(page)
+    missed = held.arrays["missed_attention"][1, sides, :8]
+    assert f"{number(missed.max())}: attention of later steps" in text(page, "#missed .legend")
+    for place, config in enumerate(sides):
+        box = page.page.locator("#missed .text").nth(place)
+        spans = box.locator("span")
+        assert spans.count() == 8
+        marks = [spans.nth(step).get_attribute("class").split() for step in range(8)]
+        assert ["compression" in names for names in marks] == [True, False] * 4
+        gone = held.arrays["gone_attention"][1, config, :8].mean(axis=(0, 1, 2), dtype=np.float64)
+        said = page.page.locator("#missed .said").nth(place).inner_text()
+        assert f"{100 * gone.sum():.0f} % fell on what was gone: sink {gone_text(gone[0])}, prompt" in said
+        assert "The cache was compressed before 4 of 8 steps." in said
+        for step in (1, 2):
+            spans.nth(step).hover()
+            token = f"“ word{9 + step}”" if with_text else f"token {9 + step}"
+            told = page.page.locator("#tooltip").inner_text().splitlines()
+            assert told[:3] == [token, f"step {step}", f"missed {number(missed[place, step])}"]
+            entries = held.arrays["held_entries"][1, config, step].mean()
+            assert told[3].removesuffix(" entries held") == f"{entries:.1f}".removesuffix(".0")
+            assert ("the cache was compressed right before" in told) == (step == 2)
+        level = float(spans.nth(3).evaluate("(one) => one.style.getPropertyValue('--level')"))
+        assert level == pytest.approx(missed[place, 3] / missed.max(), abs=0.006)
+        row = page.page.locator("#missed table").nth(place).locator("tbody tr").first.inner_text().split("\t")
+        assert row[1:3] == [str(missed[place].argmax()), number(missed[place].max())]
+    assert page.page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.quiet()
+
+
+def test_of_a_cache_that_others_compress_nothing_is_said_to_be_missed(opened: Any) -> None:
+    held = compressed_again(paged(2, configs(2, (0.1,)), layers=2, heads=3, tokens=203, steps=9))
+    names = ("missed_attention", "gone_attention", "perturbation_carried")
+    without = {name: held.arrays[name].copy() for name in names}
+    for one in without.values():
+        one[:, 1] = np.nan
+    page = opened(html(replace(held, arrays={**held.arrays, **without})))
+    page.page.wait_for_selector("body[data-ready=all]", timeout=20000)
+    settle(page)
+    assert "Others compress this cache" in text(page, "#missed .beside > div:nth-child(2) .lacks")
+    assert page.page.locator("#missed table").count() == page.page.locator("#missed .said").count() == 1
+    assert page.quiet()
+
+
+def gone_text(share: float) -> str:
+    return f"{100 * share:.0f} %" if share >= 0.1 else f"{number(100 * share)} %"
 
 
 def test_numbers_of_the_tests_are_written_as_on_the_page() -> None:

@@ -55,6 +55,22 @@ def test_a_run_without_text_leaves_none(tmp_path: Path) -> None:
     assert b"fox" not in (tmp_path / "t.h5").read_bytes()
 
 
+def test_decoded_tokens_have_their_text_where_caches_are_compressed_again() -> None:
+    model, asked = tiny_adapter(), {"steps": 6, "compress_every": 2}
+    held, bare, uncut = (
+        pk.measure(model, prompts(model), CONFIGS, settings=pk.Settings(**settings), progress=False)
+        for settings in (asked, {**asked, "prompts": False}, {"steps": 6})
+    )
+    for sample, prompt in enumerate(prompts(model)):
+        tokens = held.arrays["token_id"][sample]
+        read = [*prompt.token_ids, *tokens[tokens >= 0].tolist()]
+        text = model.tokenizer.decode(prompt.token_ids) + "".join(held.arrays["token_text"][sample])
+        assert text == model.tokenizer.decode(read)
+    assert "token_text" not in bare.arrays and "token_text" not in uncut.arrays
+    for name, array in bare.arrays.items():
+        np.testing.assert_array_equal(held.arrays[name], array)
+
+
 @pytest.mark.slow
 def test_a_run_that_goes_on_gives_or_takes_the_text_and_measures_nothing_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

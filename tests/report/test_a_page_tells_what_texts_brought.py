@@ -1,8 +1,9 @@
-"""What a page says of texts of several tokens: effects on their log p, kinds of their tokens, and their perplexity."""
+"""What a page says of texts of several tokens: effects on log p, kinds of tokens, perplexity, and what was missed."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from functools import cache
 from typing import Any
 
@@ -11,10 +12,12 @@ import pytest
 
 import perturbkv as pk
 from perturbkv.reporting.html import page
+from perturbkv.reporting.page_blocks import Blocks
 from perturbkv.reporting.payload import payload
+from perturbkv.reporting.text_parts import missed_part
 from perturbkv.trace import Trace
-from tests.support.decoded import array, trace_of
-from tests.support.paged import configs, paged
+from tests.support.decoded import array, inflated, trace_of
+from tests.support.paged import compressed_again, configs, paged
 
 SAMPLES, STEPS, SINGLE = 6, 4, 1e-6
 NAMES = ("effect_isolated", "effect_propagated")
@@ -172,3 +175,44 @@ def test_what_a_trace_does_not_hold_leaves_no_box() -> None:
     assert all(f'<section id="{one}"' in markup for one in ADDED) and "<dt>Δ log p</dt>" in markup
     alike = having(whole, token_kind=np.full((SAMPLES, STEPS), NUMBER, dtype=np.uint8))
     assert "kinds" not in trace_of(payload([alike]))
+
+
+@pytest.mark.parametrize("with_text", [True, False], ids=["text", "ids"])
+def test_what_was_missed_is_told_of_every_sample_whose_text_may_end_early(with_text: bool) -> None:
+    held = compressed_again(trace())
+    held = dataclasses.replace(held, failures={held.sample_ids[0]: "broke"})
+    made = payload([held if with_text else without(held, "token_text")])
+    told, arrays = trace_of(made)["missed"], held.arrays
+    assert told["places"] == ["sink", "prompt", "own text", "recent"]
+    assert len(told["blocks"]) == SAMPLES - 1
+    for sample, block in enumerate(told["blocks"], 1):
+        steps = slice(STEPS - 1 if sample == SAMPLES - 1 else STEPS)
+        read = json.loads(inflated(made, block))
+        assert read["has_text"] == with_text
+        pieces = arrays["token_text" if with_text else "token_id"][sample, steps]
+        assert read["pieces"] == [str(piece) for piece in pieces]
+        assert read["compressions"] == [[0, 2]] * 4
+        for name, expected in (
+            ("missed", arrays["missed_attention"][sample, :, steps]),
+            ("held", arrays["held_entries"][sample, :, steps].mean(axis=(2, 3))),
+            ("gone", arrays["gone_attention"][sample, :, steps].mean(axis=(1, 2, 3), dtype=np.float64)),
+        ):
+            np.testing.assert_allclose(read[name], expected, rtol=1e-5)
+
+
+def test_what_was_missed_leaves_no_box_without_compressions_and_no_block_without_room() -> None:
+    held = compressed_again(trace())
+    assert '<section id="missed"' in page(payload([held])) and '<section id="missed"' not in page(payload([trace()]))
+    assert "missed" not in trace_of(payload([trace()]))
+    assert missed_part(held, Blocks("t0", room=10))["missed"]["blocks"] == [None] * SAMPLES
+
+
+def test_a_cache_that_others_compress_has_no_numbers_of_what_was_missed() -> None:
+    held = compressed_again(trace())
+    arrays = {name: held.arrays[name].copy() for name in ("missed_attention", "gone_attention", "perturbation_carried")}
+    for one in arrays.values():
+        one[:, 1] = np.nan
+    made = payload([having(held, **arrays)])
+    read = json.loads(inflated(made, trace_of(made)["missed"]["blocks"][0]))
+    assert (set(read["missed"][1]), set(read["gone"][1]), read["compressions"][1]) == ({None}, {None}, [])
+    assert None not in {*read["missed"][0], *read["gone"][0]}

@@ -104,6 +104,19 @@ def test_shards_give_the_answers_of_one_process(adapter: Adapter, tmp_path: Path
         assert last.arrays[name].tolist() == alone.arrays[name].tolist()
 
 
+@pytest.mark.parametrize("by", ["samples", "configs"])
+def test_shards_give_the_text_of_decoded_tokens(adapter: Adapter, tmp_path: Path, by: str) -> None:
+    text = "The quick brown fox jumps over it. " * 2
+    prompts = [pk.Prompt.from_text(f"{place} {text}", adapter, id=f"p{place}") for place in range(2)]
+    asked: tuple[Any, ...] = (adapter, prompts, pk.grid(24, window=6, selection=["attention", "two-stage"]))
+    settings = pk.Settings(steps=4, compress_every=2)
+    alone = pk.measure(*asked, path=tmp_path / "one.h5", settings=settings, progress=False)
+    last = list(in_shards(tmp_path / "t.h5", *asked, count=2, by=by, settings=settings))[-1]
+    assert isinstance(last, Trace)
+    assert "".join(alone.arrays["token_text"].ravel()) != ""
+    assert last.arrays["token_text"].tolist() == alone.arrays["token_text"].tolist()
+
+
 @pytest.mark.slow
 def test_shards_of_configurations_give_it_up_to_floors_and_bytes(
     adapter: Adapter, prompts: tuple[pk.Prompt, ...], tmp_path: Path

@@ -12,6 +12,7 @@ import xarray as xr
 
 from perturbkv.schema import TEXT
 from perturbkv.storage.run.writer import ExistingTrace, TraceWriter
+from perturbkv.storage.trace.texts import Texts
 from perturbkv.storage.trace.trace_file import describe, read_trace
 from perturbkv.trace import FailedSample, SampleTrace, Trace
 from tests.support.changed import changing
@@ -143,6 +144,54 @@ def test_a_finished_file_is_left_as_it_is_where_its_text_is_as_asked(tmp_path: P
     assert path.stat().st_mtime_ns == stamp
     TraceWriter(path, run, names, {}, texts={}).finish()
     assert describe(path).with_text == ()
+
+
+def read_again(name: str, *tokens: int, steps: int = 3) -> SampleTrace:
+    """A sample of a run that compresses caches again, whose text has these tokens."""
+    more = {
+        "missed_attention": np.zeros((2, steps)),
+        "token_id": np.array([*tokens, *[-1] * (steps - len(tokens))]),
+        "steps_measured": np.array(len(tokens)),
+    }
+    return SampleTrace(name, {**sample_trace(name, steps=steps).arrays, **more})
+
+
+def test_the_text_of_decoded_tokens_comes_and_goes_with_that_of_prompts(tmp_path: Path) -> None:
+    """One text ends early, one sample has no text, and one failed."""
+    run, path = run_config(4, steps=3), tmp_path / "t.h5"
+    writer = TraceWriter(path, run, NAMES, {}, texts={})
+    for sample in (
+        read_again("a", 4, 7),
+        FailedSample("failed", "broke"),
+        read_again("b", 1, 2, 3),
+        read_again("c", 5),
+    ):
+        writer.append(sample)
+    before = dict(read_trace(writer.finish()).arrays)
+    assert "token_text" not in before
+
+    def rewritten(texts: Texts) -> Path:
+        again = TraceWriter(path, run, NAMES, {}, texts=texts)
+        again.append(FailedSample("failed", "broke"))
+        return again.finish()
+
+    trace = read_trace(rewritten({"a": told("one"), "b": told("two")}))
+    nothing = ["", "", ""]
+    assert trace.arrays["token_text"].tolist() == [[" 4", " 7", ""], nothing, [" 1", " 2", " 3"], nothing]
+    assert "token_text" not in trace.sample("c").arrays  # type: ignore[union-attr]
+    part = trace.sel(sample=["b", "a"], selection="two-stage")
+    assert read_trace(part.save(tmp_path / "part.h5")).arrays["token_text"].tolist() == [
+        [" 1", " 2", " 3"],
+        [" 4", " 7", ""],
+    ]
+    with xr.open_dataset(path, engine="h5netcdf") as data:
+        assert data["token_text"].dims == ("sample", "step")
+        assert data["token_text"].values.tolist() == trace.to_xarray()["token_text"].values.tolist()
+    after = dict(read_trace(rewritten({})).arrays)
+    assert set(after) == set(before)
+    for name, array in before.items():
+        np.testing.assert_array_equal(trace.arrays[name], array)
+        np.testing.assert_array_equal(after[name], array)
 
 
 def test_a_variable_and_an_axis_of_a_later_writer_are_passed_over(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report_pages import sweep, synthetic_trace
+from perturbkv.schema import PLACES
 from perturbkv.trace import Trace
 
 
@@ -35,3 +36,23 @@ def paged(
     seen = np.random.default_rng(seed).lognormal(size=(samples, steps, layers, heads, tokens + 1))
     attended = (seen / seen.sum(axis=-1, keepdims=True)).astype(np.float32)
     return replace(made, arrays={**made.arrays, "attention_full": attended})
+
+
+def compressed_again(made: Trace, seed: int = 0) -> Trace:
+    """The trace as of a run that compresses caches before every other step; the last text is a step shorter."""
+    draw, shape = np.random.default_rng(seed), made.arrays["perturbation_isolated"].shape
+    samples, configs, steps = shape[:3]
+    carried = np.full(shape, np.nan)
+    carried[:, :, ::2, :, 0] = 1.0
+    tokens = np.arange(samples * steps).reshape(samples, steps)
+    arrays: dict[str, Any] = {
+        "missed_attention": draw.lognormal(-3, 1, (samples, configs, steps)),
+        "held_entries": draw.integers(40, 60, shape).astype(np.int32),
+        "perturbation_carried": carried,
+        "gone_attention": draw.uniform(0, 0.2, (*shape, len(PLACES))).astype(np.float32),
+        "token_id": tokens,
+        "token_text": np.array([[f" word{token}" for token in row] for row in tokens], dtype=object),
+        "steps_measured": np.array([steps] * (samples - 1) + [steps - 1]),
+    }
+    arrays["missed_attention"][-1, :, -1], arrays["token_text"][-1, -1] = np.nan, ""
+    return replace(made, arrays={**made.arrays, **arrays})

@@ -23,7 +23,9 @@ HOSTILE = (
     "\u2028\u2029",
 )
 """Texts that a page must show as they are."""
-_STRUCTURE = {"format", "arrays", "prompts", "distances", "interval", "key", "kind", "distance", "compare", "start"}
+_STRUCTURE = {
+    "format", "arrays", "prompts", "blocks", "distances", "interval", "key", "kind", "distance", "compare", "start"
+}  # fmt: skip
 """Keys of the document below which no text of others stands."""
 
 
@@ -66,7 +68,9 @@ def everywhere(text: str) -> Payload:
             side["texts"] = [text] * len(trace["samples"])
         trace["lacks"].pop("answers_text", None)
     headers = tuple(TraceHeader(text, text, ((text, text),), (text, text)) for _ in one.headers)
-    blocks = {name: _said(block, text) if "-text" in name else block for name, block in one.blocks.items()}
+    blocks = {
+        name: _said(block, text) if "-text" in name or "-read" in name else block for name, block in one.blocks.items()
+    }
     return replace(one, document=document, headers=headers, blocks=blocks)
 
 

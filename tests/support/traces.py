@@ -12,7 +12,7 @@ import numpy as np
 
 from perturbkv import kept_codec
 from perturbkv.configs.run import RunConfig
-from perturbkv.schema import ANSWER_TEXT, DIGEST, TEXT, VARIABLES
+from perturbkv.schema import DIGEST, TEXTS, VARIABLES
 from perturbkv.schema import KEPT as KEPT_CODES
 from perturbkv.selection.grid import configuration
 from perturbkv.storage.run.sample_parts import distinct_codes
@@ -54,7 +54,7 @@ def sample_trace(
     sizes |= {"decoder_layer": layers, "answer_token": 4, "lost_entry": 2, "place": 4}
     arrays: dict[str, Any] = text(f"Prompt of {name}:\nçé {seed}") if optional else {}
     for variable, spec in VARIABLES.items():
-        if spec.optional and not optional or variable in (*KEPT_CODES, DIGEST, *TEXT, *ANSWER_TEXT):
+        if spec.optional and not optional or variable in (*KEPT_CODES, DIGEST, *TEXTS):
             continue
         shape = tuple(sizes[axis] for axis in spec.dims)
         kind = np.dtype(spec.dtype)
@@ -64,6 +64,7 @@ def sample_trace(
     rows = configs * layers * heads
     if optional:
         arrays["steps_measured"], arrays["question_tokens"] = np.asarray(steps), np.asarray(0)
+        arrays["token_text"] = np.array([f" {name}é{step}" for step in range(steps)], dtype=object)
         arrays |= spoken(f"of {name}", [f"{config} é\n of {name}" for config in range(configs)], ["é"])
     arrays["prompt_tokens"] = np.asarray(TOKENS)
     arrays["kept_count"] = np.full((configs, layers, heads), KEPT)
@@ -150,7 +151,7 @@ def spoken(full: str, evicted: Sequence[str], expected: Sequence[str] = ()) -> d
 
 def told(said: str, decode: Callable[[list[int]], str] = str, expected: Sequence[str] = ()) -> SampleText:
     """What a writer is told of a sample's text; answers are their tokens unless `decode` says other."""
-    return SampleText(text(said), decode, expected)
+    return SampleText(text(said), decode, lambda tokens: [f" {token}" for token in tokens], expected)
 
 
 def ragged(sample: SampleTrace, seed: int = 0, sharing: int = 1) -> SampleTrace:

@@ -27,7 +27,7 @@ from perturbkv.devices import block_bytes, working_bytes
 from perturbkv.kept_codec import mask_bytes
 from perturbkv.pipeline.run.plan import Plan, copies_each_pass
 from perturbkv.pipeline.sample.layer import LOST_ENTRIES
-from perturbkv.schema import ANSWER_TEXT, DIGEST, KEPT, OF_COMPRESSIONS, PLACES, TEXT, VARIABLES
+from perturbkv.schema import DIGEST, KEPT, OF_COMPRESSIONS, PLACES, TEXTS, VARIABLES
 from perturbkv.selection.resolved_config import ResolvedConfig
 from perturbkv.theory import WORK
 
@@ -325,7 +325,8 @@ def _sample_bytes(planned: Plan, context: int, tokens: int) -> tuple[int, int]:
     }  # fmt: skip
     codes = _kept_set_bytes(run, shape, context) if planned.kept else 0
     answers = (1 + len(run.configs)) * (_ANSWER_BYTES + _ANSWER_TOKEN_BYTES * run.generate) if run.generate else 0
-    text = _TOKEN_BYTES * tokens + answers if planned.with_text else 0
+    pieces = _TOKEN_BYTES * run.steps if run.compresses else 0
+    text = _TOKEN_BYTES * tokens + pieces + answers if planned.with_text else 0
     stored, raw = codes * _CODES_SHARE + text, _JOURNAL_ENTRY_BYTES + float(codes)
     for name in _fixed_size_variables(planned):
         dims, dtype = VARIABLES[name].dims, VARIABLES[name].dtype
@@ -338,8 +339,7 @@ def _sample_bytes(planned: Plan, context: int, tokens: int) -> tuple[int, int]:
 def _fixed_size_variables(planned: Plan) -> list[str]:
     """Return the names of a sample's variables whose size is independent of its text and kept positions."""
     left_out = {
-        *TEXT,
-        *ANSWER_TEXT,
+        *TEXTS,
         KEPT[2],  # the codes, whose size is that of the kept sets
         *((DIGEST,) if planned.kept else KEPT),
         *(() if planned.run.generate else _ANSWER_VARIABLES),

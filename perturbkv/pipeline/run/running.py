@@ -25,6 +25,7 @@ from perturbkv.configs import layer_types
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
+from perturbkv.datasets.decoded_tokens import decoded_texts
 from perturbkv.datasets.encode import Prompt
 from perturbkv.datasets.prompts import Decode, Prompts, decode_answer, token_texts
 from perturbkv.display import plural
@@ -106,7 +107,7 @@ def _as_variable(name: str, value: Any) -> NDArray[Any]:
 
 
 class PromptTexts(Mapping[str, SampleText]):
-    """A mapping from sample ids to the text of prompts and answers, decoded on each access."""
+    """A mapping from sample ids to the text of prompts, decoded tokens and answers, decoded on each access."""
 
     def __init__(self, prompts: Prompts, decode: Decode) -> None:
         self._prompts = {prompt.sample_id: prompt for prompt in prompts}
@@ -115,7 +116,8 @@ class PromptTexts(Mapping[str, SampleText]):
     def __getitem__(self, sample_id: str) -> SampleText:
         prompt = self._prompts[sample_id]
         answer_text = partial(decode_answer, decode=self._decode)
-        return SampleText(text_arrays(prompt, self._decode), answer_text, prompt.answers)
+        pieces = partial(decoded_texts, prompt.token_ids, decode=self._decode)
+        return SampleText(text_arrays(prompt, self._decode), answer_text, pieces, prompt.answers)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._prompts)

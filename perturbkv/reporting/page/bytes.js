@@ -36,6 +36,15 @@ export function inflatedBlock(id) {
 }
 
 /**
+ * Return the JSON value of a block that holds one as text.
+ * @param {string} id
+ * @returns {Promise<any>}
+ */
+export async function jsonBlock(id) {
+  return JSON.parse(new TextDecoder().decode(await inflatedBlock(id)));
+}
+
+/**
  * Return the bytes that were compressed as raw deflate.
  * @param {Uint8Array} bytes
  * @returns {Promise<Uint8Array>}

@@ -126,6 +126,15 @@ export function plural(count, word) {
   return `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
 }
 
+/**
+ * Return the beginning of a text that is longer than a line of a table.
+ * @param {string} text
+ * @returns {string}
+ */
+export function short(text) {
+  return text.length > 40 ? `${text.slice(0, 40)}…` : text;
+}
+
 /** @param {string} text */
 function signed(text) {
   return text.replace(/^-/, "−");

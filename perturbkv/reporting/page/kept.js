@@ -1,6 +1,6 @@
 // What heads keep of one prompt: its text, the share of heads that keep each token, and single heads as far as held.
 
-import { inflatedBlock, inflate, blockBytes } from "./bytes.js";
+import { inflatedBlock, inflate, blockBytes, jsonBlock } from "./bytes.js";
 
 /** @typedef {import("./trace.js").Trace} Trace */
 /** @typedef {{pieces: string[], compressed: number, cut: number | null, cut_tokens: number}} Text */
@@ -18,7 +18,7 @@ const SHARE_STEP = 0.0005;
  */
 export async function promptText(trace, sample) {
   const blocks = trace.data.prompts[sample];
-  return blocks?.text ? JSON.parse(new TextDecoder().decode(await inflatedBlock(blocks.text))) : null;
+  return blocks?.text ? jsonBlock(blocks.text) : null;
 }
 
 /**

@@ -14,6 +14,7 @@ import { head } from "./head.js";
 import { kinds } from "./kinds.js";
 import { layers } from "./layers.js";
 import { map } from "./map.js";
+import { missed } from "./missed.js";
 import { perplexity } from "./perplexity.js";
 import { prompt } from "./prompt.js";
 import { scatter } from "./scatter.js";
@@ -22,7 +23,7 @@ import { attachTooltip } from "./tooltip.js";
 import { Trace } from "./trace.js";
 import { verdict } from "./verdict.js";
 
-const PARTS = [verdict, map, scatter, head, prompt, kinds, layers, assumption, budgets, equalBytes, ablation, perplexity, answers];
+const PARTS = [verdict, map, scatter, head, prompt, missed, kinds, layers, assumption, budgets, equalBytes, ablation, perplexity, answers];
 /** A page has no section of what none of its traces holds, such as the assumption of no two-stage selection. */
 const shownParts = () => PARTS.filter((part) => document.getElementById(part.id));
 

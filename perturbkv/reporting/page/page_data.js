@@ -35,7 +35,7 @@
  *   arrays: Record<string, Stored>, prompts: Record<string, PromptBlocks>, losses: number, distances: string[], stepped: string[], ablation: Setting[] | null,
  *   answers: Answers | null, step_samples: number[], kl_floor: number | null,
  *   held_heads: {of: number, held: number, why: string}, kinds?: Record<string, {rows: KindRow[], note: string}>,
- *   perplexity?: Perplexity, equal_bytes?: EqualBytes}} TraceData
+ *   perplexity?: Perplexity, missed?: {places: string[], blocks: (string | null)[]}, equal_bytes?: EqualBytes}} TraceData
  */
 /** @typedef {{format: number, made_with: string, traces: TraceData[]}} Page */
 

@@ -2,7 +2,7 @@
 
 import { colours } from "./colours.js";
 import { announce, fill, lacking, make, select, table, widthOf } from "./dom.js";
-import { plural, percentOf } from "./format.js";
+import { plural, percentOf, short } from "./format.js";
 import { promptText } from "./kept.js";
 import { looks } from "./looks.js";
 import { Tokens } from "./tokens.js";
@@ -129,11 +129,6 @@ function tools(own, view) {
   const end = make("button", { type: "button", onclick: () => own.tokens.jump(own.tokens.text.pieces.length - 1) }, "Jump to the end");
   fill(own.elements.tools, box, make("button", { type: "button", "aria-label": "previous find", onclick: () => go(box.value, -1) }, "↑"),
     make("button", { type: "button", "aria-label": "next find", onclick: () => go(box.value, 1) }, "↓"), status, jump, end);
-}
-
-/** @param {string} text */
-function short(text) {
-  return text.length > 40 ? `${text.slice(0, 40)}…` : text;
 }
 
 /**

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import TraceError, TraceUnavailableError
-from perturbkv.schema import ANSWER_TEXT, KEPT, TEXT, VARIABLES
+from perturbkv.schema import KEPT, TEXTS, VARIABLES
 from perturbkv.storage.atomic_files import atomic_path, clear_leftovers
 from perturbkv.storage.run.journal import Entry, Journal, journal_path
 from perturbkv.storage.run.sample_parts import (
@@ -110,9 +110,9 @@ class ExistingSample:
     def shapes(self) -> Shapes:
         """Return variable name -> shape, with unused bytes of kept_code not counted."""
         with open_trace(self.path, self.stamp) as file:
-            varying = (*TEXT, *ANSWER_TEXT, *KEPT)
+            varying = (*TEXTS, *KEPT)
             shapes = {name: file.shape(name)[1:] for name in VARIABLES if name in file and name not in varying}
-            arrays = read_sample(file, (*TEXT, *ANSWER_TEXT, "kept_offset", "kept_length"), self.index)
+            arrays = read_sample(file, (*TEXTS, "kept_offset", "kept_length"), self.index)
             shapes |= {name: array.shape for name, array in arrays.items()}
             return shapes | ({"kept_code": (code_bytes(arrays),)} if "kept_code" in file else {})
 

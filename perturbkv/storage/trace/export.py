@@ -23,7 +23,7 @@ import pyarrow.parquet
 
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError
-from perturbkv.schema import ANSWER_TEXT, KEPT, ROWS, TEXT, VARIABLES, Variable
+from perturbkv.schema import KEPT, ROWS, TEXTS, VARIABLES, Variable
 from perturbkv.storage.atomic_files import atomic_path
 from perturbkv.storage.output import real_path
 from perturbkv.storage.trace.texts import token_texts
@@ -44,9 +44,7 @@ def columns(trace: Trace) -> dict[str, Variable]:
     return {
         name: variable
         for name, variable in VARIABLES.items()
-        if name in trace.arrays
-        and name not in (*KEPT, *TEXT, *ANSWER_TEXT)
-        and set(variable.dims) <= {*AXES, _EVERY_LAYER}
+        if name in trace.arrays and name not in (*KEPT, *TEXTS) and set(variable.dims) <= {*AXES, _EVERY_LAYER}
     }
 
 

@@ -1,8 +1,8 @@
-"""Optional contents of samples: adding or removing the text of prompts and answers, and removing kept positions.
+"""Optional contents of samples: adding or removing their text, and removing kept positions.
 
 No other variable depends on text, so that samples measured without it can get it later, and the other way round. The
-text of answers is decoded from the tokens that a sample stores. Kept positions are measured: removing them leaves
-digests, which show which sets are equal, and samples stored without them get none later.
+text of answers and of decoded tokens is decoded from the tokens that a sample stores. Kept positions are measured:
+removing them leaves digests, which show which sets are equal, and samples stored without them get none later.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.errors import TraceError
-from perturbkv.schema import ANSWER_TEXT, DIGEST, KEPT, TEXT, VARIABLES
+from perturbkv.schema import ANSWER_TEXT, DIGEST, KEPT, TEXT, TEXTS, VARIABLES
 from perturbkv.storage.run.sample_parts import Arrays, Shapes, kept_digests
 from perturbkv.trace import FailedSample, SampleTrace
 
 _GENERATED = ("generated_full", "generated")
+_OF_COMPRESSIONS = "missed_attention"
+"""A variable of samples whose caches were compressed again: the text of decoded tokens is stored beside it."""
 _NUL, _SHOWN_NUL = "\0", "\u2400"
 """U+0000, which no string of HDF5 holds, and the character that replaces it."""
 
@@ -32,11 +34,13 @@ class SampleText:
     Attributes:
         prompt: the variables `TEXT`.
         decode: decodes an answer's tokens to the text that is graded.
+        pieces: returns the text of each of the tokens decoded after the prompt.
         expected: accepted answers.
     """
 
     prompt: Arrays
     decode: Callable[[list[int]], str]
+    pieces: Callable[[list[int]], list[str]]
     expected: Sequence[str] = ()
 
     def answers(self, arrays: Arrays) -> dict[str, NDArray[Any]]:
@@ -52,6 +56,15 @@ class SampleText:
         expected = storable_text(json.dumps(list(self.expected), ensure_ascii=False))
         values = (full, evicted, expected)
         return {name: np.array(value, dtype=object) for name, value in zip(ANSWER_TEXT, values, strict=True)}
+
+    def tokens(self, arrays: Arrays) -> dict[str, NDArray[Any]]:
+        """Return the text of a sample's decoded tokens; empty where its caches were not compressed again."""
+        if _OF_COMPRESSIONS not in arrays:
+            return {}
+        ids = arrays["token_id"]
+        pieces = np.full(ids.shape, "", dtype=object)
+        pieces[ids >= 0] = [storable_text(piece) for piece in self.pieces(ids[ids >= 0].tolist())]
+        return {"token_text": pieces}
 
 
 Texts = Mapping[str, SampleText]
@@ -87,21 +100,24 @@ def with_text(sample: SampleTrace | FailedSample, texts: Texts | None) -> Sample
     """
     if texts is None or isinstance(sample, FailedSample):
         return sample
-    others = {name: array for name, array in sample.arrays.items() if name not in (*TEXT, *ANSWER_TEXT)}
+    others = {name: array for name, array in sample.arrays.items() if name not in TEXTS}
     text = texts.get(sample.sample_id)
-    return SampleTrace(sample.sample_id, {**others, **text.prompt, **text.answers(others)} if text else others)
+    added = {**text.prompt, **text.tokens(others), **text.answers(others)} if text else {}
+    return SampleTrace(sample.sample_id, {**others, **added})
 
 
 def with_text_shapes(sample_id: str, shapes: Shapes, texts: Texts | None) -> Shapes:
     """Return variable name -> shape of a sample after `with_text`, given the shapes before."""
     if texts is None:
         return shapes
-    others = {name: shape for name, shape in shapes.items() if name not in (*TEXT, *ANSWER_TEXT)}
+    others = {name: shape for name, shape in shapes.items() if name not in TEXTS}
     text = texts.get(sample_id)
     if text is None:
         return others
     tokens = len(text.prompt["prompt_token"])
     added: Shapes = {name: (tokens,) if VARIABLES[name].is_concatenated else () for name in text.prompt}
+    if _OF_COMPRESSIONS in others:
+        added["token_text"] = others["token_id"]
     if others.keys() >= set(_GENERATED):  # answers are not decoded for this: one text per configuration, (config,)
         added |= {**dict.fromkeys(ANSWER_TEXT, ()), "answer": others["generated"][:1]}
     return {**others, **added}
