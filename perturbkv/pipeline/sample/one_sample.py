@@ -238,6 +238,18 @@ class _EvictedLayer:
     sizes: dict[int, CacheSize]
 
 
+def _store_step(stored: dict[str, Tensor], step: int, steps: int, quantities: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Store a step's quantities in tensors of all `steps`, by name, and return them as they lie there.
+
+    Small tensors of their own would stay between the large ones that each step frees, where no large one fits again.
+    """
+    for name, tensor in quantities.items():
+        if name not in stored:
+            stored[name] = tensor.new_empty(steps, *tensor.shape)
+        stored[name][step] = tensor
+    return {name: stored[name][step] for name in quantities}
+
+
 class _BatchDecoder:
     """The decoder of one sample from evicted caches, batch by batch of configurations.
 
@@ -324,13 +336,15 @@ class _BatchDecoder:
             question_logits, decoded = decode_evicted(
                 self.adapter, cache, sample.question, full.tokens, self.finite, compressor
             )
-        records, steps = list[StepRecord](), list[dict[str, Tensor]]()
+        records, steps, stored = list[StepRecord](), list[dict[str, Tensor]](), dict[str, Tensor]()
         for reference, evicted in zip(full.steps, decoded, strict=True):
             measure.check_everything_kept(self.finite, self.adapter, reference.logits[0], evicted.logits[0])
             evicted.gradient = [layer.expand(1 + len(indices), -1, -1) for layer in reference.gradient]
             records.append(evicted)
             if not self.run.averages_gradients:
-                steps.append(self._measure(len(steps), evicted, len(indices)))
+                steps.append(
+                    _store_step(stored, len(steps), len(full.steps), self._measure(len(steps), evicted, len(indices)))
+                )
                 records[-1] = StepRecord(gradient=evicted.gradient)  # the rest is measured
         if self.run.averages_gradients and undecoded is not None:
             with phase("effect"):
