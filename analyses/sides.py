@@ -174,7 +174,7 @@ def _matches_choice(request: Choice, choice: Choice) -> bool:
     )
 
 
-_OMITTED = {WINDOW_QUERIES: ALL_QUERIES, "positions": "kept"}
+_OMITTED = {WINDOW_QUERIES: ALL_QUERIES, "positions": "kept", "keep": "best"}
 """Options that a policy's choice omits at their default, with that default."""
 
 

@@ -270,7 +270,7 @@ def test_the_stored_files_are_compared_with_themselves(capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--only", "speed"], "unknown benchmark row 'speed'; nearest of 21 known: sweep-24"),
+        (["--only", "speed"], "unknown benchmark row 'speed'; nearest of 22 known: sweep-24"),
         (["scale", "--only", "growth"], "unknown benchmark row 'growth'; known: scale-workers"),
         (["--repeats", "0"], "--repeats must lie between 1 and 1,000, got 0"),
         (["--tokens", "1024"], "--tokens must exceed the largest budget, 1024, got 1024"),

@@ -37,7 +37,7 @@ def test_h_is_help(perturbkv: Run, command: list[str]) -> None:
     assert short.out == long.out != ""
 
 
-MOST_LINES = {"trace": 60}
+MOST_LINES = {"trace": 62}
 """`trace` alone shows every option of measuring."""
 
 
@@ -195,9 +195,10 @@ def test_a_shell_completes_commands_and_names(tmp_path: Path, typed: str, offere
                 "kernel": 7,
                 "window_queries": "all",
                 "positions": "kept",
+                "keep": "best",
             },
         ),
-        ("snapkv", {"pool": "max", "kernel": 7, "window_queries": "all", "positions": "kept"}),
+        ("snapkv", {"pool": "max", "kernel": 7, "window_queries": "all", "positions": "kept", "keep": "best"}),
         ("query", {"block": 1, "block_score": "sum"}),
         (
             "two-stage",

@@ -193,7 +193,7 @@ def test_the_option_is_refused_where_it_asks_nobody(choices: dict[str, Any], sai
 
 def test_a_cache_that_decoding_fills_has_no_template_at_its_end() -> None:
     (config,) = pk.grid(128, selection="attention", window_queries="text")
-    with pytest.raises(ConfigError, match="--compress-every goes on from there"):
+    with pytest.raises(ConfigError, match="compressing again goes on from there"):
         compatibility.check_compressible(config)
 
 

@@ -241,7 +241,7 @@ def test_what_cannot_be_corrected_is_refused(asked: dict[str, str], said: str) -
 
 def test_a_cache_that_is_compressed_again_is_not_corrected() -> None:
     with pytest.raises(
-        ConfigError, match="is stored once, for the prompt; --compress-every works with correction none"
+        ConfigError, match="is stored once, for the prompt; caches are compressed again with correction none"
     ):
         compatibility.check_compressible(config("corrected"))
 

@@ -146,7 +146,7 @@ def _resources() -> object:
 
 def test_keys_that_turn_at_each_compression_are_refused() -> None:
     chosen = config("quantise", policy="streaming-llm(positions=in-cache)", selection="position")
-    with pytest.raises(ConfigError, match="positions=in-cache turns keys at each cut, .* rounded again"):
+    with pytest.raises(ConfigError, match="positions=in-cache turns keys at each compression, .* rounded again"):
         compatibility.check_compressible(chosen)
     compatibility.check_compressible(replace(chosen, precision=parse("full")))
     compatibility.check_compressible(replace(chosen, policy=config(policy="snapkv").policy))

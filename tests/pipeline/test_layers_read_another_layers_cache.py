@@ -238,7 +238,7 @@ def test_what_takes_a_cache_in_every_layer_says_which_has_none() -> None:
     mask = [torch.ones(adapter.kv_heads, N, dtype=torch.bool)] * 4
     with pytest.raises(ModelError, match=f"policy 'quest' expects .* {words}"):
         prefill(adapter, token_ids(N), [config("quest", budget=36)], Resources(), "s")
-    with pytest.raises(ModelError, match=f"cutting caches again .* {words}"):
+    with pytest.raises(ModelError, match=f"compressing caches again .* {words}"):
         answer(adapter, PROMPT, [config()], 4, compress_over=20)
     with pytest.raises(ModelError, match=f"a policy whose kept sets come from elsewhere expects .* {words}"):
         loss.measure_kept_sets(adapter, [PROMPT], [{loss.external_configuration("own", 20): mask}])

@@ -305,13 +305,13 @@ class Staged(Policy):
 
 def test_a_policy_with_a_stage_1_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry._POLICIES.registered, "staged", Staged)
-    with pytest.raises(ConfigError, match="'staged' .*has a stage 1 of its own; --compress-every works with snapkv"):
+    with pytest.raises(ConfigError, match="'staged' .*has a stage 1 of its own; caches are compressed again by snapkv"):
         compatibility.check_compressible(config("staged"))
 
 
 def test_policies_that_count_what_decoding_forgets_are_refused() -> None:
     for policy in ("h2o", "scissorhands"):
-        with pytest.raises(ConfigError, match="--compress-every works with snapkv"):
+        with pytest.raises(ConfigError, match="caches are compressed again by snapkv"):
             compatibility.check_compressible(config(policy))
     for policy in ("snapkv", "pyramidkv", "adakv", "tova", "random"):
         compatibility.check_compressible(config(policy))

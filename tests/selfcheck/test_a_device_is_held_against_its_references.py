@@ -150,7 +150,7 @@ def test_answers_of_other_tokens_are_found(monkeypatch: pytest.MonkeyPatch) -> N
         return made[-1] if len(made) % 2 else replace(made[-1], full=[7] * 24)
 
     monkeypatch.setattr(samples, "answer", other)
-    (check,) = samples._check_answers("answers", CPU, None)
+    (check,) = samples._check_answers("answers", CPU, 0)
     assert check.distance is not None
     assert 0.2 < check.distance <= 0.25
     assert not check.equal

@@ -60,9 +60,10 @@ def prefill_and_evict(
     """
     check_positions(run.configs, adapter.config, adapter.name)
     context, _ = prompt.parts(run.scenario)
+    keep_all = len(context) <= run.compress_over
     run = run.at_prompt_end(len(context))
     external = sources(adapter, context, run.configs, {})
-    rows = _RowBuilder(adapter, run, with_full)
+    rows = _RowBuilder(adapter, run, with_full, keep_all)
     prefilled = prefill(adapter, prompt, run, resources, external, rows)
     prefilled.finite.raise_if_not(prompt.sample_id)
     if rows.needs_full_cache:
@@ -85,6 +86,7 @@ class _RowBuilder:
         adapter: the model.
         run: the run of the configurations.
         with_full: whether a row that keeps everything comes first.
+        keep_all: whether caches of policies of ours keep everything as yet.
 
     Attributes:
         needs_full_cache: whether layers are evicted after the whole prefill, as in `Visitor`.
@@ -93,9 +95,9 @@ class _RowBuilder:
         finite: whether the stored entries are finite.
     """
 
-    def __init__(self, adapter: Adapter, run: ResolvedRun, with_full: bool) -> None:
+    def __init__(self, adapter: Adapter, run: ResolvedRun, with_full: bool, keep_all: bool) -> None:
         self._adapter, self._configs, self._layout = adapter, run.configs, run.cache
-        self._with_full = with_full
+        self._with_full, self._keep_all = with_full, keep_all
         self._makers = list(map(maker_of, run.configs))
         self.needs_full_cache = any(
             compatibility.needs_all_layers(config) or has_own_code(config.policy.name) for config in run.configs
@@ -124,6 +126,9 @@ class _RowBuilder:
         everything = borrow(layer.keys, layer.values, layer.latent)
         number = self._adapter.layer_indices[layer.index]
         made = self._make(layer)
+        if self._keep_all:
+            whole = zip(self._configs, self._makers, made, strict=True)
+            made = [own if one.is_external else maker.make_whole(everything, number) for one, maker, own in whole]
         for entries in made:
             if entries.has_rounded_numbers:
                 measure.check_stored_entries(self.finite, number, entries.row)
