@@ -130,7 +130,8 @@ class Compressor:
             config.while_decoding(compressed, question) for config in run.configs
         )
         self.rows: list[int] = [1 + index for index, config in enumerate(run.configs) if not config.is_external]
-        self.every, self.over = run.compress_every, run.compress_over
+        self.every: int = run.compress_every
+        self.over: int = run.compress_over
         self.sample = sample
         self.resources = resources
         self.head_scores: tuple[tuple[float, ...], ...] = run.head_scores
@@ -143,7 +144,7 @@ class Compressor:
             layer: last[-self.window :].expand(rows, -1, -1) for layer, last in prompt.gates.items()
         }
         self.compressions: list[Compression] = []
-        self.held = [dict(enumerate(masks, start=1)) for masks in held]
+        self.held: list[dict[int, Tensor]] = [dict(enumerate(masks, start=1)) for masks in held]
         self.kept_sets: dict[int, dict[int, list[KeptSets]]] = {}
 
     def observer(self) -> Observer:
