@@ -136,6 +136,9 @@ ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {
     "time_steps": lambda steps, **more: {
         "seconds": {"traced": [2.0 * steps, 12.0, 15.0], "plain": [10.0, 10.0, 10.0]}, "phases": {"prefill": 9.0}
     },
+    "time_decoding": lambda steps, every, **more: {
+        "seconds": {"traced": [14.0, 15.0, 16.0], "decoded": [10.0, 10.0, 10.0]}, "phases": {"layers": steps / every}
+    },
     "peaks": lambda count, **more: {"peak": 120 if count else 100},
     "time_growth": lambda lengths, **more: {"seconds": {str(lengths[0]): [1.0, 2.0], str(lengths[1]): [4.0, 10.0]}},
     "time_norms": lambda **more: {"seconds": {"ours": [1.0], "loop": [2.0]}, "rate": [5.0], "matmul_rate": 10.0},
@@ -177,7 +180,7 @@ def test_every_row_is_a_ratio_of_what_its_processes_found() -> None:
     values = {row.target.name: row.value for row in report.rows}
     assert values == {
         "capture-2": pytest.approx(1.1), "sweep-24": pytest.approx(1.34), "sweep-200": pytest.approx(3.0),
-        "steps-8": 1.5, "scores-11": pytest.approx(1.21), "presses-24": None,
+        "steps-8": 1.5, "decode-trace": 1.5, "scores-11": pytest.approx(1.21), "presses-24": None,
         "peak-24": 1.2, "growth": 4.5, "norms-time": 0.5, "norms-memory": 0.05,
         "writing-24": 0.015, "writing-200": pytest.approx(0.0883, rel=1e-3), "kept-coding": 1.6, "generation": 0.8,
         "quality-12": 3.0, "startup-help": 2.0, "startup-figure": 3.0,
