@@ -164,6 +164,8 @@ def documents(
     found = {name: perturbkv(*asked, "--json").json() for name, asked in commands(tiny, model, data).items()}
     moved = ["--compare", "snapkv:attention,snapkv(positions=in-cache):attention", "-o", "moved", "--json"]
     changed = perturbkv("heads", *tiny, *moved, "--format", "png").json()["changed"]
+    again = ["--steps", 12, "--compress-every", 3, "-o", "again", "--json", "--format", "png"]
+    compressed = perturbkv("horizon", *tiny, *again).json()["configs"][0]["compressions"]
     finished = made()
     finished.arrays["sigma_topk"][..., 0, 0] = 0.4  # type: ignore[index]
     for name, options in ANALYSES.items():
@@ -174,6 +176,7 @@ def documents(
             told = perturbkv(*name.split(), *options, "made.h5", "-o", folder, "--format", "png", "--json")
         found[name] = told.json()
     found["heads"]["changed"] = changed
+    found["horizon"]["configs"][0]["compressions"] = compressed
     found["summary.json"] = json.loads(Path("analyses/budget --cliff/summary.json").read_text())
     return found
 

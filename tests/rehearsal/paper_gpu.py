@@ -43,8 +43,8 @@ from tests.support.resolved import resolved_run
 
 _META = torch.device("meta")
 _aten = torch.ops.aten
-STAGES = {"prefill": "prefill", "measure_layer": "layer", "_select_layers": "layer", "_evict": "decoding", "_decode": "decoding",
-          "_measure": "decoding"}  # fmt: skip
+STAGES = {"prefill": "prefill", "measure_layer": "layer", "_select_layers": "layer", "_evict": "decoding",
+          "_decode": "decoding", "_measure": "decoding"}  # fmt: skip
 """Function of a sample -> its stage, as `footprint.Memory` names it."""
 
 
