@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,13 +16,13 @@ from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements, scor
 from perturbkv.analyses.quality.graded_tasks import terms
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES, estimate_mean, share_kind
+from perturbkv.analyses.tokens.fates import prompt_of
 from perturbkv.configs import layer_types
 from perturbkv.display import plural
 from perturbkv.errors import TraceError
 from perturbkv.escaping import escape_control_characters, escape_line
 from perturbkv.reporting.arrays import kl_floor
 from perturbkv.reporting.head_measures import ANALYSIS, EFFECT, available_measures
-from perturbkv.reporting.prompt_texts import missing_text_hint
 from perturbkv.reporting.sides import Sides, Start, with_interval
 from perturbkv.trace import Trace
 from perturbkv.user_files import parse_json
@@ -249,11 +251,12 @@ def missing_parts(trace: Trace, pairs: int) -> dict[str, str]:
 
     `pairs` is the number of its pairs of configurations.
     """
+    lacking = {part: variable for part, variable in _NEEDED.items() if variable not in trace.arrays}
     reasons = {
-        **{part: _missing_variable_hint(trace, variable) for part, variable in _NEEDED.items()},
+        **{part: _refusal(partial(trace.get, variable, ANALYSIS)) for part, variable in lacking.items()},
         "kept": trace.missing_positions_message(),
-        "prompt": missing_text_hint(trace),
-        "answers": _missing_scores_hint(trace),
+        "prompt": _refusal(partial(prompt_of, trace)),
+        "answers": _refusal(partial(scores, trace, ANALYSIS)),
         "answers_text": _missing_texts_hint(trace),
         "steps": _single_step_hint(trace),
         "pairs": "" if pairs else _measure_pairs_hint(trace),
@@ -270,21 +273,10 @@ def _measure_pairs_hint(trace: Trace) -> str:
     )
 
 
-def _missing_variable_hint(trace: Trace, variable: str) -> str:
-    """Return a hint to measure a variable; '' if the trace has the variable."""
-    if variable in trace.arrays:  # not read: some are large
-        return ""
+def _refusal(read: Callable[[], object]) -> str:
+    """Return the message of the TraceError that a function raises; '' where it raises none."""
     try:
-        trace.get(variable, ANALYSIS)
-    except TraceError as error:
-        return str(error)
-    return ""
-
-
-def _missing_scores_hint(trace: Trace) -> str:
-    """Return a hint to measure scores of answers; '' if the trace has scores."""
-    try:
-        scores(trace, ANALYSIS)
+        read()
     except TraceError as error:
         return str(error)
     return ""

@@ -28,10 +28,10 @@ _COMMENT = re.compile(r"/\*.*?\*/|^[ \t]*//[^\n]*", re.DOTALL | re.MULTILINE)
 _IMPORT = re.compile(r'^import\s*\{([\w$\s,]*)\}\s*from\s*"\./([\w-]+\.js)";', re.MULTILINE)
 _EXPORT = re.compile(r"^export\s+((?:async\s+)?function|const|class)\s+([\w$]+)(?=[\s(={])", re.MULTILINE)
 _OTHER = re.compile(r"^[ \t]*(?:import|export)\b[^\n]*|\bimport\s*[(.][^\n]*", re.MULTILINE)
-_NAME = re.compile(r"([\w$]+)(?:\s+as\s+([\w$]+))?")
+_AS = re.compile(r"\s+as\s+")
 _ENDS_A_SCRIPT = re.compile(r"</script|<!--|<script", re.IGNORECASE)
 Read = Callable[[str], str]
-"""Function that returns the source of a module by its file name; it raises FileNotFoundError for a missing one."""
+"""Function that returns the source of a module by its file name."""
 
 
 class ModuleError(ValueError):
@@ -40,9 +40,9 @@ class ModuleError(ValueError):
 
 @dataclass(frozen=True)
 class _Module:
-    """A JavaScript module: imports by source, as (exported name, local name), exports, and remaining code."""
+    """A JavaScript module: imports, as source and text between braces, exports, and remaining code."""
 
-    imports: tuple[tuple[str, tuple[tuple[str, str], ...]], ...]
+    imports: tuple[tuple[str, str], ...]
     exports: tuple[str, ...]
     body: str
 
@@ -55,11 +55,10 @@ def bundle(read: Read, entry: str = "main.js") -> str:
         entry: file name of the entry module.
 
     Raises:
-        ModuleError: for a form that is not supported, a missing module or name, circular imports, and text that would
-            end the inline script.
+        ModuleError: for a form that is not supported, and text that would end the inline script.
     """
     modules: dict[str, _Module] = {}
-    _collect_modules(read, entry, (), modules)
+    _collect_modules(read, entry, modules)
     return "".join(_wrap_module(name, module) for name, module in modules.items())
 
 
@@ -74,39 +73,19 @@ def check_inline(name: str, source: str) -> str:
     return source
 
 
-def _collect_modules(read: Read, name: str, path: tuple[str, ...], modules: dict[str, _Module]) -> None:
-    """Append a module to `modules` after all its imports; `path` is the import chain from the entry module.
-
-    Raises ModuleError where modules import each other, or a name that is not exported.
-    """
-    if name in path:
-        raise ModuleError(f"modules import each other: {' → '.join((*path[path.index(name) :], name))}")
-    if name in modules:
-        return
-    module = _parse_module(name, _read_source(read, name, path))
-    for other, names in module.imports:
-        _collect_modules(read, other, (*path, name), modules)
-        exports = modules[other].exports
-        for exported, _ in names:
-            if exported not in exports:
-                raise ModuleError(
-                    f"{name} imports {exported} of {other}, which exports {', '.join(exports) or 'nothing'}"
-                )
-    modules[name] = module
-
-
-def _read_source(read: Read, name: str, path: tuple[str, ...]) -> str:
-    """Return a module's source. Raises ModuleError where it is missing or cannot be inline."""
-    try:
-        return check_inline(name, read(name))
-    except FileNotFoundError:
-        raise ModuleError(f"{path[-1] if path else 'the page'} imports {name}, which is not there") from None
+def _collect_modules(read: Read, name: str, modules: dict[str, _Module]) -> None:
+    """Append a module to `modules` after all its imports."""
+    if name not in modules:
+        module = _parse_module(name, check_inline(name, read(name)))
+        for other, _ in module.imports:
+            _collect_modules(read, other, modules)
+        modules[name] = module
 
 
 def _parse_module(name: str, source: str) -> _Module:
     """Return a module parsed from its source. Raises ModuleError for unsupported forms of import and export."""
     code = _COMMENT.sub("", source)  # types are imported in comments
-    imports = tuple((match[2], _parse_names(name, match[1])) for match in _IMPORT.finditer(code))
+    imports = tuple((match[2], match[1]) for match in _IMPORT.finditer(code))
     exports = tuple(match[2] for match in _EXPORT.finditer(code))
     if other := _OTHER.search(_EXPORT.sub("", _IMPORT.sub("", code))):
         raise ModuleError(
@@ -115,21 +94,10 @@ def _parse_module(name: str, source: str) -> _Module:
     return _Module(imports, exports, _EXPORT.sub(r"\1 \2", _IMPORT.sub("", source)).strip())
 
 
-def _parse_names(name: str, text: str) -> tuple[tuple[str, str], ...]:
-    """Return the (exported name, local name) pairs between the braces of an import."""
-    pairs = []
-    for one in filter(None, (part.strip() for part in text.split(","))):
-        if not (match := _NAME.fullmatch(one)):
-            raise ModuleError(f"{name} imports '{one}', which is no name")
-        pairs.append((match[1], match[2] or match[1]))
-    return tuple(pairs)
-
-
 def _wrap_module(name: str, module: _Module) -> str:
     """Return a module as JavaScript code: an immediately called function that returns the exports."""
     imports = "".join(
-        f"const {{ {', '.join(f'{exported}: {local}' for exported, local in names)} }} = {_module_variable(other)};\n"
-        for other, names in module.imports
+        f"const {{{_AS.sub(': ', names)}}} = {_module_variable(other)};\n" for other, names in module.imports
     )
     exports = f"return {{ {', '.join(module.exports)} }};"
     return f"// {name}\nconst {_module_variable(name)} = (() => {{\n{imports}{module.body}\n{exports}\n}})();\n"

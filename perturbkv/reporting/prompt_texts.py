@@ -52,15 +52,6 @@ def prompt_block(trace: Trace, sample: int) -> bytes | None:
     return deflate(json.dumps(_text_document(prompt), ensure_ascii=False, separators=(",", ":")).encode())
 
 
-def missing_text_hint(trace: Trace) -> str:
-    """Return why the prompts' text cannot be shown, with the remedy if any; '' if a complete sample has its text."""
-    try:
-        prompt_of(trace)
-    except TraceError as error:
-        return str(error)
-    return ""
-
-
 def token_text(text: str) -> str:
     """Return a token's text for display: escaped, and shortened if it is longer than `LONGEST`."""
     shown = escape_control_characters(text)
