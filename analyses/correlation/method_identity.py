@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from math import isnan
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -342,19 +342,19 @@ def mark_significant(
     Significant is a statistic of a predictor that is decided itself and beyond its baseline. `strengths`: the measures'
     own, group by group in the same order.
     """
-    tests = [
-        _Test(index, one.measure, statistic, getattr(one, statistic), getattr(strength, statistic))
+    tests = {
+        (index, one.measure, statistic): (getattr(one, statistic), getattr(strength, statistic))
         for index, (group, own) in enumerate(zip(groups, strengths, strict=True))
         for one, strength in zip(group, own, strict=True)
         if one.measure in predictors
         for statistic in _EXPECTED
         if not isnan(getattr(one, statistic).exchanged.p)
-    ]
-    passing = benjamini_hochberg(np.array([test.baseline.exchanged.p for test in tests]))
+    }
+    passing = benjamini_hochberg(np.array([baseline.exchanged.p for baseline, _ in tests.values()]))
     significant = {
-        (test.group, test.measure, test.statistic)
-        for test, passes in zip(tests, passing, strict=True)
-        if passes and test.is_decided
+        key
+        for (key, (baseline, strength)), passes in zip(tests.items(), passing, strict=True)
+        if passes and _is_decided(key[-1], baseline, strength)
     }
     return [tuple(_with_significance(one, index, significant) for one in group) for index, group in enumerate(groups)]
 
@@ -363,30 +363,10 @@ _EXPECTED = {"rho": (-1, 0.0), "auc": (1, 0.5)}
 """Statistic -> (side, number): where more perturbed answers score less, it lies on that side of the number."""
 
 
-class _Test(NamedTuple):
-    """The test of one statistic of one measure.
-
-    Attributes:
-        group: index of the group of baselines.
-        measure: name of the measure.
-        statistic: a key of `_EXPECTED`.
-        baseline: of the statistic; its permutation null has the p-value.
-        strength: the statistic itself.
-    """
-
-    group: int
-    measure: str
-    statistic: str
-    baseline: IdentityBaseline
-    strength: Estimate
-
-    @property
-    def is_decided(self) -> bool:
-        """True where the statistic, and its excess over the baseline, are decided on the expected side."""
-        side, null = _EXPECTED[self.statistic]
-        own = interval_side(self.strength.interval, null)
-        excess = interval_side(self.baseline.beyond.interval, 0)
-        return own == excess == side
+def _is_decided(statistic: str, baseline: IdentityBaseline, strength: Estimate) -> bool:
+    """Return whether a statistic, and its excess over the baseline, are decided on the expected side."""
+    side, null = _EXPECTED[statistic]
+    return interval_side(strength.interval, null) == interval_side(baseline.beyond.interval, 0) == side
 
 
 def _with_significance(one: IdentityBaselines, group: int, significant: set[tuple[int, str, str]]) -> IdentityBaselines:

@@ -9,6 +9,7 @@ from itertools import groupby, pairwise
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, Record, column, derived, record, table
@@ -59,45 +60,19 @@ def shown_parts(differs: Sequence[bool], everything: bool = False) -> list[tuple
     Shown are tokens that differ and those around them; where none differs, both ends; with `everything`, all.
     """
     count = len(differs)
-    if everything or count <= 4 * AROUND:
-        return [(0, count, True)]
-    positions = [position for position, differing in enumerate(differs) if differing] or [0, count - 1]
-    return _add_gaps(_limit_tokens(_surroundings(positions, count)), count)
+    shown = np.full(count, everything or count <= 4 * AROUND)
+    for position in np.flatnonzero(differs) if any(differs) else (0, count - 1):
+        shown[max(0, position - AROUND) : position + AROUND + 1] = True
+    for first, end, _ in _runs(shown):
+        if end - first < _SHORTEST:
+            shown[first:end] = True
+    return _runs(shown if everything else shown & (shown.cumsum() <= MOST))
 
 
-def _surroundings(positions: Sequence[int], count: int) -> list[tuple[int, int]]:
-    """Return (first, end) parts with `AROUND` tokens on both sides of each position; near parts are joined."""
-    parts: list[tuple[int, int]] = []
-    for position in positions:
-        first, end = max(0, position - AROUND), min(count, position + AROUND + 1)
-        first, end = 0 if first < _SHORTEST else first, count if count - end < _SHORTEST else end
-        if parts and first - parts[-1][1] < _SHORTEST:
-            parts[-1] = (parts[-1][0], end)
-        else:
-            parts.append((first, end))
-    return parts
-
-
-def _limit_tokens(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the leading (first, end) parts, cut off after `MOST` tokens."""
-    limited: list[tuple[int, int]] = []
-    left = MOST
-    for first, end in parts:
-        if left > 0:
-            limited.append((first, min(end, first + left)))
-        left -= end - first
-    return limited
-
-
-def _add_gaps(parts: Sequence[tuple[int, int]], count: int) -> list[tuple[int, int, bool]]:
-    """Return (first, end, shown) of the given parts (shown) and of the gaps between (not shown)."""
-    result: list[tuple[int, int, bool]] = []
-    last = 0
-    for first, end in parts:
-        result += [(last, first, False)] if first > last else []
-        result.append((first, end, True))
-        last = end
-    return result + ([(last, count, False)] if last < count else [])
+def _runs(shown: NDArray[np.bool_]) -> list[tuple[int, int, bool]]:
+    """Return (first, end, value) of the runs of equal values in a mask."""
+    edges = [0, *(np.flatnonzero(np.diff(shown)) + 1).tolist(), len(shown)]
+    return [(first, end, bool(shown[first])) for first, end in pairwise(edges)]
 
 
 LOOKS = {BOTH: "kept", BASELINE: "lost", TREATMENT: "gained", NEITHER: "dropped", QUESTION: "plain"}
