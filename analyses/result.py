@@ -119,9 +119,9 @@ class Result(Record, ABC):
         """Return the result's figure, a matplotlib `Figure` with an attribute `caption`.
 
         Args:
-            width_mm: printed width in mm: 174, or 84 for one column of a journal; None: 174, of a talk 339.
-            style: "screen", with notes in the picture; "paper", low and with its notes in the caption; "talk", a slide
-                with large text.
+            width_mm: printed width in mm: 174, or 84 for one column of a journal; None: 174.
+            style: "screen", with notes in the picture; "paper", low and with its notes in the caption; "talk", a slide,
+                whose text is large where it fills one.
 
         Raises:
             UnknownNameError: an unknown style.

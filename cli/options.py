@@ -58,7 +58,7 @@ class FigureOptions:
             raise ConfigError(f"--columns must be 1 (84 mm) or 2 (174 mm), got {self.columns}")
         check_choice("style", self.style, STYLE_NAMES)
         if self.style == "talk" and self.columns == 1:
-            raise ConfigError("--columns 1 is 84 mm, and a slide of --style talk 339 mm wide; leave out --columns")
+            raise ConfigError("--columns 1 is 84 mm, and a slide of --style talk 174 mm wide; leave out --columns")
         if "MPLBACKEND" in os.environ:  # before anything is measured; matplotlib takes a moment to import
             check_backend()
 
@@ -82,7 +82,7 @@ class FigureOptions:
         """The printed width of the figures, mm."""
         from perturbkv.figures import style
 
-        return style.COLUMN_MM if self.columns == 1 else style.STYLES[self.style].usual_mm
+        return style.COLUMN_MM if self.columns == 1 else style.WIDE_MM
 
 
 FRACTIONS = ("0.025", "0.05", "0.1", "0.2", "0.4")

@@ -83,11 +83,12 @@ def draw(name: str, result: Result, width_mm: float | None = None, style: str = 
     module, _, function = place.partition(":")
     styles = importlib.import_module(f"{__name__}.style")
     chosen, width_mm = styles.check_style(style, width_mm)
-    with styles.use(chosen, width_mm):
+    with styles.use(chosen):
         draw_result = getattr(importlib.import_module(f"{__name__}.{module}"), function or "draw")
-        figure: CaptionedFigure = draw_result(result, styles.WIDE_MM if chosen.magnified else width_mm)
+        figure: CaptionedFigure = draw_result(result, width_mm)
         figure.headline = headline
         if "." not in name:
             figure.conclusion = result.conclusion()
-        importlib.import_module(f"{__name__}.finishing").finish(figure, width_mm)
+        if not chosen.notes:
+            importlib.import_module(f"{__name__}.finishing").finish(figure, width_mm)
     return figure

@@ -35,40 +35,39 @@ from perturbkv.analyses.ablation.restriction import RESTRICTION_BASELINE, Restri
 from perturbkv.analyses.names import common_text, short_names
 from perturbkv.analyses.stats.equivalence import margin_text
 from perturbkv.figures import style
-from perturbkv.figures.labels import draw_key, key_height_mm, legend_columns, sort_by_cache_share
+from perturbkv.figures.labels import draw_legend, sort_by_cache_share
 from perturbkv.figures.panels import (
     draw_drift,
     draw_ratio,
     draw_sum_ratio,
     drift_entry,
     finish_ratio_panel,
+    label_outer,
     marker_entries,
+    panel_grid,
     ratio_entries,
 )
 
-_MOST_COLUMNS, _LINE_MM, _AROUND_MM = 2, 4.2, 21
+_COLUMNS, _LINE_MM, _AROUND_MM, _LOWEST_MM = 2, 4.2, 21, 40
 
 
 def draw_ablation(result: Ablation, width_mm: float = style.WIDE_MM) -> Figure:
     """Draw a panel per setting; left of 1 an ingredient perturbs less than the baseline."""
-    with style.use():
-        ordered = sort_by_cache_share(result.settings, lambda one: one.cache_share)
-        names = iter(_setting_names(ordered))
-        columns = 1 if width_mm < style.WIDE_MM else min(_MOST_COLUMNS, len(ordered))
-        chunks = [ordered[start : start + columns] for start in range(0, len(ordered), columns)]
-        titles = [_row_titles(chunk) for chunk in chunks]
-        heights = [len(rows) * _LINE_MM + _AROUND_MM for rows in titles]
-        figure = style.figure(width_mm, sum(heights) + 10)
-        axes = figure.subplots(len(chunks), columns, squeeze=False, sharex=True, height_ratios=heights)
-        for row, chunk, rows in zip(axes, chunks, titles, strict=True):
-            for index, panel in enumerate(row):
-                if index < len(chunk):
-                    _draw_setting(panel, chunk[index], next(names), rows, label_rows=index == 0)
-                else:
-                    panel.set_axis_off()
-        figure.legend(handles=ratio_entries(), loc="outside upper left", ncols=2 if columns < _MOST_COLUMNS else 3)
-        style.describe_run(figure, result.identity, style.interval_note(result.identity.samples))
+    ordered = sort_by_cache_share(result.settings, lambda one: one.cache_share)
+    titles = _row_titles(ordered)
+    height = max(_LOWEST_MM, len(titles) * _LINE_MM + _AROUND_MM)
+    figure, panels = panel_grid(len(ordered), _columns(width_mm), width_mm, height, 10, sharex=True)
+    for panel, one, name in zip(panels, ordered, _setting_names(ordered), strict=True):
+        _draw_setting(panel, one, name, titles)
+    label_outer(panels, f"Σ L1 over {BASELINE}'s (log axis)", "")
+    draw_legend(figure, ratio_entries())
+    style.describe_run(figure, result.identity, style.interval_note(result.identity.samples))
     return figure
+
+
+def _columns(width_mm: float) -> int:
+    """Return the most panels per row."""
+    return 1 if width_mm < style.WIDE_MM else _COLUMNS
 
 
 def _setting_names(results: Sequence[Setting]) -> list[str]:
@@ -84,7 +83,7 @@ def _row_titles(results: Sequence[Setting]) -> dict[str, str]:
     return {BASELINE: BASELINE} | dict(sorted(named.items(), key=lambda item: order.index(item[1])))
 
 
-def _draw_setting(axes: Axes, result: Setting, name: str, titles: dict[str, str], *, label_rows: bool) -> None:
+def _draw_setting(axes: Axes, result: Setting, name: str, titles: dict[str, str]) -> None:
     """Draw an ingredient per row of a setting; without a ratio the row says "no group" or "not measured"."""
     axes.axvline(1, color="0.55", linewidth=0.8, zorder=1)
     rows = {row.title: row for row in result.rows}
@@ -94,17 +93,10 @@ def _draw_setting(axes: Axes, result: Setting, name: str, titles: dict[str, str]
                 draw_ratio(axes, index, kind, measured, f"{BASELINE} or row is 0")
         elif title != BASELINE:
             grouped = titles[title] == MEAN_OF_PRODUCTS and result.granularity == "query"
-            axes.text(
-                1,
-                index,
-                " no group" if grouped else " not measured",
-                fontsize=style.points(5.5),
-                color="0.5",
-                va="center",
-            )
-    names = [f"{title} (= 1)" if title == BASELINE else title for title in titles] if label_rows else [""] * len(titles)
-    finish_ratio_panel(axes, names, f"{name}\ncache share {_cache_share_range(result)}",
-                       f"Σ L1 over {BASELINE}'s (log axis)", ylim=(len(titles) - 0.5, -0.5))  # fmt: skip
+            said = " no group" if grouped else " not measured"
+            axes.text(1, index, said, fontsize=style.points(5.5), color="0.5", va="center")
+    names = [f"{title} (= 1)" if title == BASELINE else title for title in titles]
+    finish_ratio_panel(axes, names, f"{name}\ncache share {_cache_share_range(result)}")
 
 
 def _cache_share_range(result: Setting) -> str:
@@ -113,27 +105,22 @@ def _cache_share_range(result: Setting) -> str:
     return " to ".join(dict.fromkeys((min(shares), max(shares))))
 
 
-_METHODS_COLUMNS, _METHODS_LINE_MM, _METHODS_AROUND_MM, _LEAST_MM = 2, 5.2, 19, 66
+_METHODS_LINE_MM, _METHODS_AROUND_MM, _LEAST_MM = 5.2, 19, 56
 _MARKS = {"over snapkv": ("o", -0.16), "over random, same ends": ("s", 0.16)}
 
 
 def draw_methods(result: MethodRanking, width_mm: float = style.WIDE_MM) -> Figure:
     """Draw a panel per setting, the method that perturbs least on top; left of 1 it perturbs less."""
-    with style.use():
-        ordered = sort_by_cache_share(result.settings, lambda one: one.cache_share)
-        columns = 1 if width_mm < style.WIDE_MM else min(_METHODS_COLUMNS, len(ordered))
-        rows = -(-len(ordered) // columns)
-        longest = max(len(one.rows) for one in ordered)
-        figure = style.figure(width_mm, max(_LEAST_MM, rows * (longest * _METHODS_LINE_MM + _METHODS_AROUND_MM) + 10))
-        panels = list(figure.subplots(rows, columns, squeeze=False, sharex=True).flat)
-        for panel, one in zip(panels, ordered, strict=False):
-            _draw_methods_setting(panel, one, result.margin)
-        for panel in panels[len(ordered) :]:
-            panel.set_axis_off()
-        handles = marker_entries((marker, name) for name, (marker, _) in _MARKS.items())
-        band = Patch(color="0.9", label=f"within {margin_text(result.margin)}")
-        figure.legend(handles=[*handles, band], loc="outside upper left", ncols=1 if columns < _METHODS_COLUMNS else 3)
-        style.describe_run(figure, result.identity, style.interval_note(result.identity.samples))
+    ordered = sort_by_cache_share(result.settings, lambda one: one.cache_share)
+    height = max(_LEAST_MM, max(len(one.rows) for one in ordered) * _METHODS_LINE_MM + _METHODS_AROUND_MM)
+    figure, panels = panel_grid(len(ordered), _columns(width_mm), width_mm, height, 10, sharex=True)
+    for panel, one in zip(panels, ordered, strict=True):
+        _draw_methods_setting(panel, one, result.margin)
+        panel.set_xlabel("propagated Σ L1: ratio (log axis)")
+    handles = marker_entries((marker, name) for name, (marker, _) in _MARKS.items())
+    band = Patch(color="0.9", label=f"within {margin_text(result.margin)}")
+    draw_legend(figure, [*handles, band])
+    style.describe_run(figure, result.identity, style.interval_note(result.identity.samples))
     return figure
 
 
@@ -146,8 +133,7 @@ def _draw_methods_setting(axes: Axes, result: MethodSetting, margin: float) -> N
             if comparison is not None:
                 measured = comparison.propagated
                 draw_sum_ratio(axes, index, name, measured.sum_ratio, measured.sum_ratio_interval, _MARKS)
-    finish_ratio_panel(axes, [row.name for row in result.rows], result.setting, "propagated Σ L1: ratio (log axis)",
-                       ylim=(len(result.rows) - 0.5, -0.5))  # fmt: skip
+    finish_ratio_panel(axes, [row.name for row in result.rows], result.setting)
 
 
 _BUDGETS_ROW_MM = 76
@@ -159,32 +145,23 @@ def draw_methods_over_budgets(result: MethodRanking, width_mm: float = style.WID
 
     With more than eight curves rows are twice as high, and only SnapKV's has a band.
     """
-    with style.use():
-        groups = _group_over_budgets(result)
-        names = list(dict.fromkeys(row.name for one in result.settings for row in one.rows))
-        colours = dict(zip([_SNAPKV, *sorted(names)], style.category_colours(1 + len(names)), strict=True))
-        columns = 1 if width_mm < style.WIDE_MM else min(_METHODS_COLUMNS, len(groups))
-        rows = -(-len(groups) // columns)
-        few = len(colours) <= _MOST_BANDS
-        figure = style.figure(width_mm, rows * _BUDGETS_ROW_MM * (1 if few else 2) + 10)
-        panels = list(figure.subplots(rows, columns, squeeze=False).flat)
-        for panel, (name, settings) in zip(panels, groups.items(), strict=False):
-            _draw_method_curves(panel, settings, colours, colours if few else (_SNAPKV,))
-            panel.set_title(name, loc="left")
-        for panel in panels[len(groups) :]:
-            panel.set_axis_off()
-        handles = [
-            Line2D([], [], color=colour, marker=_marker(index), markersize=3.5, markerfacecolor="none",
-                   linewidth=_line_width(name), label=name)
-            for index, (name, colour) in enumerate(colours.items())
-        ]  # fmt: skip
-        figure.legend(
-            handles=handles,
-            loc="outside upper left",
-            ncols=legend_columns(colours, width_mm, 2 if width_mm < style.WIDE_MM else 4),
-        )
-        bands = style.interval_note(result.identity.samples)
-        style.describe_run(figure, result.identity, bands if few else f"only snapkv's band is drawn; {bands}")
+    groups = _group_over_budgets(result)
+    names = list(dict.fromkeys(row.name for one in result.settings for row in one.rows))
+    colours = dict(zip([_SNAPKV, *sorted(names)], style.category_colours(1 + len(names)), strict=True))
+    few = len(colours) <= _MOST_BANDS
+    height = _BUDGETS_ROW_MM * (1 if few else 2)
+    figure, panels = panel_grid(len(groups), _columns(width_mm), width_mm, height, 10)
+    for panel, (name, settings) in zip(panels, groups.items(), strict=True):
+        _draw_method_curves(panel, settings, colours, colours if few else (_SNAPKV,))
+        panel.set_title(name, loc="left")
+    handles = [
+        Line2D([], [], color=colour, marker=_marker(index), markersize=3.5, markerfacecolor="none",
+               linewidth=_line_width(name), label=name)
+        for index, (name, colour) in enumerate(colours.items())
+    ]  # fmt: skip
+    draw_legend(figure, handles)
+    bands = style.interval_note(result.identity.samples)
+    style.describe_run(figure, result.identity, bands if few else f"only snapkv's band is drawn; {bands}")
     return figure
 
 
@@ -239,25 +216,20 @@ def _draw_method_curves(
     axes.grid(visible=True, axis="y")
 
 
-_RESTRICTION_COLUMNS, _RESTRICTION_LINE_MM, _RESTRICTION_AROUND_MM = 2, 6.5, 19
+_RESTRICTION_LINE_MM, _RESTRICTION_AROUND_MM = 6.5, 19
 
 
 def draw_restriction(result: Restriction, width_mm: float = style.WIDE_MM) -> Figure:
     """Draw a panel per setting; right of 1 a restriction perturbs more than the baseline."""
-    with style.use():
-        ordered = sort_by_cache_share(result.settings, lambda one: one.cache_share)
-        columns = 1 if width_mm < style.WIDE_MM else min(_RESTRICTION_COLUMNS, len(ordered))
-        rows = -(-len(ordered) // columns)
-        longest = max(len(one.rows) for one in ordered)
-        figure = style.figure(width_mm, rows * ((longest + 1) * _RESTRICTION_LINE_MM + _RESTRICTION_AROUND_MM) + 10)
-        panels = list(figure.subplots(rows, columns, squeeze=False, sharex=True).flat)
-        for panel, one, name in zip(panels, ordered, _restriction_names(ordered), strict=False):
-            _draw_restriction_setting(panel, one, name)
-        for panel in panels[len(ordered) :]:
-            panel.set_axis_off()
-        entries = [*ratio_entries(), drift_entry()]
-        figure.legend(handles=entries, loc="outside upper left", ncols=2 if columns < _RESTRICTION_COLUMNS else 4)
-        style.describe_run(figure, result.identity, style.interval_note(result.identity.samples))
+    ordered = sort_by_cache_share(result.settings, lambda one: one.cache_share)
+    longest = max(len(one.rows) for one in ordered)
+    height = (longest + 1) * _RESTRICTION_LINE_MM + _RESTRICTION_AROUND_MM
+    figure, panels = panel_grid(len(ordered), _columns(width_mm), width_mm, height, 10, sharex=True)
+    for panel, one, name in zip(panels, ordered, _restriction_names(ordered), strict=True):
+        _draw_restriction_setting(panel, one, name)
+        panel.set_xlabel(f"over {RESTRICTION_BASELINE}'s (log axis)")
+    draw_legend(figure, [*ratio_entries(), drift_entry()])
+    style.describe_run(figure, result.identity, style.interval_note(result.identity.samples))
     return figure
 
 
@@ -277,7 +249,7 @@ def _draw_restriction_setting(axes: Axes, result: RestrictionSetting, name: str)
     shares = [result.cache_share, *(row.cache_share for row in result.rows)]
     names = [f"{RESTRICTION_BASELINE} (= 1)", *(row.name for row in result.rows)]
     shown = [f"{name}, held {text.decimal(share)}" for name, share in zip(names, shares, strict=True)]
-    finish_ratio_panel(axes, shown, name, f"over {RESTRICTION_BASELINE}'s (log axis)", ylim=(len(shown) - 0.4, -0.5))
+    finish_ratio_panel(axes, shown, name)
 
 
 _BYTES_ROW_MM, _GREY = 78, "0.75"
@@ -291,36 +263,28 @@ def draw_equal_bytes(result: EqualBytes, width_mm: float = style.WIDE_MM) -> Fig
 
     Points are numbered as in the result, with a key below.
     """
-    with style.use():
-        columns = 1 if width_mm < style.WIDE_MM else len(CURVES)
-        rows = len(CURVES) // columns
-        key = [result.identity.name_of(one.config) for one in result.points]
-        note = f"line: the least loss at no more bytes; {style.interval_note(result.identity.samples)}"
-        figure = style.figure(width_mm, rows * _BYTES_ROW_MM + 10 + key_height_mm(key, width_mm))
-        panels = list(figure.subplots(rows, columns, squeeze=False, sharey=True).flat)
-        policies = list(dict.fromkeys(one.config.policy.name for one in result.points))
-        colours = dict(zip(policies, style.category_colours(len(policies)), strict=True))
-        for axes, curve in zip(panels, CURVES, strict=True):
-            _draw_curve(axes, result, curve, colours)
-        for axes, curve in zip(panels, CURVES, strict=True):  # once the axes that they share have their ends
-            _number_points(axes, result, curve)
-        for axes in panels[1:columns]:
-            axes.set_ylabel("")
-        present = {one.kind for one in result.points}
-        handles = [
-            *(Line2D([], [], linestyle="", marker="o", color=colour, label=name) for name, colour in colours.items()),
-            *(
-                Line2D([], [], linestyle="", marker=marker, color="0.3", label=kind)
-                for kind, marker in _KIND_MARKS.items()
-                if kind in present
-            ),
-            Line2D([], [], linestyle="", marker="o", color=_GREY, label="dominated"),
-        ]
-        places = legend_columns((str(handle.get_label()) for handle in handles), width_mm, len(handles))
-        figure.legend(handles=handles, loc="outside upper left", ncols=places, markerscale=0.7)
-        style.describe_run(figure, result.identity, note)
-        of_points = [colours[one.config.policy.name] for one in result.points]
-        draw_key(figure, key, of_points, width_mm, style.foot_mm(result.identity, note, width_mm))
+    figure, panels = panel_grid(len(CURVES), _columns(width_mm), width_mm, _BYTES_ROW_MM, 10, sharey=True)
+    policies = list(dict.fromkeys(one.config.policy.name for one in result.points))
+    colours = dict(zip(policies, style.category_colours(len(policies)), strict=True))
+    for axes, curve in zip(panels, CURVES, strict=True):
+        _draw_curve(axes, result, curve, colours)
+    for axes, curve in zip(panels, CURVES, strict=True):  # once the axes that they share have their ends
+        _number_points(axes, result, curve)
+    present = {one.kind for one in result.points}
+    mark: dict[str, Any] = {"linestyle": "", "markersize": 4}
+    handles = [
+        *(Line2D([], [], marker="o", color=colour, label=name, **mark) for name, colour in colours.items()),
+        *(
+            Line2D([], [], marker=marker, color="0.3", label=kind, **mark)
+            for kind, marker in _KIND_MARKS.items()
+            if kind in present
+        ),
+        Line2D([], [], marker="o", color=_GREY, label="dominated", **mark),
+    ]
+    draw_legend(figure, handles, len(handles))
+    key = [result.identity.name_of(one.config) for one in result.points]
+    note = f"line: the least loss at no more bytes; {style.interval_note(result.identity.samples)}"
+    style.describe_run(figure, result.identity, note, key=key)
     return figure
 
 
@@ -373,4 +337,4 @@ def _number_points(axes: Axes, result: EqualBytes, curve: str) -> None:
         below, point = shown[numbers[0]]
         offset, across, up = ((-3, -3), "right", "top") if below else ((3, 3), "left", "bottom")
         axes.annotate(", ".join(map(str, numbers)), (point[0], point[1]), offset, textcoords="offset points",
-                      ha=across, va=up, fontsize=style.points(6), gid=style.NUMBERS)  # fmt: skip
+                      ha=across, va=up, fontsize=style.points(6))  # fmt: skip

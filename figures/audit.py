@@ -14,6 +14,7 @@ from perturbkv.analyses.audit.cache_entries import FLOORS
 from perturbkv.analyses.audit.dump_verdict import DumpAudit
 from perturbkv.escaping import escape_line
 from perturbkv.figures import style
+from perturbkv.figures.panels import panel_grid
 
 _BINS, _PANEL_MM, _AROUND_MM = 64, 52, 18
 _LEAST = 0.05
@@ -23,17 +24,13 @@ _COLOURS = "cividis"
 
 def draw(result: Audit, width_mm: float = style.WIDE_MM) -> Figure:
     """Draw kept shares by layer and position, and distances by layer in noise floors, as two panels."""
-    with style.use():
-        narrow = width_mm < style.WIDE_MM
-        figure = style.figure(width_mm, _PANEL_MM * (2 if narrow else 1) + _AROUND_MM)
-        shape = (2, 1) if narrow else (1, 2)
-        kept, far = figure.subplots(*shape)
-        _draw_kept_share(figure, kept, result)
-        _draw_distance(far, result)
-        style.set_title(figure, f"{escape_line(result.eviction)}: {result.verdict}")
-        style.describe_run(
-            figure, result.identity, "floors: of runs of the plain model that keep the same entries, the worst head"
-        )
+    figure, (kept, far) = panel_grid(2, 1 if width_mm < style.WIDE_MM else 2, width_mm, _PANEL_MM, _AROUND_MM)
+    _draw_kept_share(figure, kept, result)
+    _draw_distance(far, result)
+    style.set_title(figure, f"{escape_line(result.eviction)}: {result.verdict}")
+    style.describe_run(
+        figure, result.identity, "floors: of runs of the plain model that keep the same entries, the worst head"
+    )
     return figure
 
 
@@ -78,7 +75,7 @@ def _draw_distance(axes: Axes, result: Audit) -> None:
 
 def _number_layers(axis: Axis, result: Audit) -> None:
     """Mark the layers on an axis of measured layers, by their numbers in the model."""
-    axis.set_major_locator(MaxNLocator(6, integer=True))
+    axis.set_major_locator(MaxNLocator("auto", integer=True))
     if result.identity.measured_layers:
         numbers = {index: str(result.identity.layer(index)) for index in range(result.layers)}
         axis.set_major_formatter(FuncFormatter(lambda place, _: numbers.get(round(place), "")))
@@ -92,19 +89,16 @@ _MOST_DISTANCE = 1e3
 
 def draw_dump(result: DumpAudit, width_mm: float = style.WIDE_MM) -> Figure:
     """Draw the distances of keys and of values from the plain model's by layer, beside the limit and noise floor."""
-    with style.use():
-        narrow = width_mm < style.WIDE_MM
-        figure = style.figure(width_mm, _PANEL_MM * (2 if narrow else 1) + _AROUND_MM)
-        panels = figure.subplots(*((2, 1) if narrow else (1, 2)), sharey=True)
-        for kind, (axes, name) in enumerate(zip(panels, ("keys", "values"), strict=True)):
-            _draw_entries(axes, result, kind)
-            axes.set(title=name, xlabel="layer", ylabel="distance / norm")
-            axes.label_outer()
-        shown = {line.get_label(): line for axes in panels for line in axes.get_lines()}
-        legend = style.draw_legend_below if narrow else style.draw_legend_right
-        legend(panels[-1], list(shown.values()), 2)
-        style.set_title(figure, f"{escape_line(result.engine or result.dump)}: {result.verdict}")
-        style.describe_run(figure, result.identity, "floor: between two ways of reading the same tokens")
+    columns = 1 if width_mm < style.WIDE_MM else 2
+    figure, panels = panel_grid(2, columns, width_mm, _PANEL_MM, _AROUND_MM + 12, sharey=True)
+    for kind, (axes, name) in enumerate(zip(panels, ("keys", "values"), strict=True)):
+        _draw_entries(axes, result, kind)
+        axes.set(title=name, xlabel="layer", ylabel="distance / norm")
+        axes.label_outer()
+    shown = {line.get_label(): line for axes in panels for line in axes.get_lines()}
+    style.draw_legend_below(panels[-1], list(shown.values()), 2)
+    style.set_title(figure, f"{escape_line(result.engine or result.dump)}: {result.verdict}")
+    style.describe_run(figure, result.identity, "floor: between two ways of reading the same tokens")
     return figure
 
 
@@ -129,5 +123,5 @@ def _draw_entries(axes: Axes, result: DumpAudit, kind: int) -> None:
             axes.plot(np.arange(len(shown)), shown, color=colour, label=name, gid=name, linestyle=line, marker=marker,
                       markersize=size)  # fmt: skip
     style.set_log_axes(axes, y=True)
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     axes.set_xlim(-0.5, len(floors) - 0.5)

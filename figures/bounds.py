@@ -22,11 +22,12 @@ from perturbkv.analyses.bounds.ratios import LEVELS, MASS_EDGES, OVER_SAMPLES, R
 from perturbkv.analyses.names import budget_names, fold
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.figures import labels, panels, style
+from perturbkv.figures import panels, style
 from perturbkv.figures.labels import sort_by_cache_share
+from perturbkv.figures.panels import panel_grid
 from perturbkv.figures.style import symbols_to_tex
 
-_ROW_MM, _NARROW_MM = 72, 120
+_ROW_MM, _NARROW_MM = 76, 56
 _MEDIAN_OF_HEAD = OVER_SAMPLES.index(0.5)
 _LOW, _MEDIAN, _HIGH = (LEVELS.index(level) for level in (0.25, 0.5, 0.75))
 """Indices of the quartiles along the `level` axis of quantiles."""
@@ -34,53 +35,60 @@ _LEAST_IN_BIN = 10
 """A bin with fewer values is not drawn."""
 _BANDS = 2
 """Most curves that have bands; of more, the bands would hide each other."""
-_WIDE, _LETTERS, _ACROSS = 5, 16, 34
-"""Maps per row, letters above one, and letters under a panel."""
+_WIDE, _LETTERS = 5, 16
+"""Maps per row, and letters per line above one."""
 
 
 def draw_bound_tightness(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figure:
     """Draw by budget: ratios of bounds, tightness over retained mass, and how often a bound picks the better of two."""
-    with style.use():
-        narrow = width_mm < style.WIDE_MM
-        configs = sort_by_cache_share(result.shown, lambda config: config.cache_share)
-        ranked = _sort_agreements([one for one in result.agreements if one.shown], configs)
-        named, settings = _axis_names(configs, ranked)
-        note = f"{_cache_shares_text(configs)} · {_bars_text(len(configs), result.identity.samples)}"
-        extra_mm = labels.key_height_mm(named.key, width_mm) + style.extra_foot_mm(result.identity, note, width_mm)
-        figure = style.figure(width_mm, (_NARROW_MM if narrow else _ROW_MM) + (extra_mm if named.key else 0))
-        axes = figure.subplots(3, 1) if narrow else figure.subplots(1, 3)
-        for panel in axes if narrow else ():
-            panel.yaxis.label.set_size(style.points(6.5))
-        legend = style.draw_legend_right if narrow else style.draw_legend_below
-        legend(axes[0], _draw_ratios(axes[0], configs, named.ticks), 2)
-        curves = _draw_by_mass(axes[1], configs, named.ticks)
-        legend(axes[1], [] if named.key else curves, 3)
-        legend(axes[2], _draw_agreement(axes[2], ranked, settings), 2)
-        for panel in (axes[0], axes[2]) if named.key else ():
-            panel.set_xlabel("configuration, named below", size="medium")
-        style.describe_run(figure, result.identity, note)
-        below = style.foot_mm(result.identity, note, width_mm)
-        labels.draw_key(figure, named.key, style.ordered_colours(len(configs)), width_mm, below)
+    narrow = width_mm < style.WIDE_MM
+    configs = sort_by_cache_share(result.shown, lambda config: config.cache_share)
+    ranked = _sort_agreements([one for one in result.agreements if one.shown], configs)
+    own, settings, key = _axis_names(configs, ranked)
+    figure, axes = panel_grid(3, 1 if narrow else 3, width_mm, _NARROW_MM if narrow else _ROW_MM, 0)
+    columns = 3 if narrow else 2
+    style.draw_legend_below(axes[0], _draw_ratios(axes[0], configs, own), columns)
+    style.draw_legend_below(axes[1], _draw_by_mass(axes[1], configs, own), 3)
+    style.draw_legend_below(axes[2], _draw_agreement(axes[2], ranked, settings), columns)
+    for panel in (axes[0], axes[2]) if key else ():
+        panel.set_xlabel("configuration, named below")
+    note = f"{_cache_shares_text(configs)} · {_bars_text(len(configs), result.identity.samples)}"
+    style.describe_run(figure, result.identity, note, key=key)
     return figure
 
 
-def _axis_names(configs: Sequence[Tightness], ranked: Sequence[RankAgreement]) -> tuple[labels.KeyNames, list[str]]:
-    """Return the first panel's tick names with their key, and the last panel's tick names.
+def _axis_names(
+    configs: Sequence[Tightness], ranked: Sequence[RankAgreement]
+) -> tuple[list[str], list[str], list[str]]:
+    """Return the first panel's tick names, the last panel's, and a key where both are numbers, as names do not fit.
 
-    Where names do not fit, both are numbers of one key: a setting under the last panel has the number of the first of
-    its configurations that the first panel shows, or else a number of its own.
+    A setting under the last panel has the number of the first of its configurations that the first panel shows, or else
+    a number of its own.
     """
     shown = [config.config for config in configs]
     settings = budget_names([agreement.most_specific_config for agreement in ranked], "selection")
     own = budget_names(shown)
-    if labels.names_fit(own) and labels.names_fit(settings):
-        return labels.key_names(own, numbered=False), labels.key_names(settings, numbered=False).ticks
-    indices = [next((shown.index(one) for one in agreement.configs if one in shown), None) for agreement in ranked]
-    others = [name for name, index in zip(settings, indices, strict=True) if index is None]
-    named = labels.key_names([*own, *others], numbered=True)
-    own_ticks, other_ticks = named.ticks[: len(own)], iter(named.ticks[len(own) :])
-    setting_ticks = [next(other_ticks) if index is None else own_ticks[index] for index in indices]
-    return labels.KeyNames(own_ticks, named.key), setting_ticks
+    if _names_fit(own) and _names_fit(settings):
+        return ["\n".join(parts) for parts in own], ["\n".join(parts) for parts in settings], []
+    key, ticks = [" ".join(parts) for parts in own], []
+    for agreement, parts in zip(ranked, settings, strict=True):
+        number = next((shown.index(one) + 1 for one in agreement.configs if one in shown), len(key) + 1)
+        if number > len(key):
+            key.append(" ".join(parts))
+        ticks.append(str(number))
+    return [str(number) for number in range(1, len(own) + 1)], ticks, key
+
+
+_ROOM, _NAME_LINES = 34, 2
+"""Letters per line and lines that fit under a panel of a third of a page; longer names are replaced by numbers."""
+_GAP = 1.5
+"""Letters of the gap between two names."""
+
+
+def _names_fit(names: Sequence[Sequence[str]]) -> bool:
+    """Return whether tick names, each a list of lines, fit under a panel."""
+    widths = [max(map(len, parts), default=0) + _GAP for parts in names]
+    return sum(widths) <= _ROOM and max(map(len, names), default=0) <= _NAME_LINES
 
 
 def _sort_agreements(agreements: Sequence[RankAgreement], configs: Sequence[Tightness]) -> list[RankAgreement]:
@@ -100,21 +108,20 @@ def _bars_text(configs: int, samples: int) -> str:
 
 def draw_heads(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figure:
     """Draw maps of L/θ by head, the median over samples, a panel per budget; a dot where most samples are flagged."""
-    with style.use():
-        wide = 2 if width_mm < style.WIDE_MM else _WIDE
-        configs = sort_by_cache_share(result.shown, lambda config: config.cache_share)
-        maps = [_tightness_map(name, config) for name, config in zip(_map_names(configs), configs, strict=True)]
-        largest = max(float(shown.values[~np.isnan(shown.values)].max(initial=0)) for shown in maps)
-        figure = panels.draw_maps(
-            [maps[start : start + wide] for start in range(0, len(maps), wide)],
-            width_mm,
-            panels.Scale(0.0, largest or 1.0, "L/θ, median over samples\ndot: σ ≤ 0.5 in most", style.layer_colours()),
-            "Tightness of Theorem 2 by head",
-            result.identity.layer,
-        )
-        style.describe_run(
-            figure, result.identity, f"{_cache_shares_text(configs)} · n = {result.identity.samples} samples"
-        )
+    wide = 2 if width_mm < style.WIDE_MM else _WIDE
+    configs = sort_by_cache_share(result.shown, lambda config: config.cache_share)
+    maps = [_tightness_map(name, config) for name, config in zip(_map_names(configs), configs, strict=True)]
+    largest = max(float(shown.values[~np.isnan(shown.values)].max(initial=0)) for shown in maps)
+    figure = panels.draw_maps(
+        [maps[start : start + wide] for start in range(0, len(maps), wide)],
+        width_mm,
+        panels.Scale(0.0, largest or 1.0, "L/θ, median over samples\ndot: σ ≤ 0.5 in most", style.layer_colours()),
+        "Tightness of Theorem 2 by head",
+        result.identity.layer,
+    )
+    style.describe_run(
+        figure, result.identity, f"{_cache_shares_text(configs)} · n = {result.identity.samples} samples"
+    )
     return figure
 
 
@@ -138,11 +145,9 @@ def _map_names(configs: Sequence[Tightness]) -> list[str]:
 
 
 def _set_budget_label(axes: Axes, configs: Sequence[EvictionConfig]) -> None:
-    """Set the x label of budgets with their units, in a smaller font if it is too wide for the panel."""
+    """Set the x label of budgets with their units."""
     units = dict.fromkeys(config.budget.unit for config in configs)
     axes.set_xlabel(f"budget b ({' or '.join(units)})" if units else "budget b")
-    if len(axes.get_xlabel()) > _ACROSS:
-        axes.xaxis.label.set_fontsize(style.points(6.2))
 
 
 def _draw_ratios(axes: Axes, configs: Sequence[Tightness], names: Sequence[str]) -> list[Line2D]:
@@ -275,16 +280,15 @@ _Named = tuple[str, ConfigAssumption]
 
 def draw_assumption(result: Assumption, width_mm: float = style.WIDE_MM) -> Figure:
     """Draw maps of σ from 0 to 1, the colours centred at 0.5; heads whose mean σ is at most 0.5 have a dot."""
-    with style.use():
-        label = "σ or S (attention mass), mean over samples\norange, with a dot: ≤ 0.5"
-        figure = panels.draw_maps(
-            _assumption_rows(result, width_mm < style.WIDE_MM),
-            width_mm,
-            panels.Scale(0.0, 1.0, label, style.signed_colours()),
-            "Assumption 1: share of heads with σ (or S) > 0.5, mean of samples",
-            result.identity.layer,
-        )
-        style.describe_run(figure, result.identity, style.interval_note(result.identity.samples))
+    label = "σ or S (attention mass), mean over samples\norange, with a dot: ≤ 0.5"
+    figure = panels.draw_maps(
+        _assumption_rows(result, width_mm < style.WIDE_MM),
+        width_mm,
+        panels.Scale(0.0, 1.0, label, style.signed_colours()),
+        "Assumption 1: share of heads with σ (or S) > 0.5, mean of samples",
+        result.identity.layer,
+    )
+    style.describe_run(figure, result.identity, style.interval_note(result.identity.samples))
     return figure
 
 

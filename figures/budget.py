@@ -18,7 +18,9 @@ from matplotlib.ticker import FixedLocator, NullLocator
 from perturbkv.analyses.budget.cliff import Cliff, Cliffs
 from perturbkv.analyses.budget.criteria import LOGNORMAL, Verdict
 from perturbkv.analyses.budget.safe_budget import SafeBudgets
-from perturbkv.figures import labels, style
+from perturbkv.figures import style
+from perturbkv.figures.labels import draw_legend
+from perturbkv.figures.panels import panel_grid
 
 _WIDE_MM, _NARROW_MM = 84, 92
 _APART, _TOGETHER = 0.022, 0.09
@@ -30,26 +32,22 @@ _BANDS = 4
 
 def draw_cliff(result: Cliffs, width_mm: float = style.WIDE_MM) -> Figure:
     """Draw each method's median KL over budgets, and where it crosses each threshold, with its interval."""
-    with style.use():
-        narrow = width_mm < style.WIDE_MM
-        figure = style.figure(width_mm, _NARROW_MM if narrow else _WIDE_MM)
-        axes = figure.subplots()
-        handles = [
-            _draw_median(axes, one, colour, marker, band=len(result) <= _BANDS)
-            for one, colour, marker in zip(result, style.category_colours(len(result)), cycle("os^Dv"), strict=False)
-        ]
-        style.set_log_axes(axes, x=True, y=True)
-        _draw_thresholds(axes, result)
-        unit = result[0].configs[0].budget.unit
-        axes.set(xlabel=f"budget, {unit}", ylabel="KL of the next token, nat")
-        ticks = sorted({float(budget) for one in result for budget in one.budgets})
-        axes.xaxis.set_major_locator(FixedLocator(ticks))
-        legend_columns = labels.legend_columns([one.name for one in result], width_mm, 2 if narrow else 4)
-        figure.legend(handles=handles, loc="outside upper left", ncols=legend_columns)
-        note = style.interval_note(result.identity.samples, medians=True)
-        style.describe_run(
-            figure, result.identity, f"medians over samples; on dashed lines: where each passes · {note}"
-        )
+    narrow = width_mm < style.WIDE_MM
+    figure = style.figure(width_mm, _NARROW_MM if narrow else _WIDE_MM)
+    axes = figure.subplots()
+    handles = [
+        _draw_median(axes, one, colour, marker, band=len(result) <= _BANDS)
+        for one, colour, marker in zip(result, style.category_colours(len(result)), cycle("os^Dv"), strict=False)
+    ]
+    style.set_log_axes(axes, x=True, y=True)
+    _draw_thresholds(axes, result)
+    unit = result[0].configs[0].budget.unit
+    axes.set(xlabel=f"budget, {unit}", ylabel="KL of the next token, nat")
+    ticks = sorted({float(budget) for one in result for budget in one.budgets})
+    axes.xaxis.set_major_locator(FixedLocator(ticks))
+    draw_legend(figure, handles)
+    note = style.interval_note(result.identity.samples, medians=True)
+    style.describe_run(figure, result.identity, f"medians over samples; on dashed lines: where each passes · {note}")
     return figure
 
 
@@ -94,7 +92,7 @@ def _draw_crossing(
                   gid=f"crossing {cliff.name}")  # fmt: skip
 
 
-_SAFE_BUDGET_ROW_MM, _LINE_MM = 66, 4
+_SAFE_BUDGET_ROW_MM = 70
 _LABELS = {
     "kl": "mean KL (nat)",
     "perplexity": "perplexity over the full cache's",
@@ -114,22 +112,17 @@ _DASHES: tuple[Any, ...] = ("-", "--", ":", "-.")
 
 def draw_safe_budget(result: SafeBudgets, width_mm: float = style.WIDE_MM) -> Figure:
     """Draw a panel per criterion, a line per selection; filled marks are safe, the ringed one is the smallest."""
-    with style.use():
-        narrow, count = width_mm < style.WIDE_MM, len(result[0].verdicts)
-        handles = _safe_budget_legend(result)
-        columns = labels.legend_columns([str(one.get_label()) for one in handles], width_mm, 1 if narrow else 5)
-        legend = _LINE_MM * -(-(len(result) + 1) // columns)
-        figure = style.figure(width_mm, _SAFE_BUDGET_ROW_MM * (count if narrow else 1) + legend)
-        panels = figure.subplots(*((count, 1) if narrow else (1, count)), squeeze=False).flat
-        for index, axes in enumerate(panels):
-            _draw_criterion(axes, result, index)
-        figure.legend(handles=handles, loc="outside upper left", ncols=columns)
-        bounds_text = f"whiskers: one-sided 95 % bounds over n = {result.identity.samples} samples"
-        style.describe_run(
-            figure,
-            result.identity,
-            f"full marks: safe, ringed the smallest; side by side at one budget · {bounds_text}",
-        )
+    narrow, count = width_mm < style.WIDE_MM, len(result[0].verdicts)
+    figure, panels = panel_grid(count, 1 if narrow else count, width_mm, _SAFE_BUDGET_ROW_MM, 0)
+    for index, axes in enumerate(panels):
+        _draw_criterion(axes, result, index)
+    draw_legend(figure, _safe_budget_legend(result), 5)
+    bounds_text = f"whiskers: one-sided 95 % bounds over n = {result.identity.samples} samples"
+    style.describe_run(
+        figure,
+        result.identity,
+        f"full marks: safe, ringed the smallest; side by side at one budget · {bounds_text}",
+    )
     return figure
 
 

@@ -17,10 +17,10 @@ from perturbkv.analyses.measures import REFERENCE, Measures
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.display import plural
 from perturbkv.figures import style
-from perturbkv.figures.labels import sort_by_cache_share
+from perturbkv.figures.labels import draw_legend, sort_by_cache_share
 from perturbkv.figures.style import symbols_to_tex, typeset
 
-_ROW_MM, _CURVES_MM, _AROUND_MM, _LINE_MM = 70, 58, 16, 3.6
+_ROW_MM, _CURVES_MM, _AROUND_MM = 62, 48, 18
 _SPREAD = 0.56
 """Share of a row's height over which the settings' points of one measure are spread."""
 _GAP = 0.9
@@ -35,27 +35,24 @@ _FRAMES = {
 
 def draw(result: Correlation, width_mm: float = style.WIDE_MM) -> Figure:
     """Draw a point per measure and setting, and below it the share of lost answers over two measures."""
-    with style.use():
-        narrow = width_mm < style.WIDE_MM
-        settings = sort_by_cache_share(result.settings, lambda one: float(one.cache_shares.mean()))
-        legend = len(settings) * (1 if narrow else 0.5) + 1
-        height = (_ROW_MM + _CURVES_MM) * (2 if narrow else 1) + _AROUND_MM + legend * _LINE_MM
-        figure = style.figure(width_mm, height)
-        ratios = [_ROW_MM] * (2 if narrow else 1) + [_CURVES_MM] * (2 if narrow else 1)
-        axes = figure.subplots(4 if narrow else 2, 1 if narrow else 2, height_ratios=ratios).flat
-        colours = style.ordered_colours(len(settings))
-        _draw_measures(axes[0], settings, colours, "rho")
-        axes[0].set_xticks([-1, -0.5, 0, 0.5, 1])
-        axes[0].set_title("Ranks within a prompt", loc="left")
-        _draw_measures(axes[1], settings, colours, "auc")
-        axes[1].set_title("Lost above kept within a prompt", loc="left")
-        axes[1].tick_params(labelleft=narrow)
-        for panel, measure in zip(axes[2:], (result.measures.headline, REFERENCE), strict=True):
-            _draw_lost_shares(panel, settings, colours, measure)
-        figure.legend(handles=_legend(settings, colours), loc="outside upper left", ncols=1 if narrow else 2)
-        for panel in axes[:2]:
-            typeset(panel.get_yticklabels())
-        style.describe_run(figure, result.identity, _foot_text(result))
+    narrow = width_mm < style.WIDE_MM
+    settings = sort_by_cache_share(result.settings, lambda one: float(one.cache_shares.mean()))
+    figure = style.figure(width_mm, (_ROW_MM + _CURVES_MM) * (2 if narrow else 1) + _AROUND_MM)
+    ratios = [_ROW_MM] * (2 if narrow else 1) + [_CURVES_MM] * (2 if narrow else 1)
+    axes = figure.subplots(4 if narrow else 2, 1 if narrow else 2, height_ratios=ratios).flat
+    colours = style.ordered_colours(len(settings))
+    _draw_measures(axes[0], settings, colours, "rho")
+    axes[0].set_xticks([-1, -0.5, 0, 0.5, 1])
+    axes[0].set_title("Ranks within a prompt", loc="left")
+    _draw_measures(axes[1], settings, colours, "auc")
+    axes[1].set_title("Lost above kept within a prompt", loc="left")
+    axes[1].tick_params(labelleft=narrow)
+    for panel, measure in zip(axes[2:], (result.measures.headline, REFERENCE), strict=True):
+        _draw_lost_shares(panel, settings, colours, measure)
+    draw_legend(figure, _legend(settings, colours), 2)
+    for panel in axes[:2]:
+        typeset(panel.get_yticklabels())
+    style.describe_run(figure, result.identity, _foot_text(result))
     return figure
 
 

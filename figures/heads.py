@@ -6,7 +6,6 @@ Below the diagonal is better.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,8 +23,15 @@ from perturbkv.analyses.names import common_text, fold, short_names
 from perturbkv.analyses.verdicts import distance_of
 from perturbkv.display import plural
 from perturbkv.figures import style
-from perturbkv.figures.labels import cache_shares_text, sort_by_cache_share
-from perturbkv.figures.panels import KIND_MARKERS, draw_sum_ratio, finish_ratio_panel, marker_entries
+from perturbkv.figures.labels import cache_shares_text, draw_legend, sort_by_cache_share
+from perturbkv.figures.panels import (
+    KIND_MARKERS,
+    draw_sum_ratio,
+    finish_ratio_panel,
+    label_outer,
+    marker_entries,
+    panel_grid,
+)
 
 NO_BREAK = "\u00a0"
 """Space at which no line is folded."""
@@ -120,7 +126,7 @@ def _outlier_count(inwards: NDArray[np.float64], span: float, most: int) -> int:
     return int(wide[-1]) + 1 if wide.size else 0
 
 
-_HEIGHT_MM, _NARROW_MM, _LINE_MM = 103, 92, 3.2
+_HEIGHT_MM, _NARROW_MM, _LOW_MM, _LINE_MM = 103, 92, 58, 3.2
 _KINDS_MM, _KIND_MM = 22.0, 6.0
 """Heights of the panel of kinds of tokens: around its rows and the row of all tokens, and of each row."""
 _LETTERS, _TITLE_LINES = 40, 4
@@ -133,29 +139,30 @@ def draw_pair(result: HeadComparison, width_mm: float = style.WIDE_MM, token_kin
     Below stand the ratios by kind of decoded token, where `token_kinds` has any. Without notes in the picture, panels
     are low and as wide as there is room.
     """
-    with style.use():
-        notes = style.current_style().notes
-        narrow, extra_mm = width_mm < style.WIDE_MM, _LINE_MM * _extra_lines(result)
-        rows: list[Any] = [["isolated"], ["propagated"]] if narrow else [["isolated", "propagated"]]
-        heights = [(_NARROW_MM if narrow else _HEIGHT_MM) + extra_mm] * len(rows)
-        if token_kinds:
-            rows.append(["kinds"] * len(rows[0]))
-            heights.append(_KINDS_MM + _KIND_MM * len(token_kinds))
-        figure = style.figure(width_mm, sum(heights))
-        panels = figure.subplot_mosaic(rows, height_ratios=heights)
-        axes = [panels["isolated"], panels["propagated"]]
-        for panel, name in zip(axes, ("isolated", "propagated"), strict=True):
-            _draw_kind(panel, result, name)
-        style.draw_layer_bar(figure, axes, result.flagged.shape[0], "bottom" if narrow and notes else "right",
-                        result.identity.layer)  # fmt: skip
-        axes[1].legend(handles=pair_legend(result), loc="upper left", handletextpad=0.3, borderaxespad=0.2)
-        if token_kinds:
-            _draw_token_kinds(panels["kinds"], result, token_kinds)
-        shares = f"cache share {cache_shares_text(result.cache_shares)}"
-        outside = [int(outside_axes(kind, axis_limits([kind])).sum()) for kind in (result.isolated, result.propagated)]
-        by_kind = ["lowest panel: sums at the steps of each kind of decoded token, n samples"] if token_kinds else []
-        note, caption = f"{shares} · {foot_text(result)}", [_caption_key([result], outside), *by_kind, shares]
-        style.describe_run(figure, result.identity, note, caption, sides=False)
+    narrow, panel_mm = width_mm < style.WIDE_MM, _LOW_MM
+    if style.current_style().notes:
+        panel_mm = _NARROW_MM if narrow else _HEIGHT_MM
+    rows: list[Any] = [["isolated"], ["propagated"]] if narrow else [["isolated", "propagated"]]
+    heights = [float(panel_mm)] * len(rows)
+    if token_kinds:
+        rows.append(["kinds"] * len(rows[0]))
+        heights.append(_KINDS_MM + _KIND_MM * len(token_kinds))
+    figure = style.figure(width_mm, sum(heights))
+    panels = figure.subplot_mosaic(rows, height_ratios=heights)
+    axes = [panels["isolated"], panels["propagated"]]
+    for panel, name in zip(axes, ("isolated", "propagated"), strict=True):
+        _draw_kind(panel, result, name)
+    lines = axes[1].get_title(loc="left").count("\n") + 1 + axes[1].get_xlabel().count("\n")
+    style.grow(figure, _LINE_MM * (lines - _TITLE_LINES) * (len(axes) if narrow else 1))
+    style.draw_layer_bar(figure, axes, result.flagged.shape[0], "right", result.identity.layer)
+    draw_legend(figure, _legend([result]))
+    if token_kinds:
+        _draw_token_kinds(panels["kinds"], result, token_kinds)
+    shares = f"cache share {cache_shares_text(result.cache_shares)}"
+    outside = [int(outside_axes(kind, axis_limits([kind])).sum()) for kind in (result.isolated, result.propagated)]
+    by_kind = ["lowest panel: sums at the steps of each kind of decoded token, n samples"] if token_kinds else []
+    note, caption = f"{shares} · {foot_text(result)}", [_caption_key([result], outside), *by_kind, shares]
+    style.describe_run(figure, result.identity, note, caption, sides=False)
     return figure
 
 
@@ -169,8 +176,8 @@ def _draw_token_kinds(axes: Axes, result: HeadComparison, kinds: Sequence[TokenK
         for row, one in enumerate(kinds, start=1):
             draw_sum_ratio(axes, row, name, getattr(one, f"{name}_ratio"), getattr(one, f"{name}_ratio_interval"))
     unit, (baseline, _) = distance_of(result.distance).unit, result.sides
-    finish_ratio_panel(axes, names, "by kind of decoded token", f"Σ {unit} over {baseline}'s (log axis)",
-                       ylim=(len(names) - 0.5, -0.5))  # fmt: skip
+    finish_ratio_panel(axes, names, "by kind of decoded token")
+    axes.set_xlabel(f"Σ {unit} over {baseline}'s (log axis)")
     axes.legend(handles=marker_entries((marker, name) for name, (marker, _) in KIND_MARKERS.items()), loc="best")
 
 
@@ -238,63 +245,28 @@ def _axis_label(side: str, name: str, unit: str) -> str:
     return fold(f"{side}, {name} perturbation ({unit.replace(' ', NO_BREAK)})", _LETTERS)
 
 
-def _extra_lines(result: HeadComparison) -> int:
-    """Return the number of lines of title and axis label beyond those for short names."""
-    baseline, _ = result.sides
-    unit = distance_of(result.distance).unit
-    title = _kind_title(result.propagated, "propagated", f"Σ {unit} over {baseline}'s")
-    return title.count("\n") + 1 - _TITLE_LINES + _axis_label(baseline, "propagated", unit).count("\n")
-
-
-def pair_legend(result: HeadComparison) -> list[Line2D]:
-    """Return the legend entries: diagonal, rings and, if any head ties, crosses."""
+def _legend(results: Sequence[HeadComparison]) -> list[Line2D]:
+    """Return the legend entries: diagonal, rings (of a single pair with their number) and crosses, if any head ties."""
+    count = f" ({plural(int(results[0].flagged.sum()), 'head')})" if len(results) == 1 else ""
     entries = [
         Line2D([], [], color="0.55", linewidth=0.8, label="equal"),
         Line2D([], [], linestyle="", marker="o", markersize=5, markerfacecolor="none", markeredgewidth=0.6,
-               markeredgecolor=FLAG_COLOUR, label=f"σ ≤ 0.5 ({plural(int(result.flagged.sum()), 'head')})"),
+               markeredgecolor=FLAG_COLOUR, label=f"σ ≤ 0.5{count}"),
     ]  # fmt: skip
-    if result.isolated.tied or result.propagated.tied:
+    if any(result.isolated.tied or result.propagated.tied for result in results):
         entries.append(Line2D([], [], linestyle="", marker="x", markersize=3, color="0.5", label="tied"))
     return entries
 
 
-_HEAD_PANELS_LINE_MM, _AROUND_MM, _BAR_MM, _AXIS_MM = 2.9, 28.0, 12.0, 8.0
-"""Heights: a title's line, all margins, the colour bar, an axis label where the last row is not full."""
+_HEAD_PANELS_LINE_MM, _AROUND_MM, _BAR_MM = 2.9, 28.0, 12.0
+"""Heights: a title's line, all margins, the colour bar."""
 _MANY, _WIDE_MANY = 6, 9
 """Most pairs with large panels, in one column and in two; of more, panels are smaller, so that the figure fits its
 page."""
-
+_LARGE_MM, _SPLIT_MM, _SQUARE, _LETTERS_PER_MM = 40.0, 50.0, 0.85, 0.66
+"""Width of a panel that has large titles, and of one with the numbers of both kinds on one line; height of a panel over
+its width; letters of a title."""
 _NOTE = "two numbers: isolated / propagated"
-
-
-@dataclass(frozen=True)
-class _Grid:
-    """The layout of panels.
-
-    Attributes:
-        columns: panels per row.
-        panel_mm: height of a panel without its title.
-        font: size of a title's letters.
-        letters: letters that fit a line.
-        scale: factor of the points' areas.
-        split: whether a title has the numbers of both kinds on a line each.
-    """
-
-    columns: int
-    panel_mm: float
-    font: float
-    letters: int
-    scale: float
-    split: bool
-
-
-def _grid(pairs: int, width_mm: float) -> _Grid:
-    """Return the layout for a number of pairs at a figure's width."""
-    if width_mm < style.WIDE_MM:
-        return _Grid(2, 42.0, 5.8, 28, 0.5, split=True) if pairs <= _MANY else _Grid(3, 29.0, 5.0, 22, 0.3, split=True)
-    if pairs <= _WIDE_MANY:
-        return _Grid(3, 46.0, 5.8, 38, 0.5, split=False)
-    return _Grid(4, 36.0, 5.4, 28, 0.4, split=True)
 
 
 def draw_panels(result: HeadComparisons, width_mm: float = style.WIDE_MM) -> Figure:
@@ -305,45 +277,30 @@ def draw_panels(result: HeadComparisons, width_mm: float = style.WIDE_MM) -> Fig
     if len(result) == 1:
         differ = any(one.remarks() for one in result.token_kinds)
         return draw_pair(result[0], width_mm, result.token_kinds if differ else ())
-    with style.use():
-        narrow = width_mm < style.WIDE_MM
-        grid, ordered = _grid(len(result), width_mm), _sort_pairs(result.members)
-        titles = _panel_titles(ordered, grid)
-        rows = -(-len(ordered) // grid.columns)
-        height = grid.panel_mm + _HEAD_PANELS_LINE_MM * max(title.count("\n") + 1 for title in titles)
-        ends = axis_limits([one.propagated for one in ordered])
-        outside = [int(outside_axes(one.propagated, ends).sum()) for one in ordered]
-        triangles = " · triangles: heads outside the axes" if any(outside) else ""
-        title_text, note = _figure_title(ordered), f"{_NOTE}{triangles} · {foot_text(ordered[0])}"
-        extra_mm = style.extra_foot_mm(result.identity, note, width_mm) + style.extra_title_mm(title_text, width_mm)
-        extra_mm += _AXIS_MM if rows > 1 and len(ordered) % grid.columns else 0
-        figure = style.figure(width_mm, rows * height + _AROUND_MM + extra_mm + (_BAR_MM if narrow else 0))
-        axes = figure.subplots(rows, grid.columns, squeeze=False, sharex=True, sharey=True)
-        _draw_pairs(axes.ravel().tolist(), ordered, titles, grid, ends)
-        axes[0, 0].legend(handles=_panels_legend(ordered), loc="upper left", fontsize=style.points(0.95 * grid.font),
-                          handletextpad=0.3, handlelength=1.2, borderaxespad=0.1, labelspacing=0.2)  # fmt: skip
-        style.draw_layer_bar(figure, list(axes.flat), ordered[0].flagged.shape[0], "bottom" if narrow else "right",
-                        result.identity.layer)  # fmt: skip
-        style.set_title(figure, title_text, title_text.partition(":")[0])
-        key = f"{_NOTE}; Σ ×: sum over heads and samples over the first named's"
-        style.describe_run(figure, result.identity, note, [key, _caption_key(ordered, outside)])
+    ordered, narrow = _sort_pairs(result.members), width_mm < style.WIDE_MM
+    columns = (2 if len(ordered) <= _MANY else 3) if narrow else (3 if len(ordered) <= _WIDE_MANY else 4)
+    panel_mm = width_mm / columns
+    titles, font = _panel_titles(ordered, panel_mm), style.points(5.8 if panel_mm > _LARGE_MM else 5.2)
+    row_mm = _SQUARE * panel_mm + _HEAD_PANELS_LINE_MM * max(title.count("\n") + 1 for title in titles)
+    figure, panels = panel_grid(len(ordered), columns, width_mm, row_mm, _AROUND_MM + (_BAR_MM if narrow else 0),
+                                sharex=True, sharey=True)  # fmt: skip
+    ends = axis_limits([one.propagated for one in ordered])
+    outside = [int(outside_axes(one.propagated, ends).sum()) for one in ordered]
+    for panel, one, title, count in zip(panels, ordered, titles, outside, strict=True):
+        draw_scatter(panel, one.propagated, one.flagged, ends, panel_mm / 100)
+        panel.set_title(title, loc="left", fontsize=font)
+        if count and style.current_style().notes:
+            style.draw_note(panel, f"{count} outside")
+    label_outer(panels, *_axis_names(ordered))
+    draw_legend(figure, _legend(ordered))
+    style.draw_layer_bar(figure, panels, ordered[0].flagged.shape[0], "bottom" if narrow else "right",
+                    result.identity.layer)  # fmt: skip
+    title_text, triangles = _figure_title(ordered), " · triangles: heads outside the axes" if any(outside) else ""
+    style.set_title(figure, title_text, title_text.partition(":")[0])
+    key = f"{_NOTE}; Σ ×: sum over heads and samples over the first named's"
+    note = f"{_NOTE}{triangles} · {foot_text(ordered[0])}"
+    style.describe_run(figure, result.identity, note, [key, _caption_key(ordered, outside)])
     return figure
-
-
-def _draw_pairs(
-    axes: Sequence[Axes],
-    results: Sequence[HeadComparison],
-    titles: Sequence[str],
-    grid: _Grid,
-    ends: tuple[float, float],
-) -> None:
-    """Draw a panel per pair, with its title, on axes from and to `ends`; panels without a pair are blank."""
-    for panel, one, title in zip(axes, results, titles, strict=False):
-        _draw_small_panel(panel, one, ends, grid.scale)
-        panel.set_title(title, loc="left", fontsize=style.points(grid.font))
-    for panel in axes[len(results) :]:
-        panel.set_axis_off()
-    _name_axes(axes, results, grid.columns)
 
 
 def _sort_pairs(results: Sequence[HeadComparison]) -> list[HeadComparison]:
@@ -353,24 +310,13 @@ def _sort_pairs(results: Sequence[HeadComparison]) -> list[HeadComparison]:
     return sort_by_cache_share(by_baseline, lambda result: result.cache_shares[0])
 
 
-def _draw_small_panel(axes: Axes, result: HeadComparison, ends: tuple[float, float], scale: float) -> None:
-    """Draw the propagated perturbation of one pair's heads, noting how many are outside the axes."""
-    draw_scatter(axes, result.propagated, result.flagged, ends, scale)
-    outside = int(outside_axes(result.propagated, ends).sum())
-    if outside and style.current_style().notes:
-        style.draw_note(axes, f"{outside} outside")
-
-
-def _name_axes(axes: Sequence[Axes], results: Sequence[HeadComparison], columns: int) -> None:
-    """Label the axes of the left column and of the lowest panel of each column."""
+def _axis_names(results: Sequence[HeadComparison]) -> tuple[str, str]:
+    """Return the names of the x and the y axis: both sides, as far as panels share them, with the unit."""
     unit = distance_of(results[0].distance).unit
     baselines, treatments = _side_names(results)
-    named = treatments[0] if len(treatments) == 1 else "the second named" if len(baselines) > 1 else "named above"
-    for index, panel in enumerate(axes[: len(results)]):
-        last, first = index + columns >= len(results), index % columns == 0
-        panel.tick_params(labelbottom=last, labelleft=first)
-        panel.set_xlabel(f"{baselines[0] if len(baselines) == 1 else 'the first named'} ({unit})" if last else "")
-        panel.set_ylabel(f"{named} ({unit})" if first else "")
+    first = baselines[0] if len(baselines) == 1 else "the first named"
+    second = treatments[0] if len(treatments) == 1 else "the second named" if len(baselines) > 1 else "named above"
+    return f"{first} ({unit})", f"{second} ({unit})"
 
 
 def _side_names(results: Sequence[HeadComparison]) -> tuple[list[str], list[str]]:
@@ -386,21 +332,13 @@ def _figure_title(results: Sequence[HeadComparison]) -> str:
     return f"Propagated, {' or '.join(baselines)} → {', '.join(treatments)}: {shared}"
 
 
-def _panels_legend(results: Sequence[HeadComparison]) -> list[object]:
-    """Return the entries of the panels' longest legend, without its number of flagged heads."""
-    handles = max((pair_legend(result) for result in results), key=len)
-    _, rings, *_ = handles
-    rings.set_label("σ ≤ 0.5")
-    return list(handles)
-
-
 def _side_text(result: HeadComparison, several_baselines: bool, several_treatments: bool) -> str:
     """Return a pair's names, without sides that all panels share."""
     first, second = result.sides
     return f"{first} → {second}" if several_baselines else second if several_treatments else ""
 
 
-def _panel_titles(results: Sequence[HeadComparison], grid: _Grid) -> list[str]:
+def _panel_titles(results: Sequence[HeadComparison], panel_mm: float) -> list[str]:
     """Return a title per pair: a distinct name, cache shares, share of better heads, and ratio of sums."""
     names = short_names([result.baseline for result in results], "selection")
     baselines, treatments = _side_names(results)
@@ -410,8 +348,8 @@ def _panel_titles(results: Sequence[HeadComparison], grid: _Grid) -> list[str]:
         shares = [text.percent(kind.better_share, kind.better_share_interval) for kind in kinds]
         ratios = [text.decimal(kind.sum_ratio, kind.sum_ratio_interval) for kind in kinds]
         name = " ".join(part for part in (_side_text(result, len(baselines) > 1, len(treatments) > 1), setting) if part)
-        between = " /\n  " if grid.split else " / "
-        lines = [fold(name, grid.letters), f"cache share {cache_shares_text(result.cache_shares)}",
+        between = " /\n  " if panel_mm < _SPLIT_MM else " / "
+        lines = [fold(name, int(_LETTERS_PER_MM * panel_mm)), f"cache share {cache_shares_text(result.cache_shares)}",
                  f"better {between.join(shares)}", f"Σ × {between.join(ratios)}"]  # fmt: skip
         titles.append("\n".join(line for line in lines if line))
     return titles

@@ -16,7 +16,7 @@ from perturbkv.analyses.horizon.horizon import Horizon
 from perturbkv.analyses.names import SIDE, budget_names, distinct_choices, setting_name, short_names
 from perturbkv.figures import panels as heatmaps
 from perturbkv.figures import style
-from perturbkv.figures.labels import sort_by_cache_share
+from perturbkv.figures.labels import draw_legend, sort_by_cache_share
 from perturbkv.figures.style import symbols_to_tex, typeset
 
 _PANEL_MM, _NARROW_MM, _AROUND_MM = 46, 42, 22
@@ -34,25 +34,24 @@ def draw(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
 
     A colour per selection; a dash per budget, or, for many budgets, a row of panels each.
     """
-    with style.use():
-        configs = sort_by_cache_share(result.configs, lambda config: config.cache_share)
-        groups = _group_by_setting(configs)
-        narrow = width_mm < style.WIDE_MM
-        rows = [configs] if len(groups) <= len(_DASHES) else list(groups.values())
-        stacked = narrow and len(rows) == 1
-        height = _NARROW_MM * 3 if stacked else _PANEL_MM * len(rows)
-        figure = style.figure(width_mm, height + _AROUND_MM)
-        shape = (3, 1) if stacked else (len(rows), 3)
-        axes = figure.subplots(*shape, squeeze=False, sharex=True).reshape(len(rows), 3)
-        colours, dashes = _selection_colours(configs), dict(zip(groups, _DASHES * len(groups), strict=False))
-        for panels, shown in zip(axes, rows, strict=True):
-            for config in shown:
-                line = dashes[setting_name(config.config)] if len(rows) == 1 else "-"
-                _draw_config(panels, config, colours[_selection_name(config, configs)], line)
-        _finish_panels(axes, result, rows, stacked=stacked)
-        handles = _legend(configs, colours, dashes if len(rows) == 1 else {})
-        figure.legend(handles=handles, loc="outside upper left", ncols=2 if narrow else 4)
-        style.describe_run(figure, result.identity, f"{_samples_text(result)}{_cache_shares_text(configs)}")
+    configs = sort_by_cache_share(result.configs, lambda config: config.cache_share)
+    groups = _group_by_setting(configs)
+    narrow = width_mm < style.WIDE_MM
+    rows = [configs] if len(groups) <= len(_DASHES) else list(groups.values())
+    stacked = narrow and len(rows) == 1
+    height = _NARROW_MM * 3 if stacked else _PANEL_MM * len(rows)
+    figure = style.figure(width_mm, height + _AROUND_MM)
+    shape = (3, 1) if stacked else (len(rows), 3)
+    axes = figure.subplots(*shape, squeeze=False, sharex=True).reshape(len(rows), 3)
+    colours, dashes = _selection_colours(configs), dict(zip(groups, _DASHES * len(groups), strict=False))
+    for panels, shown in zip(axes, rows, strict=True):
+        for config in shown:
+            line = dashes[setting_name(config.config)] if len(rows) == 1 else "-"
+            _draw_config(panels, config, colours[_selection_name(config, configs)], line)
+    _finish_panels(axes, result, rows, stacked=stacked)
+    handles = _legend(configs, colours, dashes if len(rows) == 1 else {})
+    draw_legend(figure, handles)
+    style.describe_run(figure, result.identity, f"{_samples_text(result)}{_cache_shares_text(configs)}")
     return figure
 
 
@@ -95,7 +94,7 @@ def _finish_panels(axes: Any, result: Horizon, rows: Sequence[Sequence[ConfigHor
     names = [" ".join(parts) for parts in budget_names([row[0].config for row in rows], *SIDE)]
     for row, panels in enumerate(axes):
         for panel, (kind, title) in zip(panels, _TITLES.items(), strict=True):
-            panel.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+            panel.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
             panel.set_xlabel("decode step" if row == len(axes) - 1 and (not stacked or kind == "kl") else "")
             typeset([panel.set_ylabel("KL, nat" if kind == "kl" else symbols_to_tex("Σ L / Σ ‖o_h‖₁"))])
             panel.set_title(f"b={names[row]}: {title}" if len(rows) > 1 else title, loc="left")
@@ -125,22 +124,21 @@ def _cache_shares_text(configs: Sequence[ConfigHorizon]) -> str:
 
 def draw_heads(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
     """Draw maps of growth by head in powers of two, propagated; a dot where a head grows beyond chance."""
-    with style.use():
-        columns = 2 if width_mm < style.WIDE_MM else 4
-        configs = sort_by_cache_share(result.configs, lambda config: config.cache_share)
-        names = short_names([one.config for one in configs])
-        maps = [_growth_map(name or "evicted", config) for name, config in zip(names, configs, strict=True)]
-        rows = [maps[start : start + columns] for start in range(0, len(maps), columns)]
-        figure = heatmaps.draw_maps(
-            rows,
-            width_mm,
-            _growth_scale(result),
-            f"Growth of the propagated perturbation, {result.configs[0].curves['propagated'].head_growth.size} heads",
-            result.identity.layer,
-        )
-        flips = result.configs[0].curves["propagated"].sign_flips.flips
-        note = f"decided by {flips:,} flips of samples' signs, Benjamini–Hochberg at 5 %"
-        style.describe_run(figure, result.identity, f"{_samples_text(result)} · {note}")
+    columns = 2 if width_mm < style.WIDE_MM else 4
+    configs = sort_by_cache_share(result.configs, lambda config: config.cache_share)
+    names = short_names([one.config for one in configs])
+    maps = [_growth_map(name or "evicted", config) for name, config in zip(names, configs, strict=True)]
+    rows = [maps[start : start + columns] for start in range(0, len(maps), columns)]
+    figure = heatmaps.draw_maps(
+        rows,
+        width_mm,
+        _growth_scale(result),
+        f"Growth of the propagated perturbation, {result.configs[0].curves['propagated'].head_growth.size} heads",
+        result.identity.layer,
+    )
+    flips = result.configs[0].curves["propagated"].sign_flips.flips
+    note = f"decided by {flips:,} flips of samples' signs, Benjamini–Hochberg at 5 %"
+    style.describe_run(figure, result.identity, f"{_samples_text(result)} · {note}")
     return figure
 
 
@@ -149,32 +147,29 @@ def draw_steps(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
 
     Ticks above a panel mark the steps before which the cache of at least half of the samples is compressed again.
     """
-    with style.use():
-        configs = sort_by_cache_share(result.configs, lambda config: config.cache_share)
-        names = short_names([one.config for one in configs])
-        highest = max(float(np.nanquantile(one.by_layer, _SHOWN_SHARE)) for one in configs)
-        figure = style.figure(width_mm, _STEPS_MM * len(configs) + _AROUND_MM)
-        axes = figure.subplots(len(configs), 1, squeeze=False, sharex=True)[:, 0]
-        for panel, name, config in zip(axes, names, configs, strict=True):
-            heatmaps.draw_heatmap(panel, config.by_layer, 0, highest, style.layer_colours())
-            panel.set_yticklabels(
-                [str(result.identity.layer(int(tick.get_text()))) for tick in panel.get_yticklabels()]
-            )
-            panel.set_title(name or "evicted", loc="left", pad=6)
-            panel.set_ylabel("layer")
-            if config.compressions is not None:
-                places = np.flatnonzero(config.compressions.share >= 0.5)
-                panel.scatter(places + 0.5, np.zeros(len(places)), marker="v", s=8, color="0.2", linewidths=0,
-                              clip_on=False, zorder=3, gid="compressions")  # fmt: skip
-        axes[-1].set_xlabel("decode step" + ("; ▾ the cache is compressed" if result.identity.compressed_again else ""))
-        beyond = max(float(np.nanmax(one.by_layer)) for one in configs) > highest
-        bar = figure.colorbar(
-            axes[0].collections[0], ax=list(axes), extend="max" if beyond else "neither", fraction=0.04, pad=0.02
-        )
-        bar.outline.set_visible(False)
-        typeset([bar.ax.set_ylabel(symbols_to_tex("Σ L / Σ ‖o_h‖₁"))])
-        style.set_title(figure, "Propagated perturbation along the text")
-        style.describe_run(figure, result.identity, _samples_text(result))
+    configs = sort_by_cache_share(result.configs, lambda config: config.cache_share)
+    names = short_names([one.config for one in configs])
+    highest = max(float(np.nanquantile(one.by_layer, _SHOWN_SHARE)) for one in configs)
+    figure = style.figure(width_mm, _STEPS_MM * len(configs) + _AROUND_MM)
+    axes = figure.subplots(len(configs), 1, squeeze=False, sharex=True)[:, 0]
+    for panel, name, config in zip(axes, names, configs, strict=True):
+        heatmaps.draw_heatmap(panel, config.by_layer, 0, highest, style.layer_colours())
+        panel.set_yticklabels([str(result.identity.layer(int(tick.get_text()))) for tick in panel.get_yticklabels()])
+        panel.set_title(name or "evicted", loc="left", pad=6)
+        panel.set_ylabel("layer")
+        if config.compressions is not None:
+            places = np.flatnonzero(config.compressions.share >= 0.5)
+            panel.scatter(places + 0.5, np.zeros(len(places)), marker="v", s=8, color="0.2", linewidths=0,
+                          clip_on=False, zorder=3, gid="compressions")  # fmt: skip
+    axes[-1].set_xlabel("decode step" + ("; ▾ the cache is compressed" if result.identity.compressed_again else ""))
+    beyond = max(float(np.nanmax(one.by_layer)) for one in configs) > highest
+    bar = figure.colorbar(
+        axes[0].collections[0], ax=list(axes), extend="max" if beyond else "neither", fraction=0.04, pad=0.02
+    )
+    bar.outline.set_visible(False)
+    typeset([bar.ax.set_ylabel(symbols_to_tex("Σ L / Σ ‖o_h‖₁"))])
+    style.set_title(figure, "Propagated perturbation along the text")
+    style.describe_run(figure, result.identity, _samples_text(result))
     return figure
 
 

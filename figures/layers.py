@@ -22,8 +22,9 @@ from perturbkv.analyses.layers.drift import LastLayer, LayerDrift
 from perturbkv.analyses.layers.layers import DriftSeries, SampleSeries
 from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.display import plural
-from perturbkv.figures import labels, style
-from perturbkv.figures.labels import cache_shares_text, sort_by_cache_share
+from perturbkv.figures import style
+from perturbkv.figures.labels import cache_shares_text, draw_legend, sort_by_cache_share
+from perturbkv.figures.panels import label_outer, panel_grid
 
 _ROW_MM, _SMALL_MM, _AROUND_MM = 74, 38, 22
 _MOST_IN_A_PANEL = 2
@@ -36,30 +37,27 @@ _LINES: tuple[Any, Any] = ("--", "-")
 
 def draw_layers(result: DriftSeries, width_mm: float = style.WIDE_MM) -> Figure:
     """Draw drift by layer and the treatment's in per cent of the baseline's; many budgets have a column each."""
-    with style.use():
-        ordered = sort_by_cache_share(result.members, lambda one: sum(one.cache_shares))
-        narrow = width_mm < style.WIDE_MM
-        figure = (
-            _draw_shared_panels(ordered, width_mm)
-            if len(ordered) <= _MOST_IN_A_PANEL
-            else _draw_budget_columns(ordered, width_mm, narrow)
-        )
-        tied = "within 2 noise floors, or the same entries kept"
-        if not ordered[0].noise_floor_known:
-            tied = "equal (no floor in this trace)"
-        shares = ", ".join(f"b={one.baseline.budget}: {cache_shares_text(one.cache_shares)}" for one in ordered)
-        interval_text = style.interval_note(result.identity.samples, medians=True)
-        drifts = f"drift: medians; percent: of the means over samples · {interval_text}"
-        note = f"{drifts} · ×: tied, {tied} · cache share of {shares}"
-        style.describe_run(figure, result.identity, note)
+    ordered = sort_by_cache_share(result.members, lambda one: sum(one.cache_shares))
+    narrow = width_mm < style.WIDE_MM
+    figure = (
+        _draw_shared_panels(ordered, width_mm)
+        if len(ordered) <= _MOST_IN_A_PANEL
+        else _draw_budget_columns(ordered, width_mm, narrow)
+    )
+    tied = "within 2 noise floors, or the same entries kept"
+    if not ordered[0].noise_floor_known:
+        tied = "equal (no floor in this trace)"
+    shares = ", ".join(f"b={one.baseline.budget}: {cache_shares_text(one.cache_shares)}" for one in ordered)
+    interval_text = style.interval_note(result.identity.samples, medians=True)
+    drifts = f"drift: medians; percent: of the means over samples · {interval_text}"
+    note = f"{drifts} · ×: tied, {tied} · cache share of {shares}"
+    style.describe_run(figure, result.identity, note)
     return figure
 
 
 def _draw_shared_panels(results: Sequence[LayerDrift], width_mm: float) -> Figure:
     """Draw one or two budgets in one pair of panels, a colour each."""
-    narrow = width_mm < style.WIDE_MM
-    figure = style.figure(width_mm, _ROW_MM * (2 if narrow else 1))
-    absolute, relative = figure.subplots(2, 1) if narrow else figure.subplots(1, 2)
+    figure, (absolute, relative) = panel_grid(2, 1 if width_mm < style.WIDE_MM else 2, width_mm, _ROW_MM, 0)
     colours = style.ordered_colours(len(results))
     for result, colour in zip(results, colours, strict=True):
         _draw_drift(absolute, result, colour)
@@ -76,8 +74,7 @@ def _draw_shared_panels(results: Sequence[LayerDrift], width_mm: float) -> Figur
         Line2D([], [], color=colour, label=f"b={result.baseline.budget}")
         for result, colour in zip(results, colours, strict=True)
     ]
-    style.draw_legend_below(absolute, _side_entries(results[0]), 2)
-    style.draw_legend_below(relative, budgets, 3)
+    draw_legend(figure, [*_side_entries(results[0]), *budgets])
     return figure
 
 
@@ -105,7 +102,7 @@ def _draw_budget_columns(results: Sequence[LayerDrift], width_mm: float, narrow:
             axes[2 * (index // columns) + row, index % columns].set_axis_off()
     _share_scales(axes, len(results))
     _note_zeros(axes[0, 0], results)
-    figure.legend(handles=_side_entries(results[0], colour), loc="outside upper left", ncols=2)
+    draw_legend(figure, _side_entries(results[0], colour))
     return figure
 
 
@@ -118,7 +115,6 @@ def _share_scales(axes: np.ndarray, count: int) -> None:
         ends = [panel.get_ylim() for panel in panels]
         for panel in panels:
             panel.set_ylim(min(low for low, _ in ends), max(high for _, high in ends))
-            panel.xaxis.set_major_locator(MaxNLocator(3, integer=True))
 
 
 def _side_entries(result: LayerDrift, colour: Any = "0.3") -> list[Line2D]:
@@ -177,7 +173,7 @@ def _draw_percent(axes: Axes, result: LayerDrift, colour: object) -> None:
 
 def _finish_drift_panel(axes: Axes, percent: bool) -> None:
     """Make the y axis logarithmic where it has positive values; draw the line of equality where `percent`."""
-    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     style.set_log_axes(axes, y=True)
     if percent:
         axes.axhline(100, color="0.55", linewidth=0.8, zorder=1)
@@ -203,20 +199,17 @@ def draw_last_layer(result: SampleSeries, width_mm: float = style.WIDE_MM) -> Fi
 
     The first side is hollow, the second filled; a tie is a grey cross.
     """
-    with style.use():
-        ordered = sort_by_cache_share(result.members, lambda one: sum(one.cache_shares))
-        narrow = width_mm < style.WIDE_MM
-        columns = min(_NARROW if narrow else _WIDE, len(ordered))
-        rows = -(-len(ordered) // columns)
-        figure = style.figure(width_mm, rows * _LAST_LAYER_ROW_MM + _LAST_LAYER_AROUND_MM)
-        axes = figure.subplots(rows, columns, squeeze=False, sharey=True)
-        for panel, one in zip(axes.flat, ordered, strict=False):
-            _draw_samples(panel, one, 6.5 if narrow else 7.5)
-        for panel in axes.flat[len(ordered) :]:
-            panel.set_axis_off()
-        _name_axes(list(axes.flat), ordered, columns)
-        figure.legend(handles=_last_layer_legend(ordered), loc="outside upper left", ncols=2 if narrow else 5)
-        style.describe_run(figure, result.identity, _foot_text(ordered[0]))
+    ordered = sort_by_cache_share(result.members, lambda one: sum(one.cache_shares))
+    narrow = width_mm < style.WIDE_MM
+    figure, panels = panel_grid(len(ordered), _NARROW if narrow else _WIDE, width_mm, _LAST_LAYER_ROW_MM,
+                                _LAST_LAYER_AROUND_MM, sharey=True)  # fmt: skip
+    for panel, one in zip(panels, ordered, strict=True):
+        _draw_samples(panel, one, 6.5 if narrow else 7.5)
+    baseline, _ = ordered[0].sides
+    distance = DISTANCES[ordered[0].distance]
+    label_outer(panels, f"sample, by {baseline}", f"last layer's drift ({distance})")
+    draw_legend(figure, _last_layer_legend(ordered), 5)
+    style.describe_run(figure, result.identity, _foot_text(ordered[0]))
     return figure
 
 
@@ -227,15 +220,6 @@ def _foot_text(result: LastLayer) -> str:
         f"better: exact 95 % intervals of the share of n = {result.identity.samples} samples · mean ×: drift over "
         f"{first}'s, {style.interval_note(result.identity.samples)}"
     )
-
-
-def _name_axes(axes: Sequence[Axes], results: Sequence[LastLayer], columns: int) -> None:
-    """Label the axes of the left column and of the lowest panel of each column."""
-    first, _ = results[0].sides
-    for index, panel in enumerate(axes[: len(results)]):
-        panel.set_xlabel(f"sample, by {first}" if index + columns >= len(results) else "")
-        panel.set_ylabel(f"last layer's drift ({DISTANCES[results[0].distance]})" if index % columns == 0 else "")
-        panel.tick_params(labelleft=index % columns == 0)
 
 
 def _draw_samples(axes: Axes, result: LastLayer, font: float) -> None:
@@ -250,7 +234,7 @@ def _draw_samples(axes: Axes, result: LastLayer, font: float) -> None:
     axes.scatter(positions[~tied], second[~tied], s=size, c=colours[~tied], linewidths=0, zorder=4, gid="treatment")
     axes.scatter(positions[tied], second[tied], s=size, c=_TIED, marker="x", linewidths=0.8, zorder=4, gid="ties")
     style.set_log_axes(axes, y=True)
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     share = text.percent(result.improved_share, result.improved_share_interval)
     ratio = text.decimal(result.mean_ratio, result.mean_ratio_interval)
     budget = f"b={result.baseline.budget}, cache share {cache_shares_text(result.cache_shares)}"
@@ -279,24 +263,18 @@ _BUDGETS_ROW_MM = 66
 
 def draw_budget_curves(result: BudgetCurves, width_mm: float = style.WIDE_MM) -> Figure:
     """Draw drift, KL and top-1 agreement over cache shares, a panel each and a line per selection."""
-    with style.use():
-        narrow = width_mm < style.WIDE_MM
-        figure = style.figure(width_mm, _BUDGETS_ROW_MM * (3 if narrow else 1))
-        axes = figure.subplots(3, 1) if narrow else figure.subplots(1, 3)
-        _draw_quantity(
-            axes[0], result, "drift", f"last layer's drift ({DISTANCES[result.distance]})", "Drift", log=True
-        )
-        _draw_quantity(axes[1], result, "kl", "KL(full ‖ evicted) (nat)", "Next token's distribution", log=True)
-        _draw_quantity(axes[2], result, "top1", result.agreement_unit, "Same next token", log=False)
-        axes[2].set_ylim(-0.03, 1.03)
-        style.draw_note(axes[1], f"everything kept: {result.kl_floor:.0e} nat", at="lower left")
-        handles = [line for line in axes[0].get_lines() if line.get_gid()]  # by label "_my.py:Score" would be lost
-        legend_columns = labels.legend_columns([curve.name for curve in result], width_mm, 1 if narrow else 4)
-        figure.legend(handles=handles, loc="outside upper left", ncols=legend_columns)
-        interval_text = style.interval_note(result.identity.samples, medians=True)
-        style.describe_run(
-            figure, result.identity, f"drift and KL: medians over samples · {interval_text}{_cache_shares_text(result)}"
-        )
+    figure, axes = panel_grid(3, 1 if width_mm < style.WIDE_MM else 3, width_mm, _BUDGETS_ROW_MM, 0)
+    _draw_quantity(axes[0], result, "drift", f"last layer's drift ({DISTANCES[result.distance]})", "Drift", log=True)
+    _draw_quantity(axes[1], result, "kl", "KL(full ‖ evicted) (nat)", "Next token's distribution", log=True)
+    _draw_quantity(axes[2], result, "top1", result.agreement_unit, "Same next token", log=False)
+    axes[2].set_ylim(-0.03, 1.03)
+    style.draw_note(axes[1], f"everything kept: {result.kl_floor:.0e} nat", at="lower left")
+    handles = [line for line in axes[0].get_lines() if line.get_gid()]  # by label "_my.py:Score" would be lost
+    draw_legend(figure, handles)
+    interval_text = style.interval_note(result.identity.samples, medians=True)
+    style.describe_run(
+        figure, result.identity, f"drift and KL: medians over samples · {interval_text}{_cache_shares_text(result)}"
+    )
     return figure
 
 

@@ -24,13 +24,14 @@ from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.display import plural
 from perturbkv.figures import style
-from perturbkv.figures.labels import sort_by_cache_share
-from perturbkv.figures.panels import marker_entries
+from perturbkv.figures.labels import draw_legend, sort_by_cache_share
+from perturbkv.figures.panels import draw_heatmap, label_outer, marker_entries, panel_grid
 
-_MOST, _FLOW, _NARROW = 7, 5, 3
-"""Methods at one budget from which maps are drawn in sequence instead of by budget; maps per row then, in two columns
-of a journal and in one."""
+_COLUMNS, _NARROW = 5, 3
+"""Maps per row, in two columns of a journal and in one."""
 _ROW_MM, _AROUND_MM = 40, 18
+_NUMBER_POINTS, _NUMBER_MM = 4.6, 1.2
+"""Size of a number in a cell, and the width of a cell for one, in mm per point of that size."""
 TITLES = {"score": "share of numbers found", "digits": "share of leading digits that are right"}
 
 
@@ -46,72 +47,49 @@ def draw_digits(result: Needle, width_mm: float = style.WIDE_MM) -> Figure:
 
 def _draw_maps(result: Needle, width_mm: float, outcome: str) -> Figure:
     """Draw the maps of an outcome, "score" or "digits": depth by length, a panel per method."""
-    with style.use():
-        rows = _panel_rows(result, narrow=width_mm < style.WIDE_MM)
-        figure = style.figure(width_mm, len(rows) * _ROW_MM + _AROUND_MM)
-        axes = figure.subplots(len(rows), len(rows[0]), squeeze=False)
-        for number, (row, panels) in enumerate(zip(rows, axes, strict=True)):
-            for index, (method, panel) in enumerate(zip(row, panels, strict=True)):
-                if method is None:
-                    panel.set_axis_off()
-                    continue
-                _draw_map(panel, result, method, outcome)
-                below = rows[number + 1][index] if number + 1 < len(rows) else None
-                is_first = index == 0 or row[index - 1] is None
-                panel.set_xlabel("tokens" if below is None else "")
-                panel.set_ylabel("depth" if is_first else "")
-                panel.set_yticklabels(panel.get_yticklabels() if is_first else [])
-        side = "bottom" if width_mm < style.WIDE_MM else "right"
-        bar = figure.colorbar(axes[0, 0].collections[0], ax=list(axes.flat), label=TITLES[outcome], location=side,
-                              fraction=0.03, pad=0.02, aspect=25)  # fmt: skip
-        bar.outline.set_visible(False)
-        where = f"Needle in {result.haystack}, {result.scenario}"
-        style.set_title(figure, f"{where}: {common_text(result.identity.configs)}", where)
-        shares = ", ".join(dict.fromkeys(text.decimal(method.cache_share) for method in result.methods))
-        style.describe_run(
-            figure, result.identity, f"{style.interval_note(result.identity.samples)} · cache share {shares}"
-        )
+    methods = [result.full, *methods_by_budget(result)]
+    columns = min(_NARROW if width_mm < style.WIDE_MM else _COLUMNS, len(methods))
+    figure, panels = panel_grid(len(methods), columns, width_mm, _ROW_MM, _AROUND_MM)
+    has_numbers = width_mm / columns / len(result.lengths) > _NUMBER_MM * style.points(_NUMBER_POINTS)
+    for panel, method in zip(panels, methods, strict=True):
+        _draw_map(panel, result, method, outcome, has_numbers)
+    label_outer(panels, "tokens", "depth")
+    side = "bottom" if width_mm < style.WIDE_MM else "right"
+    bar = figure.colorbar(panels[0].collections[0], ax=panels, label=TITLES[outcome], location=side,
+                          fraction=0.03, pad=0.02, aspect=25)  # fmt: skip
+    bar.outline.set_visible(False)
+    where = f"Needle in {result.haystack}, {result.scenario}"
+    style.set_title(figure, f"{where}: {common_text(result.identity.configs)}", where)
+    shares = ", ".join(dict.fromkeys(text.decimal(method.cache_share) for method in result.methods))
+    style.describe_run(
+        figure, result.identity, f"{style.interval_note(result.identity.samples)} · cache share {shares}"
+    )
     return figure
 
 
-def group_by_budget(result: Needle) -> list[list[Retrieval]]:
-    """Return the methods grouped by budget, smallest caches first."""
+def methods_by_budget(result: Needle) -> list[Retrieval]:
+    """Return the methods, those of a budget together, smallest caches first."""
     groups: dict[Budget, list[Retrieval]] = {}
     for method in result.methods:
         if method.config is not None:
             groups.setdefault(method.config.budget, []).append(method)
-    return sort_by_cache_share(
+    ordered = sort_by_cache_share(
         list(groups.values()), lambda group: sum(method.cache_share for method in group) / len(group)
     )
+    return [method for group in ordered for method in group]
 
 
-def _panel_rows(result: Needle, narrow: bool) -> list[list[Retrieval | None]]:
-    """Return rows of panels, None for blanks: full cache and budgets by row or, if that is too wide, in sequence."""
-    groups = group_by_budget(result)
-    widest = max(map(len, groups))
-    if not narrow and widest < _MOST:
-        firsts: list[Retrieval | None] = [result.full, *[None] * (len(groups) - 1)]
-        return [[first, *group, *[None] * (widest - len(group))] for first, group in zip(firsts, groups, strict=True)]
-    columns = _NARROW if narrow else _FLOW
-    shown = [result.full, *(method for group in groups for method in group)]
-    padded = [*shown, *[None] * (-len(shown) % columns)]
-    return [padded[start : start + columns] for start in range(0, len(padded), columns)]
-
-
-def _draw_map(axes: Axes, result: Needle, method: Retrieval, outcome: str) -> None:
-    """Draw one method's map of an outcome, titled with its name and mean."""
+def _draw_map(axes: Axes, result: Needle, method: Retrieval, outcome: str, has_numbers: bool) -> None:
+    """Draw one method's map of an outcome, titled with its name and mean; with numbers where the cells have room."""
     grid = method.grid if outcome == "score" else method.digits_grid
     mean, interval = getattr(method, outcome), getattr(method, f"{outcome}_interval")
-    import seaborn as sns
-
-    sns.heatmap(grid, ax=axes, vmin=0, vmax=1, cmap=style.layer_colours(), cbar=False, linewidths=0.4,
-                annot=np.vectorize(_hundredths)(grid) if grid.size <= 60 else False, fmt="",
-                annot_kws={"fontsize": style.points(4.6)},
-                xticklabels=[f"{each / 1000:g}k" if each >= 1000 else str(each) for each in result.lengths],
-                yticklabels=[f"{depth:g}" for depth in result.depths])  # fmt: skip
-    axes.collections[0].set_gid("map")
-    for number in axes.texts:
-        number.set_gid(style.NUMBERS)
+    draw_heatmap(axes, grid, 0, 1, style.layer_colours())
+    axes.set_xticks(np.arange(len(result.lengths)) + 0.5, [f"{each / 1000:g}k" if each >= 1000 else str(each)
+                                                           for each in result.lengths])  # fmt: skip
+    axes.set_yticks(np.arange(len(result.depths)) + 0.5, [f"{depth:g}" for depth in result.depths])
+    for (depth, length), share in np.ndenumerate(grid) if has_numbers else ():
+        axes.text(length + 0.5, depth + 0.5, "" if np.isnan(share) else f"{share:.2f}", ha="center", va="center",
+                  fontsize=style.points(_NUMBER_POINTS), color="white" if share < 0.5 else "0.15")  # fmt: skip
     axes.set_title(
         "\n".join([*_title_lines(result, method), text.percent(mean, interval)]), loc="left", fontsize=style.points(6.5)
     )
@@ -128,11 +106,6 @@ def _title_lines(result: Needle, method: Retrieval) -> list[str]:
     return [line for line in (*sides, " ".join(words.values())) if line] or ["evicted"]
 
 
-def _hundredths(share: float) -> str:
-    """Return a share with two decimals, '0.25'; empty for NaN."""
-    return "" if np.isnan(share) else f"{share:.2f}"
-
-
 _WIDE, _NEEDLE_DEPTHS_NARROW = 6, 3
 _LINE_MM, _NEEDLE_DEPTHS_AROUND_MM, _BELOW_MM = 3.6, 24, 14
 _MARKS = {"score": ("o", "whole number"), "digits": ("s", "leading digits")}
@@ -140,31 +113,23 @@ _MARKS = {"score": ("o", "whole number"), "digits": ("s", "leading digits")}
 
 def draw_needle_depths(result: Needle, width_mm: float = style.WIDE_MM) -> Figure:
     """Draw a panel per depth, a row per method: shares of numbers found and of leading digits that are right."""
-    with style.use():
-        narrow = width_mm < style.WIDE_MM
-        columns = min(_NEEDLE_DEPTHS_NARROW if narrow else _WIDE, len(result.depths))
-        chunks = -(-len(result.depths) // columns)
-        methods = [result.full, *(method for group in group_by_budget(result) for method in group)]
-        figure = style.figure(width_mm, chunks * (len(methods) * _LINE_MM + _BELOW_MM) + _NEEDLE_DEPTHS_AROUND_MM)
-        axes = figure.subplots(chunks, columns, squeeze=False, sharex=True, sharey=True)
-        for index, panel in enumerate(axes.flat):
-            if index >= len(result.depths):
-                panel.set_axis_off()
-                continue
-            _draw_depth(panel, methods, index)
-            panel.set_title(
-                f"depth {result.depths[index]:g}", loc="left", fontsize=style.points(6.5 if narrow else 7.5)
-            )
-            panel.set_xlabel("share" if index + columns >= len(result.depths) else "")
-            panel.tick_params(labelbottom=index + columns >= len(result.depths), labelleft=index % columns == 0)
-            panel.tick_params(axis="y", labelsize=style.points(5.5 if narrow else 7))
-        axes[0, 0].set_yticks(range(len(methods)), _method_names(result, methods))
-        figure.legend(handles=marker_entries(_MARKS.values(), 3.2), loc="outside upper left", ncols=2)
-        shares = dict.fromkeys(
-            f"b={one.config.budget}: {text.decimal(one.cache_share)}" for one in result.methods if one.config
-        )
-        note = "whole number: exact 95 % intervals over the prompts of a depth · cache share of"
-        style.describe_run(figure, result.identity, f"{note} {', '.join(shares)}")
+    narrow = width_mm < style.WIDE_MM
+    methods = [result.full, *methods_by_budget(result)]
+    figure, panels = panel_grid(len(result.depths), _NEEDLE_DEPTHS_NARROW if narrow else _WIDE, width_mm,
+                                len(methods) * _LINE_MM + _BELOW_MM, _NEEDLE_DEPTHS_AROUND_MM, sharex=True,
+                                sharey=True)  # fmt: skip
+    for index, panel in enumerate(panels):
+        _draw_depth(panel, methods, index)
+        panel.set_title(f"depth {result.depths[index]:g}", loc="left", fontsize=style.points(6.5 if narrow else 7.5))
+        panel.tick_params(axis="y", labelsize=style.points(5.5 if narrow else 7))
+    panels[0].set_yticks(range(len(methods)), _method_names(result, methods))
+    label_outer(panels, "share", "")
+    draw_legend(figure, marker_entries(_MARKS.values(), 3.2))
+    shares = dict.fromkeys(
+        f"b={one.config.budget}: {text.decimal(one.cache_share)}" for one in result.methods if one.config
+    )
+    note = "whole number: exact 95 % intervals over the prompts of a depth · cache share of"
+    style.describe_run(figure, result.identity, f"{note} {', '.join(shares)}")
     return figure
 
 
@@ -204,28 +169,21 @@ _RETRIEVAL_MARKS = {"score": ("o", "whole number", -0.14), "digits": ("s", "lead
 def draw_retrieval(result: Needle, width_mm: float = style.WIDE_MM) -> Figure:
     """Draw ρ of each measure with both outcomes, a panel per budget; measures close to the score at the bottom."""
     budgets = result.correlation.budgets
-    with style.use():
-        columns = 1 if width_mm < style.WIDE_MM else 2
-        rows = max(1, -(-len(budgets) // columns))
-        figure = style.figure(width_mm, rows * _RETRIEVAL_ROW_MM + _RETRIEVAL_AROUND_MM)
-        axes = figure.subplots(rows, columns, squeeze=False)
-        for panel, budget in zip(axes.flat, budgets, strict=False):
-            _draw_budget(panel, budget)
-        for panel in axes.flat[len(budgets) :]:
-            panel.set_axis_off()
-        for index, panel in enumerate(axes.flat[: len(budgets)]):
-            panel.tick_params(labelleft=index % columns == 0)
-        if not budgets:
-            axes.flat[0].set(xticks=[], yticks=[])
-            style.draw_note(axes.flat[0], "no budget of three methods or more: no ranks", at="middle")
-        handles = marker_entries((marker, label) for marker, label, _ in _RETRIEVAL_MARKS.values())
-        figure.legend(handles=handles, loc="outside upper left", ncols=2)
-        prompts = plural(result.correlation.samples, "prompt")
-        foot = (
-            f"n: deciding ones of the {prompts} that the full cache answers · bars: 95 % intervals over them, ranges "
-            f"where they are fewer than {MIN_SAMPLES}"
-        )
-        style.describe_run(figure, result.identity, foot)
+    columns = 1 if width_mm < style.WIDE_MM else 2
+    figure, panels = panel_grid(max(1, len(budgets)), columns, width_mm, _RETRIEVAL_ROW_MM, _RETRIEVAL_AROUND_MM)
+    for index, (panel, budget) in enumerate(zip(panels, budgets, strict=False)):
+        _draw_budget(panel, budget)
+        panel.tick_params(labelleft=index % columns == 0)
+    if not budgets:
+        panels[0].set(xticks=[], yticks=[])
+        style.draw_note(panels[0], "no budget of three methods or more: no ranks", at="middle")
+    draw_legend(figure, marker_entries((marker, label) for marker, label, _ in _RETRIEVAL_MARKS.values()))
+    prompts = plural(result.correlation.samples, "prompt")
+    foot = (
+        f"n: deciding ones of the {prompts} that the full cache answers · bars: 95 % intervals over them, ranges "
+        f"where they are fewer than {MIN_SAMPLES}"
+    )
+    style.describe_run(figure, result.identity, foot)
     return figure
 
 

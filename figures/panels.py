@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import Colormap, Normalize
+from matplotlib.colors import Colormap
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from numpy.typing import NDArray
@@ -27,8 +27,28 @@ _TITLE_MM, _GAP_MM, _AROUND_MM = 3.2, 5.0, 16.0
 """Heights of a line of a map's title, between rows of maps, and around them."""
 _BAR_MM, _BAR_THICK_MM, _NARROW_FONT = 20.0, 3.2, 6.2
 """In one column: room for the colour bar below, its thickness, and the size of a map's title."""
-_DARK = 0.5
-"""Marks are white on colours darker than this, black on the others."""
+
+
+def panel_grid(
+    count: int, columns: int, width_mm: float, row_mm: float, around_mm: float, **shared: Any
+) -> tuple[Figure, list[Axes]]:
+    """Return a figure with so many panels, row by row in at most `columns`; `shared`: as of `Figure.subplots`."""
+    columns = max(1, min(columns, count))
+    rows = max(1, -(-count // columns))
+    figure = style.figure(width_mm, rows * row_mm + around_mm)
+    panels = list(figure.subplots(rows, columns, squeeze=False, **shared).flat)
+    for axes in panels[count:]:
+        axes.set_axis_off()
+    return figure, panels[:count]
+
+
+def label_outer(panels: Sequence[Axes], x: str, y: str) -> None:
+    """Name the x axis of the lowest panel of each column and the y axis of the left one; others have no tick labels."""
+    for index, axes in enumerate(panels):
+        columns = axes.get_gridspec().ncols  # type: ignore[union-attr]
+        is_lowest, is_left = index + columns >= len(panels), index % columns == 0
+        axes.set(xlabel=x if is_lowest else "", ylabel=y if is_left else "")
+        axes.tick_params(labelbottom=is_lowest, labelleft=is_left)
 
 
 @dataclass(frozen=True)
@@ -56,11 +76,6 @@ class Scale:
     label: str
     colours: Colormap
     extend: str = "neither"
-
-    def luminance(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the luminance (value,) of each value's colour, from 0 to 1."""
-        rgb = self.colours(Normalize(self.low, self.high)(values))[:, :3]
-        return np.asarray(rgb @ np.array([0.2126, 0.7152, 0.0722]))
 
 
 def draw_maps(
@@ -95,7 +110,7 @@ def draw_maps(
 
 
 def draw_heatmap(axes: Axes, values: NDArray[Any], low: float | None, high: float | None, colours: Any) -> None:
-    """Draw a (layer, head) matrix as `seaborn.heatmap` does, without its slow import and second drawing."""
+    """Draw a (layer, head) matrix as cells without lines, with at most eight labels per axis."""
     layers, heads = values.shape
     for spine in axes.spines.values():
         spine.set_visible(False)
@@ -110,20 +125,12 @@ def draw_heatmap(axes: Axes, values: NDArray[Any], low: float | None, high: floa
 
 
 def _draw_map(axes: Axes, shown: Map, scale: Scale) -> None:
-    """Draw one map with its marks."""
+    """Draw one map, with a black dot in a white ring on marked cells."""
     draw_heatmap(axes, shown.values, scale.low, scale.high, scale.colours)
-    _draw_marks(axes, shown, scale)
-    axes.tick_params(length=2, rotation=0)
-
-
-def _draw_marks(axes: Axes, shown: Map, scale: Scale) -> None:
-    """Draw small dots on marked cells, black on light colours and white on dark ones."""
-    layers, heads = shown.values.shape
     indices = np.argwhere(shown.marked)
-    dark = np.nan_to_num(scale.luminance(shown.values[shown.marked]), nan=1.0) < _DARK
-    colours: Any = np.where(dark, "white", "black")
-    axes.scatter(indices[:, 1] + 0.5, indices[:, 0] + 0.5, s=0.5 if layers * heads > 400 else 1.0, color=colours,
-                 linewidths=0, gid="marks")  # fmt: skip
+    axes.scatter(indices[:, 1] + 0.5, indices[:, 0] + 0.5, s=0.5 if shown.marked.size > 400 else 1.0, color="black",
+                 edgecolors="white", linewidths=0.2, gid="marks")  # fmt: skip
+    axes.tick_params(length=2, rotation=0)
 
 
 _DRIFT, _DRIFT_COLOUR = 0.36, "0.25"
@@ -138,7 +145,7 @@ def draw_ratio(axes: Axes, index: int, kind: str, measured: HeadKind, reason: st
 
     Where the ratio is NaN or not positive, `reason` is written instead.
     """
-    marker, offset = KIND_MARKERS[kind]
+    _, offset = KIND_MARKERS[kind]
     ratio = measured.sum_ratio
     if np.isnan(ratio) or ratio <= 0:
         axes.text(1, index + offset, f" {kind}: {reason}", fontsize=style.points(5.5), color="0.5", va="center")
@@ -146,8 +153,7 @@ def draw_ratio(axes: Axes, index: int, kind: str, measured: HeadKind, reason: st
     colour = style.category_colours(2)[list(KIND_MARKERS).index(kind)]
     axes.plot([measured.median_ratio], [index + offset], linestyle="", color=colour, marker="|", markersize=4.5,
               markeredgewidth=0.9, gid=f"median {kind}")  # fmt: skip
-    axes.errorbar([ratio], [index + offset], xerr=style.error_bars(ratio, measured.sum_ratio_interval), color=colour,
-                  marker=marker, markersize=3.2, linewidth=0.9, gid=kind)  # fmt: skip
+    draw_sum_ratio(axes, index, kind, ratio, measured.sum_ratio_interval)
 
 
 def draw_drift(axes: Axes, index: int, row: Outcome) -> None:
@@ -193,10 +199,10 @@ def marker_entries(labelled_markers: Iterable[tuple[str, str]], size: float = 3.
     ]
 
 
-def finish_ratio_panel(axes: Axes, names: Sequence[str], title: str, x_label: str, ylim: tuple[float, float]) -> None:
-    """Label the rows, the logarithmic x axis and the title of a panel of ratios."""
+def finish_ratio_panel(axes: Axes, names: Sequence[str], title: str) -> None:
+    """Set the rows, the logarithmic x axis and the title of a panel of ratios."""
     axes.set_yticks(range(len(names)), names)
-    axes.set(ylim=ylim, xlabel=x_label)
+    axes.set_ylim(len(names) - 0.4, -0.5)
     style.set_log_axes(axes, x=True)
     axes.tick_params(labelbottom=True)
     axes.grid(visible=True, axis="x")

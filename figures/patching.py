@@ -14,12 +14,13 @@ from perturbkv.analyses.measurements import Floats
 from perturbkv.analyses.names import fold
 from perturbkv.analyses.stats.intervals import Band
 from perturbkv.figures import style
+from perturbkv.figures.labels import draw_legend
 
 if TYPE_CHECKING:
     from perturbkv.analyses.patching.patching import Patching
     from perturbkv.analyses.patching.patching_values import Shapley
 
-_PANEL_MM, _LINE_MM, _AROUND_MM = 52, 5.5, 22
+_PANEL_MM, _NARROW_PANEL_MM, _LINE_MM, _AROUND_MM = 52, 38, 5.5, 22
 _ORDERS, _SAMPLES = 2.6, 0.7
 """Widths of the lines of both errors: of sampled permutations, and over samples."""
 _NARROW, _WIDE = 13, 24
@@ -32,18 +33,17 @@ _ZERO: dict[str, Any] = {"color": "0.55", "linewidth": 0.8, "zorder": 1}
 
 def draw(result: Patching, width_mm: float = style.WIDE_MM) -> Figure:
     """Draw Shapley values and greedy curves, if measured, and named mixtures of kept sets."""
-    with style.use():
-        narrow = width_mm < style.WIDE_MM
-        kinds = [kind for kind in ("shapley", "greedy") if getattr(result, kind) is not None]
-        heights = [_PANEL_MM] * (len(kinds) if narrow else bool(kinds))
-        named_mm = (len(result.named) + 1) * _LINE_MM + 8
-        figure = style.figure(width_mm, sum(heights) + named_mm + _AROUND_MM)
-        grid = figure.add_gridspec(len(heights) + 1, 1, height_ratios=[*heights, named_mm])
-        for kind, axes in zip(kinds, _outcome_panels(figure, grid, kinds, narrow), strict=True):
-            {"shapley": _draw_shapley, "greedy": _draw_greedy}[kind](axes, result)
-        _draw_mixtures(figure.add_subplot(grid[-1, 0]), result, _NARROW if narrow else _WIDE)
-        figure.legend(handles=_legend(result), loc="outside upper left", ncols=2 if narrow else 3)
-        style.describe_run(figure, result.identity, style.interval_note(len(result.sample_ids)))
+    narrow = width_mm < style.WIDE_MM
+    kinds = [kind for kind in ("shapley", "greedy") if getattr(result, kind) is not None]
+    heights = [_NARROW_PANEL_MM] * len(kinds) if narrow else [_PANEL_MM] * bool(kinds)
+    named_mm = (len(result.named) + 1) * _LINE_MM + 8
+    figure = style.figure(width_mm, sum(heights) + named_mm + _AROUND_MM)
+    grid = figure.add_gridspec(len(heights) + 1, 1, height_ratios=[*heights, named_mm])
+    for kind, axes in zip(kinds, _outcome_panels(figure, grid, kinds, narrow), strict=True):
+        {"shapley": _draw_shapley, "greedy": _draw_greedy}[kind](axes, result)
+    _draw_mixtures(figure.add_subplot(grid[-1, 0]), result, _NARROW if narrow else _WIDE)
+    draw_legend(figure, _legend(result), 3)
+    style.describe_run(figure, result.identity, style.interval_note(len(result.sample_ids)))
     return figure
 
 
@@ -67,7 +67,7 @@ def _draw_shapley(axes: Axes, result: Patching) -> None:
     axes.vlines(players, values.value - values.sampling, values.value + values.sampling, color=colour, alpha=0.45,
                 linewidth=_ORDERS, gid="orders")  # fmt: skip
     axes.plot(players, values.value, "o", color=colour, markersize=2.4, gid="values")
-    axes.xaxis.set_major_locator(MaxNLocator(10, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda at, _: _player_name(result.names, at)))
     axes.set(xlabel="layer" if result.by == "layers" else "layer-head", ylabel=_SHORT[result.outcome],
              xlim=(-0.5, len(players) - 0.5))  # fmt: skip
@@ -84,7 +84,7 @@ def _draw_greedy(axes: Axes, result: Patching) -> None:
     axes.axhline(0, **_ZERO)
     _draw_curve(axes, curves.chosen, None, chosen, "--", "chosen")
     _draw_curve(axes, curves.judged, curves.judged_interval, judged, "-", "judged")
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     axes.set(xlabel=f"{result.by} switched", ylabel=_SHORT[result.outcome])
     _set_percent_ticks(axes)
     axes.set_title("best first (greedy)", loc="left")

@@ -27,14 +27,14 @@ from perturbkv.analyses.quality.score_columns import FULL, MethodScore, ScoreCol
 from perturbkv.analyses.quality.score_tables import scores_note
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES, Band, median_level
 from perturbkv.display import plural
-from perturbkv.figures import labels, style
-from perturbkv.figures.labels import sort_by_cache_share
-from perturbkv.figures.panels import draw_sum_ratio, finish_ratio_panel
+from perturbkv.figures import style
+from perturbkv.figures.labels import draw_legend, sort_by_cache_share
+from perturbkv.figures.panels import draw_sum_ratio, finish_ratio_panel, panel_grid
 
 _MOST = 6
 """Most panels of data sets; of more data sets, kinds of tasks are drawn."""
 _WIDE, _NARROW = 3, 2
-_ROW_MM, _AROUND_MM, _LEGEND_MM = 46, 12, 4
+_ROW_MM, _AROUND_MM = 46, 20
 _TITLE_NARROW, _TITLE_WIDE = 44, 100
 """Letters per line of all titles in a row, in one column and in two."""
 Curves = dict[str, list[tuple[int, float]]]
@@ -51,26 +51,15 @@ _MARKS, _WHOLE = 6, 5
 
 def draw_quality(result: Quality, width_mm: float = style.WIDE_MM) -> Figure:
     """Draw scores over cache shares, a panel per data set (per kind of task where there are many) and the average."""
-    with style.use():
-        shown, curves, narrow = drawn_columns(result), _curves_by_method(result), width_mm < style.WIDE_MM
-        columns = min(_NARROW if narrow else _WIDE, len(shown))
-        rows = -(-len(shown) // columns)
-        legend_columns = labels.legend_columns([FULL, *curves], width_mm, 2 if narrow else 4)
-        legend_mm = -(-(len(curves) + 1) // legend_columns) * _LEGEND_MM
-        note = f"{scores_note(result.datasets)} {_bars_text(result)}"
-        foot_mm = style.extra_foot_mm(result.identity, note, width_mm)
-        figure = style.figure(width_mm, rows * _ROW_MM + _AROUND_MM + legend_mm + foot_mm)
-        axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-        for index, panel in enumerate(axes[: len(shown)]):
-            _draw_column(
-                panel, shown[index], curves, title_letters=(_TITLE_NARROW if narrow else _TITLE_WIDE) // columns
-            )
-            panel.set_ylabel("score × 100" if index % columns == 0 else "")
-            panel.set_xlabel(_x_label(result) if index + columns >= len(shown) else "")
-        for panel in axes[len(shown) :]:
-            panel.set_axis_off()
-        figure.legend(handles=_quality_legend(curves), loc="outside upper left", ncols=legend_columns)
-        style.describe_run(figure, result.identity, note)
+    shown, curves, narrow = drawn_columns(result), _curves_by_method(result), width_mm < style.WIDE_MM
+    columns = min(_NARROW if narrow else _WIDE, len(shown))
+    figure, panels = panel_grid(len(shown), columns, width_mm, _ROW_MM, _AROUND_MM)
+    for index, (panel, column) in enumerate(zip(panels, shown, strict=True)):
+        _draw_column(panel, column, curves, title_letters=(_TITLE_NARROW if narrow else _TITLE_WIDE) // columns)
+        panel.set_ylabel("score × 100" if index % columns == 0 else "")
+        panel.set_xlabel(_x_label(result) if index + columns >= len(shown) else "")
+    draw_legend(figure, _quality_legend(curves))
+    style.describe_run(figure, result.identity, f"{scores_note(result.datasets)} {_bars_text(result)}")
     return figure
 
 
@@ -191,20 +180,20 @@ _PERPLEXITY_LINE_MM, _PERPLEXITY_AROUND_MM = 6, 24
 
 def draw_perplexity(result: Perplexity, width_mm: float = style.WIDE_MM) -> Figure:
     """Draw each configuration's perplexity over the full cache's, with its interval, in a row of its own."""
-    with style.use():
-        names = [fold(name, 24) for name in result.identity.names]
-        lines = sum(name.count("\n") + 1 for name in names)
-        figure = style.figure(width_mm, lines * _PERPLEXITY_LINE_MM + _PERPLEXITY_AROUND_MM)
-        axes = figure.subplots()
-        axes.axvline(1, color="0.35", linestyle="--", linewidth=0.9, zorder=1, gid=FULL)
-        for row, one in enumerate(result.configs):
-            draw_sum_ratio(axes, row, "ratio", one.ratio, one.ratio_interval, {"ratio": ("o", 0.0)})
-        finish_ratio_panel(axes, names, result.title(), "perplexity over the full cache's", (len(names) - 0.5, -0.5))
-        style.describe_run(figure, result.identity, style.interval_note(len(result.samples)))
+    names = [fold(name, 24) for name in result.identity.names]
+    lines = sum(name.count("\n") + 1 for name in names)
+    figure = style.figure(width_mm, lines * _PERPLEXITY_LINE_MM + _PERPLEXITY_AROUND_MM)
+    axes = figure.subplots()
+    axes.axvline(1, color="0.35", linestyle="--", linewidth=0.9, zorder=1, gid=FULL)
+    for row, one in enumerate(result.configs):
+        draw_sum_ratio(axes, row, "ratio", one.ratio, one.ratio_interval, {"ratio": ("o", 0.0)})
+    finish_ratio_panel(axes, names, result.title())
+    axes.set_xlabel("perplexity over the full cache's")
+    style.describe_run(figure, result.identity, style.interval_note(len(result.samples)))
     return figure
 
 
-_PANEL_MM, _DIVERGENCE_AROUND_MM, _DIVERGENCE_LEGEND_MM = 52, 22, 3.4
+_PANEL_MM, _DIVERGENCE_AROUND_MM = 52, 28
 _BANDS = 4
 """More bands than these hide one another: of more configurations the lines alone are drawn."""
 _DASHES: tuple[Any, ...] = ("-", "--", ":", "-.")
@@ -216,22 +205,16 @@ def draw_divergence(result: Divergence, width_mm: float = style.WIDE_MM) -> Figu
 
     A colour per policy and selection, a dash per other difference between the configurations.
     """
-    with style.use():
-        configs = sort_by_cache_share(result.configs, lambda one: one.cache_share)
-        narrow, panels = width_mm < style.WIDE_MM, 2 if result.noise_floor.size else 1
-        columns = 1 if narrow else 2
-        legend = _DIVERGENCE_LEGEND_MM * -(-len(configs) // columns)
-        figure = style.figure(width_mm, _PANEL_MM * (panels if narrow else 1) + _DIVERGENCE_AROUND_MM + legend)
-        axes = list(figure.subplots(*((panels, 1) if narrow else (1, panels)), squeeze=False).flat)
-        handles = [
-            _draw_divergence_config(axes, result, one, name, look, bands=len(configs) <= _BANDS)
-            for one, name, look in zip(
-                configs, _divergence_names(result, configs), _divergence_looks(configs), strict=True
-            )
-        ]
-        _finish_divergence(axes, result)
-        figure.legend(handles=handles, loc="outside upper left", ncols=columns)
-        style.describe_run(figure, result.identity, _foot_text(result, len(configs)))
+    configs = sort_by_cache_share(result.configs, lambda one: one.cache_share)
+    count, columns = 2 if result.noise_floor.size else 1, 1 if width_mm < style.WIDE_MM else 2
+    figure, axes = panel_grid(count, columns, width_mm, _PANEL_MM, _DIVERGENCE_AROUND_MM)
+    handles = [
+        _draw_divergence_config(axes, result, one, name, look, bands=len(configs) <= _BANDS)
+        for one, name, look in zip(configs, _divergence_names(result, configs), _divergence_looks(configs), strict=True)
+    ]
+    _finish_divergence(axes, result)
+    draw_legend(figure, handles)
+    style.describe_run(figure, result.identity, _foot_text(result, len(configs)))
     return figure
 
 
@@ -287,7 +270,7 @@ def _finish_divergence(axes: Sequence[Axes], result: Divergence) -> None:
         axes[1].set_title("Next token's distribution", loc="left")
         style.draw_note(axes[1], f"everything kept: {np.nanmax(result.noise_floor):.1e}")
     for panel in axes:
-        panel.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        panel.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
         panel.set_xlim(0, max(1, *result.lengths))
 
 

@@ -23,6 +23,7 @@ from matplotlib.colors import BoundaryNorm, Colormap, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.ticker import Formatter, Locator, MaxNLocator, NullFormatter
+from matplotlib.transforms import ScaledTranslation
 from numpy.typing import NDArray
 
 from perturbkv.analyses.identity import RunIdentity
@@ -46,12 +47,13 @@ _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 class PlainLogLocator(Locator):
-    """Ticks of a logarithmic axis: the coarsest steps that give at least three; evenly spaced on a short axis."""
+    """Ticks of a logarithmic axis: the coarsest steps that give at least three, as many as there is room for."""
 
     def __call__(self) -> list[float]:
         """Return the ticks of the axis's current view."""
-        low, high = sorted(self.axis.get_view_interval())  # type: ignore[union-attr]
-        return self.tick_values(float(low), float(high))
+        axis: Any = self.axis
+        ticks = self.tick_values(*map(float, axis.get_view_interval()))
+        return ticks[:: max(1, -(-len(ticks) // max(1, axis.get_tick_space())))]
 
     def tick_values(self, vmin: float, vmax: float) -> list[float]:
         """Return the ticks between two ends of a logarithmic axis; none where an end is not positive."""
@@ -109,19 +111,19 @@ def typeset(texts: Iterable[Text]) -> None:
         text.set_parse_math("$" not in rest)
 
 
-COLUMN_MM, WIDE_MM, SLIDE_MM, _MOST_MM = 84, 174, 338.7, 2000
-"""Printed widths of figures: of one column and of two columns of a journal, of a slide, and the largest."""
-_INCH_MM = 25.4
+COLUMN_MM, WIDE_MM, _MOST_MM = 84, 174, 2000
+"""Printed widths of figures: of one column and of two columns of a journal, and the largest."""
+INCH_MM = 25.4
 _FOOT_POINTS, _FOOT_LETTER = 5.0, 0.56
 """Size of the foot's text, and the width of its letters as a share of it."""
-_LINE_MM, _USUAL_LINES = 2.4, 5
-"""Height of a line of the foot, and lines for which every figure has room."""
+_LINE_HEIGHT, _USUAL_FOOT_MM = 0.48, 12.0
+"""Height of a line of the foot in mm per point of its size; height of the foot for which every figure has room."""
 _TITLE_LETTER_MM, _TITLE_MM = 1.8, 3.4
 """Width of a letter and height of a line of a title."""
 _COLOURBLIND = (
     "#0173B2", "#DE8F05", "#029E73", "#D55E00", "#CC78BC", "#CA9161", "#FBAFE4", "#949494", "#ECE133", "#56B4E9",
 )  # fmt: skip
-_RANDOM, _WARNING_MM = "random weights", 4
+_RANDOM = "random weights"
 
 
 @dataclass(frozen=True)
@@ -129,80 +131,56 @@ class FigureStyle:
     """A style of figures: widths, sizes of text, and whether the picture holds its own notes.
 
     Attributes:
-        usual_mm: the printed width where none is asked for.
         least_mm: the smallest printed width.
         notes: whether title, notes and the run stand in the picture; else they are its caption.
-        points: smallest and largest size of text; of a magnified style before it is magnified. Else each figure's own.
-        magnified: whether a figure is drawn as for two columns of a journal and enlarged to its width.
+        points: smallest and largest size of text; None: each figure's own.
+        slide: whether a figure is a slide, 16:9 and with a headline.
     """
 
-    usual_mm: float
     least_mm: float
     notes: bool = False
     points: tuple[float, float] | None = None
-    magnified: bool = False
-
-    def scale(self, width_mm: float) -> float:
-        """Return the factor of all text, lines and lengths at a printed width."""
-        return width_mm / WIDE_MM if self.magnified else 1.0
+    slide: bool = False
 
 
 STYLES = {
-    "screen": FigureStyle(WIDE_MM, 60, notes=True),
-    "paper": FigureStyle(WIDE_MM, 76, points=(7.0, 8.0)),
-    "talk": FigureStyle(SLIDE_MM, SLIDE_MM, points=(7.2, 8.5), magnified=True),
+    "screen": FigureStyle(60, notes=True),
+    "paper": FigureStyle(76, points=(7.0, 8.0)),
+    "talk": FigureStyle(WIDE_MM, points=(7.2, 8.5), slide=True),
 }
-"""Styles by name: with notes in the picture, for a journal's columns, and for a slide of 13.3 inches."""
+"""Styles by name: with notes in the picture, for a journal's columns, and for a slide.
 
-
-@dataclass(frozen=True)
-class _Use:
-    """The style in use, and its factor of all lengths."""
-
-    style: FigureStyle
-    scale: float
+A slide of 174 mm that fills one of 13.3 inches has text of 14 points and more.
+"""
 
 
 def check_style(name: str, width_mm: float | None = None) -> tuple[FigureStyle, float]:
-    """Return the style of a name, and a figure's width in mm, which is the style's usual one where None.
+    """Return the style of a name, and a figure's width in mm, by default that of two columns of a journal.
 
     Raises UnknownNameError for an unknown style, ConfigError for a width below the style's least.
     """
     if name not in STYLES:
         raise UnknownNameError(name, "style", STYLES)
-    look = STYLES[name]
-    width = look.usual_mm if width_mm is None else width_mm
+    look, width = STYLES[name], WIDE_MM if width_mm is None else width_mm
     if not look.least_mm <= width <= _MOST_MM:
         raise ConfigError(f"width_mm of style {name} must be {look.least_mm:g} to {_MOST_MM:g}, got {width:g}")
     return look, float(width)
 
 
-_SCREEN = _Use(STYLES["screen"], 1.0)
-_IN_USE: ContextVar[_Use] = ContextVar("style of figures")
+_IN_USE: ContextVar[FigureStyle] = ContextVar("style of figures", default=STYLES["screen"])
 _TEXTS = (
     "font.size", "axes.titlesize", "axes.labelsize", "xtick.labelsize", "ytick.labelsize", "legend.fontsize",
-)  # fmt: skip
-_LENGTHS = (
-    "axes.linewidth", "axes.titlepad", "axes.labelpad", "grid.linewidth",
-    *(f"{axis}tick.major.{length}" for axis in "xy" for length in ("width", "size", "pad")),
-    *(f"{axis}tick.minor.{length}" for axis in "xy" for length in ("width", "size", "pad")),
 )  # fmt: skip
 
 
 @contextmanager
-def use(style: FigureStyle | None = None, width_mm: float = WIDE_MM) -> Iterator[None]:
-    """Apply the style of the package's figures within a `with` block.
-
-    Args:
-        style: one of `STYLES`; None: the one in use around the block, which is "screen" where there is none.
-        width_mm: the figure's printed width, on which the size of a magnified style's text depends.
-    """
-    token = _IN_USE.set(_Use(style, style.scale(width_mm)) if style else _IN_USE.get(_SCREEN))
+def use(style: FigureStyle | None = None) -> Iterator[None]:
+    """Apply a style of the package's figures within a `with` block; None: the one in use around the block."""
+    token = _IN_USE.set(style or current_style())
     try:
         with as_file(files("perturbkv.figures") / "perturbkv.mplstyle") as path, mpl.rc_context(fname=path):
             settings: dict[str, Any] = mpl.rcParams  # type: ignore[assignment]
             settings |= {name: points(settings[name]) for name in _TEXTS}
-            settings |= {name: scale() * settings[name] for name in _LENGTHS}
             yield
     finally:
         _IN_USE.reset(token)
@@ -210,27 +188,23 @@ def use(style: FigureStyle | None = None, width_mm: float = WIDE_MM) -> Iterator
 
 def current_style() -> FigureStyle:
     """Return the style in use, "screen" outside of `use()`."""
-    return _IN_USE.get(_SCREEN).style
-
-
-def scale() -> float:
-    """Return the factor of all lengths of the style in use."""
-    return _IN_USE.get(_SCREEN).scale
+    return _IN_USE.get()
 
 
 def points(size: float) -> float:
-    """Return the size of text in the style in use, in points: moved into the style's range and magnified.
-
-    A style without a range leaves `size` as it is.
-    """
+    """Return a size of text in points, moved into the range of the style in use, if it has one."""
     ends = current_style().points
-    return size if ends is None else scale() * min(max(size, ends[0]), ends[1])
+    return size if ends is None else min(max(size, ends[0]), ends[1])
 
 
 def figure(width_mm: float, height_mm: float) -> CaptionedFigure:
     """Return an empty figure of a printed size, laid out so that nothing is clipped. Call inside `use()`."""
-    inches = scale() / _INCH_MM
-    return CaptionedFigure(figsize=(width_mm * inches, height_mm * inches), layout="constrained")
+    return CaptionedFigure(figsize=(width_mm / INCH_MM, height_mm / INCH_MM), layout="constrained")
+
+
+def grow(figure: Figure, more_mm: float) -> None:
+    """Make a figure higher; nothing for a negative height."""
+    figure.set_figheight(figure.get_figheight() + max(0.0, more_mm) / INCH_MM)
 
 
 def layer_colours() -> Colormap:
@@ -298,7 +272,7 @@ def draw_layer_bar(
 
 
 def set_title(figure: Figure, text: str, caption: str | None = None) -> None:
-    """Set the figure's title at its upper left, broken into as many lines as needed.
+    """Set the figure's title at its upper left, broken into as many lines as needed; of more than two it grows.
 
     A style without notes has it in the caption alone. `caption` replaces it there; None: the title itself.
     """
@@ -306,21 +280,26 @@ def set_title(figure: Figure, text: str, caption: str | None = None) -> None:
     figure.subtitle = text if caption is None else caption
     if not current_style().notes:
         return
-    figure.suptitle(
-        _fold_title(text, figure.get_figwidth() * _INCH_MM), x=0.008, ha="left", fontsize=8, fontweight="bold"
-    )
+    folded = fold(text, int(figure.get_figwidth() * INCH_MM / _TITLE_LETTER_MM))
+    write_on_top(figure, folded, fontsize=8)
 
 
-def extra_title_mm(text: str, width_mm: float) -> float:
-    """Return a title's height beyond two lines, in mm."""
-    return 0.0 if not current_style().notes else max(0, _fold_title(text, width_mm).count("\n") - 1) * _TITLE_MM
+def write_on_top(figure: Figure, words: str, **look: Any) -> None:
+    """Write words at the figure's top, before what is there: above its legend, or as its title. The figure grows."""
+    legend = figure.legends[0] if figure.legends else None
+    there = legend.get_title().get_text() if legend else figure.get_suptitle()
+    whole = " · ".join(filter(None, (words, there)))
+    if legend:
+        legend.set_title(whole)
+        legend.set_alignment("left")
+        legend.get_title().set(fontweight="bold", **look)
+    else:
+        figure.suptitle(whole, x=0.008, ha="left", fontweight="bold", **look)
+    grow(figure, (words.count("\n") + 1) * _TITLE_MM)
 
 
-def _fold_title(text: str, width_mm: float) -> str:
-    """Return the title broken into lines that fit the figure's width."""
-    return fold(text, int(width_mm / _TITLE_LETTER_MM))
-
-
+_NAMES_POINTS = 30
+"""Height of the names of ticks and of an axis under a panel."""
 _CORNERS = {
     "lower right": (0.98, 0.02, "right", "bottom"),
     "lower left": (0.03, 0.03, "left", "bottom"),
@@ -346,33 +325,26 @@ def draw_note(axes: Axes, text: str, at: str = "lower right") -> None:
     axes.text(x, y, text, transform=axes.transAxes, ha=across, va=up, fontsize=points(6), color="0.35")
 
 
-BELOW, NUMBERS = "below", "numbers"
-"""Names of a legend under its panel, and of a panel's texts of which all are drawn or, without room, none."""
-
-
 def draw_legend_below(axes: Axes, handles: Sequence[Any], columns: int) -> None:
-    """Draw a legend with `columns` columns under the panel, where it hides nothing."""
-    if handles:
-        legend = axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.27), ncols=columns,
-                           handlelength=1.6, columnspacing=1.0, handletextpad=0.4, borderaxespad=0.0)  # fmt: skip
-        legend.set_gid(BELOW)
-        typeset(legend.get_texts())
-
-
-def draw_legend_right(axes: Axes, handles: Sequence[Any], columns: int) -> None:
-    """Draw a legend to the right of the panel, in one column whatever `columns` is."""
-    if handles:
-        legend = axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.01, 1.05), fontsize=points(6),
-                             handlelength=1.4, handletextpad=0.4, borderaxespad=0.0, labelspacing=0.3)  # fmt: skip
-        typeset(legend.get_texts())
+    """Draw a legend with `columns` columns under the panel and the names of its axis."""
+    names = ScaledTranslation(0, -_NAMES_POINTS / 72, axes.get_figure().dpi_scale_trans)  # type: ignore[union-attr]
+    legend = axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, 0), ncols=columns, handlelength=1.6,
+                         bbox_transform=axes.transAxes + names, columnspacing=1.0, handletextpad=0.4,
+                         borderaxespad=0.0)  # fmt: skip
+    typeset(legend.get_texts())
 
 
 def describe_run(
-    figure: Figure, identity: RunIdentity, note: str = "", caption: Sequence[str] = (), sides: bool = True
+    figure: Figure,
+    identity: RunIdentity,
+    note: str = "",
+    caption: Sequence[str] = (),
+    sides: bool = True,
+    key: Sequence[str] = (),
 ) -> None:
     """Describe a figure's run after a note: in its caption and, in a style with notes, at its foot.
 
-    Random weights are told at the top in every style.
+    Random weights are told at the top in every style, and a key at the foot.
 
     Args:
         figure: the figure with its panels.
@@ -380,89 +352,45 @@ def describe_run(
         note: n, the kind of intervals, the definition of a tie.
         caption: sentences that the caption has in place of the note.
         sides: whether the caption names policies and selections that differ.
+        key: names of what the figure numbers from 1.
     """
     assert isinstance(figure, CaptionedFigure)
     if identity.random_weights:
-        _warn_random_weights(figure)
-    _fill_caption(figure, identity, [*(caption or [note]), *identity.caption_lines(sides)])
-    if current_style().notes:
-        _draw_foot(figure, _foot_lines(identity, note, figure.get_figwidth() * _INCH_MM))
-
-
-def _fill_caption(figure: CaptionedFigure, identity: RunIdentity, notes: list[str]) -> None:
-    """Give a figure's caption its notes, the names of policies and selections in them, and the provenance."""
-    figure.notes = notes
+        write_on_top(figure, _RANDOM, color="#b00020", fontsize=points(8))
+    figure.notes = [*(caption or [note]), *identity.caption_lines(sides)]
     figure.names = [name for config in identity.configs for name in (config.policy.name, config.selection.name)]
     figure.provenance = identity.provenance()
+    numbered = " · ".join(f"{number}  {name}" for number, name in enumerate(key, 1))
+    _draw_foot(figure, [numbered, *([note, *identity.lines()] if current_style().notes else [])])
 
 
-def _draw_foot(figure: Figure, lines: Sequence[str]) -> None:
-    """Write lines of small text at the figure's foot, and lay out the panels above them."""
-    lay_out_above(figure, _lines_mm(lines))
-    figure.text(0.008, 0.006, "\n".join(lines), fontsize=_FOOT_POINTS, color="0.35", va="bottom", ha="left")
-
-
-def _warn_random_weights(figure: Figure) -> None:
-    """Write at the top that the weights are random: above an existing legend, else in the figure's title."""
-    look: dict[str, Any] = {"color": "#b00020", "fontweight": "bold"}
-    if not figure.legends:
-        title = figure.get_suptitle()
-        figure.suptitle(f"{_RANDOM} · {title}" if title else _RANDOM, fontsize=points(9), **look)
+def _draw_foot(figure: Figure, texts: Sequence[str]) -> None:
+    """Write lines of small text at the figure's foot, broken to its width, and lay out the panels above them."""
+    size, width = points(_FOOT_POINTS), figure.get_figwidth() * 72
+    lines = [line for text in texts if text for line in _wrap(text, int(width / (size * _FOOT_LETTER)))]
+    if not lines:
         return
-    legend = figure.legends[0]
-    legend.set_title(_RANDOM)
-    legend.get_title().set(**look)
-    legend.set_alignment("left")
-    figure.set_figheight(figure.get_figheight() + scale() * _WARNING_MM / _INCH_MM)
+    foot_mm = len(lines) * _LINE_HEIGHT * size + 1.5
+    grow(figure, foot_mm - _USUAL_FOOT_MM)
+    share, engine = foot_mm / INCH_MM / figure.get_figheight(), figure.get_layout_engine()
+    assert engine is not None
+    engine.set(rect=(0, share, 1, 1 - share))  # type: ignore[call-arg]
+    figure.text(0.008, 0.006, "\n".join(lines), fontsize=size, color="0.35", va="bottom", ha="left")
 
 
-def lay_out_above(figure: Figure, foot_mm: float) -> None:
-    """Lay out the panels above the lowest `foot_mm` of the figure."""
-    share, engine = foot_mm / height_mm(figure), figure.get_layout_engine()
-    if engine is not None:
-        engine.set(rect=(0, share, 1, 1 - share))  # type: ignore[call-arg]
-
-
-def height_mm(figure: Figure) -> float:
-    """Return the printed height of a figure, in mm."""
-    return float(figure.get_figheight() * _INCH_MM)
-
-
-def extra_foot_mm(identity: RunIdentity, note: str, width_mm: float) -> float:
-    """Return the foot's height beyond its usual five lines, in mm."""
-    return max(0.0, foot_mm(identity, note, width_mm) - _USUAL_LINES * _LINE_MM)
-
-
-def foot_mm(identity: RunIdentity, note: str, width_mm: float) -> float:
-    """Return the height of `describe_run`'s foot, in mm; 0 in a style without notes."""
-    return 0.0 if not current_style().notes else _lines_mm(_foot_lines(identity, note, width_mm))
-
-
-def _foot_lines(identity: RunIdentity, note: str, width_mm: float) -> list[str]:
-    """Return the lines of the foot, note first, broken to the figure's width."""
-    notes = [note] if note else []
-    return [part for line in [*notes, *identity.lines()] for part in _wrap(line, width_mm / _INCH_MM)]
-
-
-def _lines_mm(lines: Sequence[str]) -> float:
-    """Return the height of the foot's lines with its margin, in mm."""
-    return len(lines) * _LINE_MM + 1.5
-
-
-def _wrap(line: str, width_inches: float) -> list[str]:
-    """Return a line broken into lines of a width, at dots or bars, else between words."""
-    width = int(width_inches * 72 / (_FOOT_POINTS * _FOOT_LETTER))
-    if len(line) <= width:
+def _wrap(line: str, letters: int) -> list[str]:
+    """Return a line broken into lines of at most so many letters, at dots or bars, else between words."""
+    if len(line) <= letters:
         return [line]
     mark = next((mark for mark in (" · ", " | ") if mark in line), " ")
     rows = [""]
     for part in line.split(mark):
         longer = f"{rows[-1]}{mark}{part}" if rows[-1] else part
-        if len(longer) <= width or not rows[-1]:
+        if len(longer) <= letters or not rows[-1]:
             rows[-1] = longer
         else:
             rows.append(part)
-    return rows if mark == " " else [piece for row in rows for piece in _wrap(row, width_inches)]
+    return rows if mark == " " else [piece for row in rows for piece in _wrap(row, letters)]
 
 
 def metadata(identity: RunIdentity, suffix: str) -> dict[str, str]:

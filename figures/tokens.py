@@ -15,7 +15,7 @@ from perturbkv.analyses.tokens.fates import BASELINE, BOTH, NEITHER, QUESTION, T
 from perturbkv.analyses.tokens.tokens import Tokens
 from perturbkv.escaping import escape_line
 from perturbkv.figures import style
-from perturbkv.figures.labels import cache_shares_text
+from perturbkv.figures.labels import cache_shares_text, draw_legend
 
 _COLOURS = {BOTH: "0.3", BASELINE: "#de8f05", TREATMENT: "#0173b2", NEITHER: "0.9", QUESTION: "#cde8d5"}
 _ROW_MM, _AROUND_MM, _LOWEST_MM = 3.2, 32, 45
@@ -28,20 +28,19 @@ _LOSSES_NOTE = " · triangles: evicted, the largest A ν"
 
 def draw(result: Tokens, width_mm: float = style.WIDE_MM) -> Figure:
     """Draw the prompt's tokens in rows, coloured by who keeps them; ▼ and ▲ mark baseline's and treatment's losses."""
-    with style.use():
-        narrow = width_mm < style.WIDE_MM
-        per_row = max(_PER_ROW[narrow], ceil(sqrt(len(result.fates))))
-        rows = -(-len(result.fates) // per_row)
-        figure = style.figure(width_mm, max(_LOWEST_MM, _AROUND_MM + rows * _ROW_MM))
-        axes = figure.subplots()
-        _draw_cells(axes, result, per_row, rows)
-        _draw_losses(axes, result, per_row)
-        axes.set_title(_title(result), loc="left")
-        figure.legend(handles=_legend(result), loc="outside upper left", ncols=2 if narrow else 4)
-        shares = cache_shares_text(result.cache_shares)
-        style.describe_run(
-            figure, result.identity, f"cache share {shares}{_LOSSES_NOTE if any(result.losses or ()) else ''}"
-        )
+    narrow = width_mm < style.WIDE_MM
+    per_row = max(_PER_ROW[narrow], ceil(sqrt(len(result.fates))))
+    rows = -(-len(result.fates) // per_row)
+    figure = style.figure(width_mm, max(_LOWEST_MM, _AROUND_MM + rows * _ROW_MM))
+    axes = figure.subplots()
+    _draw_cells(axes, result, per_row, rows)
+    _draw_losses(axes, result, per_row)
+    axes.set_title(_title(result), loc="left")
+    draw_legend(figure, _legend(result))
+    shares = cache_shares_text(result.cache_shares)
+    style.describe_run(
+        figure, result.identity, f"cache share {shares}{_LOSSES_NOTE if any(result.losses or ()) else ''}"
+    )
     return figure
 
 

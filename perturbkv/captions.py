@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,12 +136,11 @@ class CaptionedFigure(Figure):
         headline: what is shown, in a few words.
         conclusion: the result's conclusion, a sentence; empty where it has none.
         subtitle: what is compared, and how.
-        titles: whole title of each panel whose title was folded or cut.
+        titles: whole title of each panel whose title was folded or shortened.
         remarks: small remarks, each with its panel; an empty one where the panel's title is not all in the picture.
         notes: on what is drawn, on intervals and counts, and on model and configurations.
         names: of policies and selections, which are never capitalised.
         provenance: trace and version.
-        last_steps: functions that place what needs every other artist in its place.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -151,7 +150,6 @@ class CaptionedFigure(Figure):
         self.remarks: list[tuple[Axes, str]] = []
         self.notes: list[str] = []
         self.names: Sequence[str] = ()
-        self.last_steps: list[Callable[[], None]] = []
 
     @property
     def caption(self) -> str:

@@ -165,7 +165,7 @@ def test_a_screens_figure_leaves_no_caption_of_the_papers_figure_it_replaces(per
     ("options", "said"),
     [
         (("--style", "papr"), ["unknown style 'papr'; known: paper, "]),
-        (("--style", "talk", "--columns", "1"), ["--columns 1 is 84 mm", "339 mm", "leave out --columns"]),
+        (("--style", "talk", "--columns", "1"), ["--columns 1 is 84 mm", "174 mm", "leave out --columns"]),
     ],
 )
 @pytest.mark.usefixtures("swept_trace")

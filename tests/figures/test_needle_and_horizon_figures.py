@@ -48,15 +48,6 @@ def test_a_map_per_method_holds_its_grid(width: int) -> None:
     assert len(render(figure)) > 1000
 
 
-def test_more_methods_than_a_row_holds_flow_on() -> None:
-    trace = made([[1, 0]], [1], [[1, 1]])
-    one = needle.needle(trace)
-    many = dataclasses.replace(one, methods=one.methods * 5)
-    rows = needle_figure._panel_rows(many, narrow=False)
-    assert [len(row) for row in rows] == [5, 5, 5]
-    assert [method for row in rows for method in row if method is not None] == [many.full, *many.methods]
-
-
 @WIDTHS
 def test_cells_hold_two_decimals(width: int) -> None:
     figure = needle_figure.draw_needle(needle.needle(answered()), width)

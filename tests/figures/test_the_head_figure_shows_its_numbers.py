@@ -60,7 +60,7 @@ def test_the_foot_names_the_run() -> None:
 
 def test_random_weights_are_said_in_the_figure() -> None:
     figure = draw_pair(comparison(random_weights=True))
-    assert figure.get_suptitle() == "random weights"
+    assert figure.legends[0].get_title().get_text() == "random weights"
     assert "RANDOM WEIGHTS" in words(figure)
 
 
@@ -176,7 +176,7 @@ def test_pairs_stand_side_by_side_in_order_of_what_they_hold(width: int) -> None
 
 def test_pairs_say_once_what_all_share() -> None:
     _, figure = pairs()
-    assert "a=0.25 w=32 max7 query" in " ".join(figure.get_suptitle().split())
+    assert "a=0.25 w=32 max7 query" in " ".join(figure.legends[0].get_title().get_text().split())
     assert not any("max7" in axes.get_title(loc="left") for axes in figure.axes)
 
 
