@@ -89,6 +89,8 @@ def set_plain_ticks(axis: Axis) -> None:
     axis.set_major_locator(PlainLogLocator())
     axis.set_major_formatter(PlainFormatter())
     axis.set_minor_formatter(NullFormatter())
+    # by the size of its labels an axis knows its room, also where a figure is saved outside of `use()`
+    axis.set_tick_params(labelsize=mpl.rcParams["xtick.labelsize"])
 
 
 _SYMBOLS = {written: tex.replace(r"\theta", r"\mathrm{θ}") for written, tex in SYMBOLS.items()}

@@ -18,7 +18,7 @@ from perturbkv.figures import style
 from perturbkv.figures.labels import cache_shares_text, draw_legend
 
 _COLOURS = {BOTH: "0.3", BASELINE: "#de8f05", TREATMENT: "#0173b2", NEITHER: "0.9", QUESTION: "#cde8d5"}
-_ROW_MM, _AROUND_MM, _LOWEST_MM = 3.2, 32, 45
+_ROW_MM, _AROUND_MM, _LOWEST_MM = 3.2, 32, 55
 _PER_ROW = {True: 50, False: 100}
 """Tokens per row of a figure, by whether it is narrow."""
 _LOSSES = (("v", "#b35c00", 0.3), ("^", "#003f6b", 0.7))
