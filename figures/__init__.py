@@ -1,4 +1,4 @@
-"""Figures: each draws a result as a matplotlib Figure; no module computes a quantity or saves a file."""
+"""Figures: each draws a result as a matplotlib Figure, in a style that `draw` opens; none computes or saves a file."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def draw(name: str, result: Result, width_mm: float | None = None, style: str = 
     Args:
         name: a key of `FIGURES`.
         result: what is drawn.
-        width_mm: printed width; None: the style's usual one.
+        width_mm: printed width; None: 174, of two columns of a journal.
         style: a name of `perturbkv.figures.style.STYLES`.
 
     Raises:
