@@ -267,7 +267,7 @@ def _write_shards(run: Plan, count: int, path: Path, folder: str) -> None:
     text = PromptTexts(run.prompts, run.files.tokenizer.decode)[run.prompts[0].sample_id]
     sample, texts = stored_sample(folder), dict.fromkeys(run.prompts.ids, text)
     for number in range(1, count + 1):
-        record = ShardRecord(Shard(number, count), run.run, tuple(run.prompts.ids), {}, with_text=True)
+        record = ShardRecord(Shard(number, count), run.run, tuple(run.prompts.ids), {})
         writer = ShardWriter(path, record, texts)
         for name, configs in writer.missing().items():
             writer.append(replace(sample, sample_id=name), configs)

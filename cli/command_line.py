@@ -4,9 +4,8 @@
 annotated with an option becomes one. A field `typed_options` gets the names of the options that the user typed, a field
 `own_options` the values of the command's own parameters.
 
-`CheckedCommand` and `CheckedGroup` refuse repeated options, which Click accepts silently, and record whether JSON was
-requested, so that even a command line that cannot be parsed gets its error as JSON. Their help has one line per option,
-in groups, with defaults in brackets and … where an option may be repeated.
+`CheckedCommand` refuses repeated values, which Click accepts silently. The help has one line per option, in groups,
+with defaults in brackets and … where an option may be repeated.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
@@ -27,8 +25,7 @@ from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
 from perturbkv.cli import console
-from perturbkv.cli.commands import FILE, PANELS, Command, former_message
-from perturbkv.errors import ConfigError
+from perturbkv.cli.commands import FILE, PANELS, Command
 
 Sections = dict[str, list[tuple[str, str]]]
 """Title of a section of the help -> name and description of each row."""
@@ -178,13 +175,6 @@ def _option_parameters(group: Any) -> list[inspect.Parameter]:
     ]
 
 
-@dataclass
-class JsonRequest:
-    """A record of whether --json was typed, kept as the object of the Click context."""
-
-    as_json: bool = False
-
-
 class CompactHelp:
     """A mix-in for commands whose help has one line per option."""
 
@@ -288,34 +278,19 @@ def _help_width() -> int:
     return min(console.out.width, _MOST_COLUMNS)
 
 
-class _CheckedParser:
-    """A mix-in whose parser refuses repeated options, repeated values and whole numbers that are too large."""
+class CheckedCommand(CompactHelp, TyperCommand):
+    """A command that refuses repeated values and whole numbers that are too large, with the compact help."""
 
-    def parse_args(self: Any, ctx: Any, args: list[str]) -> list[str]:
-        """Parse arguments as Click does; return the unparsed ones. Raises ConfigError for a repeated option."""
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse arguments as Click does; return the unparsed ones. Raises ConfigError for a repeated value."""
         from perturbkv.cli import option_refusals
 
-        # a first pass, which raises nothing: what was typed, how often, and whether --json is among it
-        lenient = type(ctx)(self, parent=ctx, resilient_parsing=True, ignore_unknown_options=True)
-        values, arguments, parameters = self.make_parser(lenient).parse_args(args=list(args))
-        if request := ctx.find_object(JsonRequest):
-            request.as_json = self.requests_json(values, arguments)
-        if not any(getattr(parameter, "is_eager", False) for parameter in parameters):
-            option_refusals.check_typed_once(parameters)
-        remaining: list[str] = super().parse_args(ctx, args)  # type: ignore[misc]
-        option_refusals.check_values(parameters, ctx.params)
+        remaining: list[str] = super().parse_args(ctx, args)
+        option_refusals.check_values(self.params, ctx.params)
         return remaining
 
 
-class CheckedCommand(CompactHelp, _CheckedParser, TyperCommand):
-    """A command that refuses repeated options, with the compact help."""
-
-    def requests_json(self, values: Mapping[str, Any], arguments: list[str]) -> bool:
-        """Return whether --json is typed as an option, not as the value of another option."""
-        return bool(values.get("as_json"))
-
-
-class CheckedGroup(CompactHelp, _CheckedParser, TyperGroup):
+class CommandGroup(CompactHelp, TyperGroup):
     """A group of commands that imports each command when it is run."""
 
     rows: Mapping[str, Command] = {}
@@ -324,25 +299,15 @@ class CheckedGroup(CompactHelp, _CheckedParser, TyperGroup):
         super().__init__(**attributes)
         self.commands: Any = dict.fromkeys(self.rows)
 
-    def requests_json(self, values: Mapping[str, Any], arguments: list[str]) -> bool:
-        """Return whether --json is typed before any `--`, also for an unknown command."""
-        end = arguments.index("--") if "--" in arguments else None
-        return "--json" in arguments[:end] or bool(values.get("as_json"))
-
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return the Click command of this name, imported; None if the group has no such command."""
         return build(self.rows[cmd_name]) if cmd_name in self.rows else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command's name, the command and its arguments; a path selects the command on files.
-
-        Raises ConfigError for a former command.
-        """
+        """Return the command's name, the command and its arguments; a path selects the command on files."""
         name = args[0]
         if name not in self.rows and FILE in self.rows and _is_path(name):
             return FILE, self.get_command(ctx, FILE), args
-        if name not in self.rows and (message := former_message(ctx.command_path.split()[1:], args)):
-            raise ConfigError(message)
         return super().resolve_command(ctx, args)
 
 
@@ -353,9 +318,9 @@ def _is_path(name: str) -> bool:
     return "/" in name or Path(name).suffix != "" or Path(name).exists()
 
 
-def group_class(rows: Iterable[Command]) -> type[CheckedGroup]:
+def group_class(rows: Iterable[Command]) -> type[CommandGroup]:
     """Return the Click class of a group with the commands `rows`."""
-    return type("Group", (CheckedGroup,), {"rows": {row.name: row for row in rows}})
+    return type("Group", (CommandGroup,), {"rows": {row.name: row for row in rows}})
 
 
 @functools.cache

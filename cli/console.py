@@ -23,8 +23,6 @@ SCHEMA = 1
 """The schema version of every JSON document, see reference/json.md; it rises when a key changes its meaning or goes."""
 _NUMBER = r"(?:-?\d[\d.eE+-]*|null)"
 _NUMBERS = re.compile(rf"\[\n *{_NUMBER}(?:,\n *{_NUMBER})*\n *\]")  # with newlines, which no text in JSON holds
-_FEWEST_COLUMNS, _USUAL_COLUMNS = 20, 80
-"""Characters of a line: the least that tables are laid out for, and those of a console of unknown width."""
 
 
 class Screen(Console):
@@ -35,16 +33,8 @@ class Screen(Console):
         raise BrokenPipeError
 
 
-def screen(**attributes: Any) -> Screen:
-    """Return a console of at least 20 columns; a COLUMNS that is no positive number counts as 80."""
-    console = Screen(**attributes)
-    if console.width < _FEWEST_COLUMNS:
-        return Screen(width=_USUAL_COLUMNS if console.width < 1 else _FEWEST_COLUMNS, **attributes)
-    return console
-
-
-out: Screen = screen()
-err: Screen = screen(stderr=True)
+out: Screen = Screen()
+err: Screen = Screen(stderr=True)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -94,13 +84,8 @@ def as_json(document: Mapping[str, Any], ascii_only: bool = False) -> str:
 
 
 def print_json(document: Mapping[str, Any]) -> None:
-    """Print a JSON document on stdout, never wrapped or coloured; in ASCII where stdout cannot encode it."""
-    text = as_json(document)
-    try:
-        text.encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:
-        text = as_json(document, ascii_only=True)
-    sys.stdout.write(text)
+    """Print a JSON document on stdout, never wrapped or coloured; in ASCII where stdout is not in UTF-8."""
+    sys.stdout.write(as_json(document, ascii_only="utf" not in (sys.stdout.encoding or "utf-8").lower()))
 
 
 def note(text: str) -> None:

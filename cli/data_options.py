@@ -1,8 +1,7 @@
-"""Model and prompts: the options of every command that runs a model, and the names that a shell completes."""
+"""Model and prompts: the options of every command that runs a model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,42 +10,8 @@ from typing import Annotated, Any
 from typer import Option
 
 from perturbkv.cli.choices import parse_numbers, split_names
-from perturbkv.configs.selections import PRESETS
 from perturbkv.errors import ConfigError
-from perturbkv.models.aliases import ALIASES, DEFAULT
-
-Completer = Callable[[str], list[str]]
-"""Shell-completion function: from the start of a name to the matching names."""
-
-
-def _completer(names: Callable[[], Iterable[str]]) -> Completer:
-    """Return the completer of these names."""
-
-    def complete(incomplete: str) -> list[str]:
-        return [name for name in names() if name.startswith(incomplete)]
-
-    return complete
-
-
-def _dataset_names() -> list[str]:
-    """Return the names of all data sets; imports their registry late, as only completion needs it."""
-    from perturbkv.datasets.dataset_registry import all_datasets
-
-    return [info.name for info in all_datasets()]
-
-
-def _policy_names() -> Iterable[str]:
-    """Return the names of all policies; imports their registry late, as only completion needs it."""
-    from perturbkv.selection.policies import registry
-
-    return registry.names()
-
-
-complete_models: Completer = _completer(lambda: [*ALIASES, *(f"random:{name}" for name in ALIASES)])
-complete_datasets: Completer = _completer(_dataset_names)
-complete_policies: Completer = _completer(_policy_names)
-complete_presets: Completer = _completer(lambda: PRESETS)
-
+from perturbkv.models.aliases import DEFAULT
 
 DATA = "Model and data"
 """The group of these options in the help."""
@@ -69,7 +34,6 @@ class DataOptions:
             "-m",
             metavar="NAME",
             help="Alias, hub id, folder, .gguf file",
-            autocompletion=complete_models,
         ),
     ] = DEFAULT
     revision: Annotated[
@@ -85,7 +49,6 @@ class DataOptions:
             "-d",
             metavar="NAME",
             help="Name in `list datasets`, or a .jsonl file",
-            autocompletion=complete_datasets,
         ),
     ] = "needle"
     samples: Annotated[
@@ -121,21 +84,18 @@ class DataOptions:
             raise ConfigError(f"--max-tokens must be at least 2, got {self.max_tokens}")
 
     def check_inputs(self) -> None:
-        """Check that the model and the data exist, and a data file's first row, without importing torch.
+        """Check that the model and the data exist, without importing torch.
 
-        --dataset may list several data sets, as for `split_datasets`. Raises PerturbkvErrors, NoMemoryError among them
-        where the process's limits leave no room to import torch.
+        --dataset may list several data sets, as for `split_datasets`. Raises PerturbkvErrors.
         """
-        from perturbkv import memory
         from perturbkv.datasets import dataset_registry, jsonl, prompts
         from perturbkv.models import sources
 
-        memory.check_address_space()
         sources.check_name(self.model, self.revision or "")
         for name in [self.dataset] if Path(self.dataset).is_file() else split_names(self.dataset):
             prompts.resolve_options(name, **self.data_request())
             if dataset_registry.is_file(name):
-                jsonl.check_first_row(name)
+                jsonl.FILE.check(Path(name), piped=True)
 
     def data_request(self, metric: str = "") -> dict[str, Any]:
         """Return the loader's arguments for the data set; `metric` grades answers in place of the data set's own.

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import _thread
 import logging
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,7 +17,7 @@ from typer import Option
 
 import perturbkv
 from perturbkv.cli import console
-from perturbkv.cli.command_line import JsonRequest, group_class
+from perturbkv.cli.command_line import group_class
 from perturbkv.cli.commands import COMMANDS
 from perturbkv.errors import MOST_CHARACTERS, InterruptedRunError, MissingPackageError, PerturbkvError
 from perturbkv.memory import translate_allocation_errors
@@ -53,32 +51,15 @@ def is_caused_by_interrupt(error: BaseException) -> bool:
     return cause is not None
 
 
-_AGAIN_S = 0.1
-"""Seconds until an interrupt that was swallowed comes again, when Python has left the finaliser."""
-
-
 @contextmanager
 def sigterm_as_interrupt() -> Iterator[SigtermRecord]:
-    """Turn a SIGTERM within the block into a KeyboardInterrupt, which no finaliser swallows; yield the record of it."""
-    sigterm, previous_hook = SigtermRecord(), sys.unraisablehook
-    timers: list[threading.Timer] = []
-
-    def interrupt_again(lost: Any) -> None:
-        if isinstance(lost.exc_value, KeyboardInterrupt):  # it came while a library's __del__ ran
-            number = signal.SIGTERM if sigterm.terminated else signal.SIGINT  # which a shell's background job ignores
-            timers.append(threading.Timer(_AGAIN_S, _thread.interrupt_main, [number]))
-            timers[-1].start()
-        else:
-            previous_hook(lost)
-
-    previous, sys.unraisablehook = signal.signal(signal.SIGTERM, sigterm._terminate), interrupt_again
+    """Turn a SIGTERM within the block into a KeyboardInterrupt; yield the record of it."""
+    sigterm = SigtermRecord()
+    previous = signal.signal(signal.SIGTERM, sigterm._terminate)
     try:
         yield sigterm
     finally:
-        for timer in timers:
-            timer.cancel()
         signal.signal(signal.SIGTERM, previous)
-        sys.unraisablehook = previous_hook
 
 
 _BROKEN_PIPE = 128 + 13
@@ -86,12 +67,9 @@ _BROKEN_PIPE = 128 + 13
 
 
 def prepare_streams() -> None:
-    """Make stdout and stderr escape characters that they cannot encode; a closed stream becomes the null device."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 (until the process ends)
-        elif hasattr(stream, "reconfigure"):
+    """Make stdout and stderr escape characters that they cannot encode."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 
 
@@ -177,45 +155,44 @@ def main() -> None:
     prepare_streams()
     _quiet_libraries()
     console.show_log()
-    request = JsonRequest()
     with sigterm_as_interrupt() as sigterm:
-        sys.exit(run_to_exit_code(lambda: _run(request, sigterm)))
+        sys.exit(run_to_exit_code(lambda: _run(sigterm)))
 
 
-def _run(request: JsonRequest, sigterm: SigtermRecord) -> int:
+def _run(sigterm: SigtermRecord) -> int:
     """Run the command line, print its error if any, and return the exit code."""
     try:
         with translate_allocation_errors():
-            code = int(app(prog_name="perturbkv", standalone_mode=False, obj=request) or 0)
+            code = int(app(prog_name="perturbkv", standalone_mode=False) or 0)
         if code == INTERRUPTED:  # Typer makes it of a Ctrl-C outside a run
             raise KeyboardInterrupt
         return code
     except _UsageError as error:
         from perturbkv.cli.option_refusals import usage_message
 
-        return _print_error(error, usage_message(error.format_message(), error), error.exit_code, request)
+        return _print_error(error, usage_message(error.format_message(), error), error.exit_code)
     except KeyboardInterrupt as error:
-        return _print_error(error, _INTERRUPTED_MESSAGE, sigterm.exit_code(INTERRUPTED), request)
+        return _print_error(error, _INTERRUPTED_MESSAGE, sigterm.exit_code(INTERRUPTED))
     except PerturbkvError as error:
         if is_caused_by_interrupt(error) and error.exit_code != INTERRUPTED:
-            return _print_error(KeyboardInterrupt(), _INTERRUPTED_MESSAGE, sigterm.exit_code(INTERRUPTED), request)
-        return _print_error(error, " ".join(str(error).split()), sigterm.exit_code(error.exit_code), request)
+            return _print_error(KeyboardInterrupt(), _INTERRUPTED_MESSAGE, sigterm.exit_code(INTERRUPTED))
+        return _print_error(error, " ".join(str(error).split()), sigterm.exit_code(error.exit_code))
     except ModuleNotFoundError as error:
         missing = MissingPackageError.from_error(error)
-        return _print_error(missing, str(missing), missing.exit_code, request)
+        return _print_error(missing, str(missing), missing.exit_code)
     except BrokenPipeError:
         raise  # nobody reads the output any more
     except OSError as error:
-        return _print_error(error, _file_message(error), 2, request)
+        return _print_error(error, _file_message(error), 2)
 
 
-def _print_error(error: BaseException, message: str, code: int, request: JsonRequest) -> int:
+def _print_error(error: BaseException, message: str, code: int) -> int:
     """Print an error on stderr, with --json as JSON on stdout too; return its exit code."""
     short = message
     if len(message) > MOST_CHARACTERS:
         short = f"{message[: MOST_CHARACTERS // 2]} … {message[-MOST_CHARACTERS // 2 :]}"
     console.note(f"error: {short}")
-    if request.as_json:
+    if "--json" in sys.argv:
         console.print_json({"error": {"type": type(error).__name__, "message": message, "exit_code": code}})
     return code
 

@@ -1,4 +1,4 @@
-"""Refusals of options that have no effect, are repeated or unknown, before anything is written.
+"""Refusals of options that have no effect, repeat a value or are unknown, before anything is written.
 
 Only options on the command line or in a sweep file are refused, never a default. An option in none of the tables below
 always has an effect.
@@ -6,19 +6,15 @@ always has an effect.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from perturbkv.cli.choices import check_distinct
-from perturbkv.cli.commands import former_message
 from perturbkv.cli.data_options import DataOptions
 from perturbkv.configs import option as numbers
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.resources import NEEDS as ENGINES_OF_OPTION
-from perturbkv.configs.resources import engines_with_option
 from perturbkv.configs.selections import STAGED
 from perturbkv.errors import ConfigError
 from perturbkv.selection import grid
@@ -68,13 +64,6 @@ def _uses_data_option(option: str) -> Callable[[DataOptions, EvictionConfig], bo
     return is_used
 
 
-def _engine_need(option: str) -> Need:
-    """Return the condition that --engine is an engine which uses this option of parallel workers."""
-    return Need(
-        lambda run, config: getattr(run, "engine", "") in ENGINES_OF_OPTION[option], engines_with_option(option)
-    )
-
-
 NEEDS: Mapping[str, Need] = {
     "length": Need(_uses_data_option("lengths"), "--dataset needle or a ruler: task"),
     "depth": Need(_uses_data_option("depths"), "--dataset needle"),
@@ -83,15 +72,8 @@ NEEDS: Mapping[str, Need] = {
     "seed": Need(_uses_seed, "--dataset needle or a ruler: task, a random: model, or a random selection or policy"),
     "head_scores": Need(lambda run, config: config.policy.name == "headkv", "--policy headkv"),
     "window": Need(lambda run, config: not config.is_external, "a policy of ours: a press has a window of its own"),
-    "shard_by": Need(
-        lambda run, config: (
-            "shard" in run.typed_options or getattr(run, "engine", "") in ENGINES_OF_OPTION["by_configs"]
-        ),
-        f"--shard, or {engines_with_option('by_configs')}",
-    ),
     "effect_gradient": Need(lambda run, config: "effect" in (getattr(run, "save", None) or ()), "--save effect"),
     "protect_recent": Need(_protects_more_than_window, "more entries than the window, which always stays", each=True),
-    **{name: _engine_need(name) for name in ("workers", "ray_address", "cpus_per_worker", "timeout_per_sample")},
 }
 """Option -> condition. Options of a policy, a selection or a granularity declare their conditions themselves."""
 
@@ -194,34 +176,18 @@ def option_flag(name: str) -> str:
     return _FLAGS.get(name, f"--{name.replace('_', '-')}")
 
 
-def check_typed_once(parameters: Sequence[Any]) -> None:
-    """Raise ConfigError for a single-valued option that was typed more than once, in any spelling.
-
-    `parameters` are the Click parameters of a command line, in its order.
-    """
-    for parameter in dict.fromkeys(parameters):
-        times = list(parameters).count(parameter)
-        if parameter.param_type_name == "option" and not parameter.multiple and times > 1:
-            names = "/".join([*parameter.opts, *parameter.secondary_opts])
-            raise ConfigError(f"expected {names} once, got it {times} times; leave all but one out")
-
-
 def check_values(parameters: Sequence[Any], values: Mapping[str, Any]) -> None:
     """Raise ConfigError for a repeated value of an option, and for a whole number that is too large.
 
     `parameters` are the Click parameters of a command line, `values` their values by name.
     """
-    for parameter in dict.fromkeys(parameters):
+    for parameter in parameters:
         value = values.get(parameter.name)
         items = value if isinstance(value, (list, tuple)) else [value]
         check_distinct(parameter.opts[0], items)
         for item in items:
             if isinstance(item, int):
                 numbers.check_number(parameter.opts[0], item)
-
-
-_EXTRA_ARGUMENTS = re.compile(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)")
-"""Click's message for more arguments than a command takes."""
 
 
 def usage_message(said: str, error: Any) -> str:
@@ -231,49 +197,11 @@ def usage_message(said: str, error: Any) -> str:
     """
     line, context = " ".join(said.split()).rstrip("."), error.ctx
     option = getattr(error, "option_name", "")
-    is_unknown = hasattr(error, "possibilities")  # names similar to an unknown option, if any: no other error has them
-    if is_unknown and context and (message := former_message(context.command_path.split()[1:], [option])):
-        return message
-    if extra := _EXTRA_ARGUMENTS.fullmatch(line):
-        line = _extra_message(extra[1], context.command)
-    if option and (advice := _option_advice(option, bool(getattr(error, "possibilities", None)), context)):
-        return f"No such option: {option}; {advice}"
+    name = option.lstrip("-").replace("-", "_")
+    # an option with similar names is misspelt: the policies, which import torch, are not asked about it
+    is_known = name in grid.ORDER or not getattr(error, "possibilities", None)
+    if option and is_known and name in grid.known_options():
+        owners = " or ".join(grid.option_owners(name)[:3])
+        return f"No such option: {option}; it belongs to {owners}: write {grid.option_example(name)}"
     separator = "" if line.endswith("?") else ";"
     return f"{line}{separator} {context.command_path} --help lists what there is" if context else line
-
-
-def _option_advice(option: str, has_similar: bool, context: Any) -> str:
-    """Return advice on an option that a command does not have; empty where neither a choice nor a command owns it."""
-    # an option with similar names is misspelt: the policies, which import torch, are not asked about it
-    is_misspelt = has_similar and option.lstrip("-").replace("-", "_") not in grid.ORDER
-    advice = "" if is_misspelt else _owner_advice(option)
-    return advice or (_command_advice(option, context) if context else "")
-
-
-def _extra_message(extra: str, command: Any) -> str:
-    """Return the error message for superfluous command-line arguments; `extra` lists them."""
-    names = [str(one.name).upper() for one in command.params if one.param_type_name == "argument"]
-    expected = f"no argument but {' and '.join(names)}" if names else "no argument"
-    measures = not names and any(one.name == "dry_run" for one in command.params)
-    hint = "; it measures for itself and takes no finished trace" if measures else ""
-    return f"expected {expected}, got '{extra}'{' too' if names else ''}{hint}"
-
-
-def _command_advice(option: str, context: Any) -> str:
-    """Return which commands have an option; empty where none has, or more than three."""
-    root = context.find_root()
-    commands = {name: root.command.get_command(root, name) for name in root.command.list_commands(root)}
-    owners = [
-        name
-        for name, command in commands.items()
-        if command and any(option in (*one.opts, *one.secondary_opts) for one in command.params)
-    ]
-    return f"it belongs to `perturbkv {'` or `perturbkv '.join(owners)}`" if 0 < len(owners) <= 3 else ""
-
-
-def _owner_advice(option: str) -> str:
-    """Return advice on which policies, selections or granularities own an option; empty if none does."""
-    name = option.lstrip("-").replace("-", "_")
-    if name not in grid.known_options():
-        return ""
-    return f"it belongs to {' or '.join(grid.option_owners(name)[:3])}: write {grid.option_example(name)}"

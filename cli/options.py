@@ -12,15 +12,14 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from perturbkv.cli import data_options
 from perturbkv.cli.choices import check_choice, check_distinct
 from perturbkv.cli.data_options import DataOptions
 from perturbkv.configs.cache_contents import DEFAULT_STEPS
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import check_number
-from perturbkv.configs.resources import Resources, Workers, check_engine_values, parse_size
-from perturbkv.configs.run import BY, CACHES, EFFECT_GRADIENTS, FULL, OWN, SCENARIOS, TEXTS, Shard
+from perturbkv.configs.resources import Resources, Workers, parse_size
+from perturbkv.configs.run import BY, CACHES, FULL, OWN, SCENARIOS, TEXTS, Settings, Shard
 from perturbkv.configs.selections import PRESETS
 from perturbkv.datasets.metrics import CHOICES, DEFAULT
 from perturbkv.errors import ConfigError
@@ -147,7 +146,6 @@ class RunOptions(DataOptions):
             metavar="NAME",
             help="From `list policies`: adakv(floor=0.1)",
             show_default="snapkv",
-            autocompletion=data_options.complete_policies,
         ),
     ] = None
     budget: Annotated[
@@ -157,9 +155,7 @@ class RunOptions(DataOptions):
     ] = None  # fmt: skip
     preset: Annotated[
         list[str] | None,
-        _eviction_option(
-            metavar="NAME", help=", ".join(PRESETS), show_default="paper", autocompletion=data_options.complete_presets
-        ),
+        _eviction_option(metavar="NAME", help=", ".join(PRESETS), show_default="paper"),
     ] = None
     alpha: Annotated[
         list[float] | None, _eviction_option(metavar="X", help="Share of stage 1, 0 to 1", show_default=_BY_PRESET)
@@ -279,20 +275,12 @@ class RunOptions(DataOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_engine_values(self.engine, self.workers, self.cpus_per_worker, self.timeout_per_sample)
         check_number("--chunk-mib", self.chunk_mib, _MOST_MIB)
         if self.chunk_mib < 1:
             raise ConfigError(f"--chunk-mib must be at least 1, got {self.chunk_mib}")
-        for flag, least in (("--compress-every", self.compress_every), ("--compress-over", self.compress_over)):
-            if least is not None and least < 1:
-                raise ConfigError(f"{flag} must be at least 1, got {least}")
-        check_choice("scenario", self.scenario, tuple(SCENARIOS))
-        check_choice("cache", self.cache, tuple(CACHES))
-        check_choice("text", self.text, tuple(TEXTS))
-        check_choice("effect gradient", self.effect_gradient, tuple(EFFECT_GRADIENTS))
         check_choice("device map", self.device_map, ("none", "auto"))
         check_choice("way to share a run out", self.shard_by, BY)
-        _ = self.parsed_shard  # refuses an invalid shard before anything else is done
+        _ = self.parsed_shard, self.engine_config, self.settings  # refuse what is invalid before anything else is done
         if self.device_map == "auto" and self.device != "auto":
             raise ConfigError(f"--device-map auto takes all GPUs and --device {self.device} one; give only one of them")
 
@@ -312,6 +300,15 @@ class RunOptions(DataOptions):
             self.timeout_per_sample,
             by_configs=self.shard is None and self.shard_by != BY[0],
         )
+
+    @property
+    def settings(self) -> Settings:
+        """The protocol of the run. Raises ConfigError and UnknownNameError for invalid choices."""
+        return Settings(
+            self.steps, self.scenario, self.cache, tuple(self.save or ()), self.effect_gradient, text=self.text,
+            prompts=self.prompts, kept=self.kept, compress_every=self.compress_every or 0,
+            compress_over=self.compress_over or 0,
+        )  # fmt: skip
 
     @property
     def resources(self) -> Resources:

@@ -3,10 +3,9 @@
 With several data sets each has a plan and a trace of its own, measured by one model. With `--shard` one shard of a run
 is measured.
 
-A run's time is first estimated from its operations and a rate measured in a moment, then measured from sample 2 on. The
-estimate counts the operations of prefill, attention and decoding, and multiplies those of the prefill by what measuring
-added to it in cost.md. It leaves out loading the weights and reading the data: it is right within a factor of two or
-so, which is why it is rounded.
+A run's time is estimated from its operations and a rate measured in a moment. The estimate counts the operations of
+prefill, attention and decoding, and multiplies those of the prefill by what measuring added to it in cost.md. It leaves
+out loading the weights and reading the data: it is right within a factor of two or so, which is why it is rounded.
 """
 
 from __future__ import annotations
@@ -14,9 +13,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,24 +39,9 @@ if TYPE_CHECKING:
     from perturbkv.pipeline.run.plan import Plan
     from perturbkv.pipeline.run.running import Progress
     from perturbkv.pipeline.run.sharding import ShardDone
-    from perturbkv.storage.run.shards import Command
 
-_SHARD_OPTION = "--shard"
 _MOST_NAMED_DATASETS = 3
 """Most data sets in the name of a folder."""
-
-
-def shard_command(arguments: Sequence[str]) -> Command:
-    """Return the command line with its --shard value replaced by None, so that it can be printed for another shard."""
-    from perturbkv.storage.run.shards import Command
-
-    command: list[str | None] = ["perturbkv"]
-    for argument in arguments:
-        if argument.startswith(f"{_SHARD_OPTION}="):
-            command += [_SHARD_OPTION, None]
-        else:
-            command.append(None if command[-1] == _SHARD_OPTION else argument)
-    return Command(tuple(command), str(Path.cwd()))
 
 
 def require_complete(results: Sequence[Path | ShardDone], as_json: bool) -> list[Path]:
@@ -134,27 +117,6 @@ def dataset_paths(folder: Path, runs: Sequence[RunOptions]) -> list[Path]:
     return [folder / name / "trace.h5" for name in names]
 
 
-def check_same_run(run: RunOptions, path: Path) -> None:
-    """Raise TraceError where `path`, or its journal, is of a run of another model, data set, scenario, text or length.
-
-    What only the opened model and prompts tell is compared when the run begins; this needs no torch.
-    """
-    from perturbkv.storage.run.journal import Journal, journal_path
-    from perturbkv.storage.run.shards import check_extends
-    from perturbkv.storage.trace.trace_file import read_run
-
-    if run.overwrite:
-        return
-    journal = journal_path(path)
-    stored = {path: read_run(path) if path.exists() else None, journal: Journal(journal).run()}
-    same = ["model", "dataset", "scenario", "cache", "text", "max_tokens"]
-    same += ["steps"] if run.steps is not None else []
-    chosen: dict[str, Any] = {name: getattr(run, name) for name in same}
-    for place, old in stored.items():
-        if old is not None:
-            check_extends(dataclasses.replace(old, **chosen), old, place)
-
-
 def warn_of_missing_budgets(plans: Sequence[Plan], name: str) -> None:
     """Print a note on every budget omitted from the analysis `name`, with the data sets too short for it."""
     budgets_of = [dict.fromkeys(str(config.budget) for config in plan.run.configs) for plan in plans]
@@ -206,12 +168,10 @@ def measure(
     overwrite, wait, shard = options.overwrite, options.wait, options.parsed_shard
     try:
         with console.progress(escape_line(label), status=engine.describe_workers) as bar:
-            progress = with_time_notes(bar.update, planned)
+            progress = with_time_note(bar.update, planned)
             if shard is None:
                 return run_to_file(planned, engine, path, overwrite=overwrite, wait=wait, progress=progress)
-            command = shard_command(sys.argv[1:])
-            return run_shard(planned, engine, path, shard, command=command, overwrite=overwrite, wait=wait,
-                             progress=progress)  # fmt: skip
+            return run_shard(planned, engine, path, shard, overwrite=overwrite, wait=wait, progress=progress)
     except InterruptedRunError as error:
         output = folder or (path if path == options.output else path.parent)
         raise InterruptedRunError(
@@ -284,7 +244,6 @@ def plan(
         raise ConfigError("expected --output with --shard, got none; name the place that all shards of the run share")
     from perturbkv.cache import entries
     from perturbkv.configs import cache_contents
-    from perturbkv.configs.run import Settings
     from perturbkv.datasets.prompts import resolve_options, whole_text_steps
     from perturbkv.engines import engine_choice
     from perturbkv.models.loading import open_model, pick_dtype
@@ -305,21 +264,8 @@ def plan(
     scores = head_scores.read_required(
         options.head_scores, files.config, needed[0] if needed else None, compatibility.describe_compatible_choices()
     )
-    settings = Settings(
-        steps=options.steps,
-        scenario=options.scenario,
-        cache=options.cache,
-        save=tuple(options.save or ()),
-        effect_gradient=options.effect_gradient,
-        generate=generate,
-        head_scores=scores,
-        text=options.text,
-        prompts=options.prompts,
-        kept=options.kept,
-        scored=scored,
-        leave_out_unfit=leave_out_unfit,
-        compress_every=options.compress_every or 0,
-        compress_over=options.compress_over or 0,
+    settings = dataclasses.replace(
+        options.settings, generate=generate, head_scores=scores, scored=scored, leave_out_unfit=leave_out_unfit
     )
     prompts = encode_prompts(options, files.tokenizer, int(files.config.max_position_embeddings), metric)
     has_steps = cache_contents.default_steps([config.policy for config in configs]) > 1
@@ -384,31 +330,16 @@ def format_duration(seconds: float) -> str:
     return f"about {float(f'{seconds / unit:.2g}'):g} {name}"
 
 
-def with_time_notes(progress: Progress, planned: Plan, clock: Callable[[], float] = time.monotonic) -> Progress:
-    """Return `progress` extended by notes on the remaining time: an estimate first, a measured time from sample 2 on.
-
-    The first sample is not counted, as it includes loading the weights. The second note is left out on a terminal,
-    where a bar shows the time left; durations below ten seconds are not printed.
-    """
-    start = clock()
-    first = -1  # samples that were done at the first call; -1 before it
-    is_second_note_due = not console.err.is_terminal
+def with_time_note(progress: Progress, planned: Plan) -> Progress:
+    """Return `progress` with a note on the estimated time, at its first call; less than ten seconds are not told."""
+    begun = False
 
     def update(done: int, total: int) -> None:
-        nonlocal first, is_second_note_due, start
+        nonlocal begun
         progress(done, total)
-        if first < 0:
-            first = done
-            seconds = estimate_seconds(planned) * (total - done) / max(total, 1)
-            if seconds >= WORTH_A_NOTE_S:
-                console.note(
-                    f"{plural(total - done, 'sample')} to measure, {format_duration(seconds)} by a quick estimate"
-                )
-            start = clock()
-        elif done > first and is_second_note_due:
-            is_second_note_due = False
-            seconds = (clock() - start) / (done - first) * (total - done)
-            if seconds >= WORTH_A_NOTE_S:
-                console.note(f"{done} of {total} samples are done; the others take {format_duration(seconds)}")
+        seconds = 0.0 if begun else estimate_seconds(planned) * (total - done) / max(total, 1)
+        begun = True
+        if seconds >= WORTH_A_NOTE_S:
+            console.note(f"{plural(total - done, 'sample')} to measure, {format_duration(seconds)} by a quick estimate")
 
     return update

@@ -65,21 +65,7 @@ def text_file(path: Path, begins: str) -> OutputFile:
 
 def result_file(path: Path, name: str) -> OutputFile:
     """Return the JSON output file of the analysis `name`; it replaces only an earlier result of that analysis."""
-    kind = FileKind(f"a result of {name}", ConfigError)
-    return json_file(path, kind, lambda document: isinstance(document, dict) and document.get("analysis") == name)
-
-
-def json_file(path: Path, kind: FileKind, is_ours: Callable[[Any], bool]) -> OutputFile:
-    """Return a JSON output file; it replaces only an existing document that passes `is_ours`."""
-    return OutputFile(path, kind.description, lambda path: is_ours(_json_or_none(kind, path)))
-
-
-def _json_or_none(kind: FileKind, path: Path) -> Any:
-    """Return the content of a JSON file; None if it cannot be read."""
-    try:
-        return kind.read_json(path)
-    except ConfigError:
-        return None
+    return OutputFile(path, f"a result of {name}", content_test(f'"analysis": "{name}"'.encode()))
 
 
 def content_test(mark: bytes) -> Callable[[Path], bool]:
@@ -114,27 +100,10 @@ def draw_figure(result: Result, stem: Path, look: FigureOptions, overwrite: bool
             ) from None
         raise
     paths = save_figure(figure, result.identity, stem, look.formats, overwrite)
-    if look.style == "screen":
-        _remove_captions(stem, look.formats)
-    else:
+    if look.style != "screen":
         OutputFolder(stem.parent, overwrite).claim(*caption_files(stem.parent, [stem.name]))
-        for ending, text in figure.caption_texts().items():
-            path = stem.with_name(stem.name + ending)
-            write_atomically(path, lambda stream, text=text: stream.write(text.encode()))  # type: ignore[misc]
-            paths.append(str(path))
+        paths += map(str, figure.save_caption(stem))
     return paths
-
-
-def _remove_captions(stem: Path, formats: list[str]) -> None:
-    """Remove the caption that an earlier figure of this name had, unless that figure stays in another format.
-
-    `formats` are those in which the new figure, which has no caption, was written.
-    """
-    if any(stem.with_name(f"{stem.name}.{suffix}").exists() for suffix in _MADE_BY_US if suffix not in formats):
-        return
-    files = [file.path for file in caption_files(stem.parent, [stem.name]) if file.is_ours(file.path)]
-    for path in files:
-        path.unlink(missing_ok=True)
 
 
 def save_figure(
@@ -271,26 +240,8 @@ def _digests(document: Mapping[str, Any]) -> list[str]:
 
 
 def _read_summary(path: Path) -> dict[str, Any]:
-    """Return a summary's JSON fields on its traces and analyses. Raises ConfigError for a file that is no summary."""
-    content = _SUMMARY.read_json(path)
-    document = content if _is_object(content) else {}
-    traces = document.get("traces", [document])
-    valid = isinstance(traces, list) and traces and all(map(_is_trace, traces))
-    if not valid or not _is_object(document.get("analyses"), _is_analysis):
+    """Return a summary's JSON document. Raises ConfigError for a file that is no summary."""
+    document = _SUMMARY.read_json(path)
+    if not isinstance(document, dict) or not {"schema", "analyses"} <= document.keys():
         raise _SUMMARY.refusal(path, "another document")
-    return {name: document[name] for name in ("traces", "trace", "trace_digest", "analyses") if name in document}
-
-
-def _is_trace(value: Any) -> bool:
-    """Return whether a JSON value names a trace and its digest."""
-    return _is_object(value) and all(isinstance(value.get(name), str) for name in ("trace", "trace_digest"))
-
-
-def _is_object(value: Any, is_valid: Callable[[Any], bool] = lambda value: True) -> bool:
-    """Return whether a JSON value is an object whose values all pass `is_valid`."""
-    return isinstance(value, dict) and all(map(is_valid, value.values()))
-
-
-def _is_analysis(value: Any) -> bool:
-    """Return whether a JSON value is a summary's analysis: an object with an object of options under `asked`."""
-    return _is_object(value) and _is_object(value.get("asked", {}))
+    return document

@@ -20,7 +20,6 @@ from perturbkv.cli import console, dry_run, option_refusals, saving
 from perturbkv.cli.command_line import copy_signature, fill_groups, split_parameters, typed_options, with_options
 from perturbkv.cli.options import FigureOptions, RunOptions
 from perturbkv.cli.planned_run import (
-    check_same_run,
     dataset_paths,
     make_traces,
     plan_all,
@@ -302,9 +301,8 @@ def _open_new_traces(analysis: Analysis, look: FigureOptions, options: Mapping[s
         analysis.name, OutputFolder(folder, run.overwrite), look, run.as_json, (), analysis.by_dataset, options
     )
     if not run.dry_run:
-        for each, path in zip(runs, paths, strict=True):
+        for path in paths:
             OutputFolder(folder, wait=run.wait).claim(writer=path)
-            check_same_run(each, path)
         _claim(analysis, session, [saving.Source(str(path)) for path in paths])
     configs = tuple(analysis.configs())
     option_refusals.check_effects(analysis.command_name, configs, *runs)

@@ -273,7 +273,7 @@ def patching_result(
 
 def _identity(store: PatchingStore, measured: MixtureOutcomes, digest: str) -> RunIdentity:
     """Return the identity of the run that made the measurements."""
-    run, made = store.run, store.made_with
+    run, made = store.run, store.lines.made_with
     return RunIdentity(
         model=run.model,
         dataset=run.dataset,

@@ -45,7 +45,7 @@ class MixtureOutcomes:
             name for name, rows in store.rows.items() if game.baseline_everywhere in rows and name not in store.failures
         ]
         if not complete:
-            raise FailedRunError(str(store.path or "the measurements"), store.failures)
+            raise FailedRunError(str(store.lines.path or "the measurements"), store.failures)
         self.store = store
         self.game = game
         self.step = step

@@ -74,19 +74,19 @@ def _no_text_message(trace: Trace, name: str | None) -> str:
     owner = "the prompts" if name is None else f"'{name}'"
     return (
         f"expected the text of {owner} in {trace.source or 'this trace'}, got a trace without it (--no-prompts, or an "
-        f"older version); {_text_command(trace)} adds it and measures nothing again"
+        f"older version); {_text_command(trace)} measures it with its text"
     )
 
 
 def _text_command(trace: Trace) -> str:
     """Return the command that makes the trace with its text, without options that the trace does not record."""
     if not trace.source:
-        return "pk.measure with prompts=True and the path of its trace"
+        return "pk.measure with prompts=True and overwrite=True"
     path = Path(trace.source)
     output = path.parent if path.name == "trace.h5" else path
     return (
-        "the command that made it, without --no-prompts and with the same --output (perturbkv … --model "
-        f"{trace.run.model} --dataset {trace.run.dataset} … --output {output}),"
+        "the command that made it, with --overwrite and without --no-prompts (perturbkv … --model "
+        f"{trace.run.model} --dataset {trace.run.dataset} … --output {output} --overwrite),"
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -161,17 +160,13 @@ def _with_window(run: RunOptions) -> tuple[RunOptions, ModelFiles | None]:
 
 
 WINDOWS = (32, 16, 8, 4, 2, 1)
-_MOST_NAMED_PROMPTS = 5
-_SHARE_STEPS = 10_000
-"""A recommended share is rounded up to a multiple of 1 over this."""
 
 
 def widest_window(budgets: Sequence[Budget], prompts: Sequence[Prompt], scenario: str = "regular") -> tuple[int, str]:
     """Return the largest window that fits all budgets and prompts, and the reason as a sentence.
 
     It fits where at least as many entries stay free as it has, at the smallest budget of the shortest prompt. All
-    budgets get the same window, so that they differ in nothing else. Raises BudgetError where no window fits; it names
-    the prompts, and the smallest budget that fits them.
+    budgets get the same window, so that they differ in nothing else. Raises BudgetError where no window fits.
     """
     lengths = {prompt.sample_id: len(prompt.parts(scenario)[0]) for prompt in prompts}
     kept = {
@@ -181,26 +176,15 @@ def widest_window(budgets: Sequence[Budget], prompts: Sequence[Prompt], scenario
     fewest = min(entries for entries, _ in kept.values())
     widest = next((window for window in WINDOWS if fewest >= 2 * window), None)
     if widest is None:
-        raise BudgetError(_unfit_message(kept, of_shares=isinstance(budgets[0].value, float)))
+        name, tokens = min(lengths.items(), key=lambda item: item[1])
+        raise BudgetError(
+            f"the smallest budget leaves no entry beside a window of one in {name} ({tokens:,} tokens); give larger "
+            "ones, or longer prompts"
+        )
     entries, tokens = min(kept.values())
     return widest, (
         f"window {widest} for all budgets, the largest of {', '.join(map(str, WINDOWS))} that leaves as many free "
         f"entries as itself: the smallest budget keeps {entries} of the {tokens:,} of the shortest prompt"
-    )
-
-
-def _unfit_message(kept: dict[str, tuple[int, int]], of_shares: bool) -> str:
-    """Return the error message that names the prompts too short for any window, and the smallest budget that fits.
-
-    `kept` maps samples to the entries kept at the smallest budget and the tokens of the prompt.
-    """
-    short = [(name, tokens) for name, (entries, tokens) in kept.items() if entries < 2]
-    named = ", ".join(f"{name} ({tokens:,} tokens)" for name, tokens in short[:_MOST_NAMED_PROMPTS])
-    rest = f" and {len(short) - _MOST_NAMED_PROMPTS} more" if len(short) > _MOST_NAMED_PROMPTS else ""
-    least = math.ceil(_SHARE_STEPS * 2 / min(tokens for _, tokens in short)) / _SHARE_STEPS if of_shares else 2
-    return (
-        f"the smallest budget leaves no entry beside a window of one in {named}{rest}; give --budget from {least:g} "
-        "on, or longer prompts"
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -24,15 +23,12 @@ from perturbkv.storage.trace.export import (
     check_not_source,
     check_suffix,
     columns,
-    token_tables,
     tokens_path,
     write,
     write_tokens,
 )
 from perturbkv.storage.trace.trace_file import read_trace
 from perturbkv.trace import Trace
-
-_SHARD = re.compile(r"(.+)\.shard-([0-9]+)-of-([0-9]+)\.journal")
 
 
 def merge(
@@ -43,7 +39,7 @@ def merge(
 ) -> None:
     """Join the shards of a run, which --shard leaves.
 
-    A missing shard is named, with the command that measures it. Killed at any moment, the same command goes on.
+    A missing shard is named. Killed at any moment, the same command goes on.
     """
     from perturbkv.storage.run.shard_merging import merge_shards
 
@@ -64,11 +60,6 @@ def _trace_paths(output: Path) -> list[Path]:
 
     if output.suffix in HDF5_SUFFIXES:
         return [output]
-    if shard := _SHARD.fullmatch(output.name):
-        trace = output.with_name(shard[1])
-        raise TraceError(
-            f"expected a trace, got its shard {shard[2]}/{shard[3]}; perturbkv merge {trace} joins all of them"
-        )
     single = output / "trace.h5"
     is_single = single.exists() or find_shards(single)
     several = [] if is_single else [folder / single.name for folder in sorted(output.glob("*/"))]
@@ -139,44 +130,17 @@ def export(
     }
     for path in itertools.chain.from_iterable(token_paths.values()):
         OutputFolder(path.parent, overwrite).claim(OutputFile(path))
-    stale = _remove_stale_tokens(tables, token_paths, overwrite)
     counts = _write_tables(finished, tables, token_paths)
     failures = {name: reason for one in finished.values() for name, reason in one.failures.items()}
     if as_json:
         names = list(dict.fromkeys(name for one in finished.values() for name in columns(one)))
-        document = {
-            "files": counts,
-            "removed": [str(path) for path in stale],
-            "columns": names,
-            "failed": failures,
-        }
-        console.print_json(document)
+        console.print_json({"files": counts, "columns": names, "failed": failures})
     else:
-        for path in stale:
-            console.say(f"{path}: removed, as the trace holds no text")
         for name, count in counts.items():
             console.say(f"{name}: {count:,} rows")
     print_failures(failures)
     if failures:
         raise typer.Exit(1)
-
-
-def _remove_stale_tokens(
-    tables: Mapping[Path, Sequence[Path]], token_paths: Mapping[Path, Sequence[Path]], overwrite: bool
-) -> list[Path]:
-    """Remove the files of tokens that an earlier export left beside the tables of traces without text.
-
-    Returns their paths. Raises ConfigError where there are some and `overwrite` is not set.
-    """
-    without_text = itertools.chain.from_iterable(paths for trace, paths in tables.items() if not token_paths[trace])
-    stale = list(dict.fromkeys(old for path in without_text for old in token_tables(path)))
-    if stale and not overwrite:
-        raise ConfigError(
-            f"expected no {stale[0]} beside a trace without text, got prompts of an earlier one; --overwrite removes it"
-        )
-    for path in stale:
-        path.unlink()
-    return stale
 
 
 def _write_tables(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,16 +24,18 @@ from perturbkv.configs.cache_contents import PAGES_READ
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.display import plural
-from perturbkv.errors import ConfigError, FailedRunError, InterruptedRunError
+from perturbkv.errors import FailedRunError, InterruptedRunError
 from perturbkv.escaping import escape_line
-from perturbkv.storage import json_lines
-from perturbkv.storage.answers_file import FILE, is_answers_row
-from perturbkv.storage.output import OutputFolder, resumable_file, translate_os_errors
-from perturbkv.user_files import FileKind
+from perturbkv.storage.answers_file import FILE
+from perturbkv.storage.json_lines import open_sample_lines
+from perturbkv.storage.output import OutputFolder, resumable_file
 
 if TYPE_CHECKING:
     from perturbkv.datasets.encode import Prompt
+    from perturbkv.pipeline.answers.answer_rows import AnsweredPrompt
+    from perturbkv.pipeline.answers.generation import AnswerOptions
     from perturbkv.pipeline.run.plan import Plan
+    from perturbkv.storage.json_lines import SampleLines
 
 
 _SHOWN = 400
@@ -93,9 +94,6 @@ def shorten(answer: str) -> str:
     return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}… ({len(line) - _SHOWN:,} more characters)"
 
 
-_KIND = FileKind("a file of answers", ConfigError, 2 * 2**30, "move it away, or give --overwrite or another --output")
-
-
 @show_options("compress_every", "compress_over")
 @without_options("text", "steps", "save", "effect_gradient", "prompts", "kept", "shard", "shard_by")
 @with_options
@@ -118,17 +116,15 @@ def generate(
     """
     run.check_inputs()
     path = run_folder(run, run.output) / FILE
-    if not (run.dry_run or run.overwrite):
-        _check_same_run(run, path)
     configs = run.configs(selection or DEFAULT_SELECTIONS)
     option_refusals.check_effects("generate", configs, run)
     from perturbkv.datasets.prompts import metrics_of
-    from perturbkv.pipeline.answers.generation import check_answer_options
+    from perturbkv.pipeline.answers.generation import AnswerOptions, check_answer_options
+    from perturbkv.pipeline.run.running import provenance
 
     check_answer_options(configs, max_new_tokens)
-    output = OutputFolder(path.parent, run.overwrite, run.wait)
     if not run.dry_run:
-        output.claim(resumable_file(path), writer=path)
+        OutputFolder(path.parent, wait=run.wait).claim(resumable_file(path), writer=path)
     planned = plan(dataclasses.replace(run, steps=1), configs, generate=max_new_tokens, metric=metric, scored=False)
     if run.dry_run:
         from perturbkv.cli import dry_run
@@ -137,49 +133,20 @@ def generate(
         return
     metrics_of(planned.prompts)
     header = {"run": json.loads(planned.run.to_json()), "divergence": divergence}
-    failed: dict[str, str] = {}
-    with output.claim(resumable_file(path), writer=path):
-        rows = _answer_samples(run, planned, path, header, failed)
-    if not rows:
+    made_with = provenance_object(provenance(planned))
+    with open_sample_lines(path, header, run.overwrite, run.wait, made_with) as lines:
+        failed = _answer_missing(run, planned, lines, AnswerOptions(divergence))
+        lines.sort(planned.prompts.ids)
+    if not lines.rows:
         raise FailedRunError(str(path), failed)
     if run.as_json:
-        document = {**header, "run": run_object(planned.run), "file": str(path), "samples": rows, "failed": failed}
-        console.print_json(document)
+        document = {"run": run_object(planned.run), "divergence": divergence, "file": str(path), "samples": lines.rows}
+        console.print_json({**document, "failed": failed})
     else:
-        _show_answers(rows, planned.run, path)
+        _show_answers(lines.rows, planned.run, path)
     print_failures(failed)
     if failed:
         raise typer.Exit(1)
-
-
-def _answer_samples(
-    run: RunOptions, planned: Plan, path: Path, header: dict[str, Any], failed: dict[str, str]
-) -> list[dict[str, Any]]:
-    """Return the rows of all samples in the run's order, after answering the samples without a row.
-
-    `failed` gets sample -> reason. Raises InterruptedRunError after a Ctrl-C.
-    """
-    from perturbkv.pipeline.run.running import provenance
-
-    made_with = provenance_object(provenance(planned))
-    first_line, rows = _open_answers(path, header, made_with, run.overwrite)
-    try:
-        with translate_os_errors(path):
-            _answer_missing(run, planned, path, first_line, rows, failed)
-            return _sort_rows(planned, path, first_line, rows)
-    except KeyboardInterrupt:
-        raise InterruptedRunError(len(rows), len(planned.prompts), path) from None
-
-
-def _sort_rows(
-    planned: Plan, path: Path, first_line: dict[str, Any], rows: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """Return the rows in the order of the run's samples; the file is rewritten if its order differs."""
-    index = {name: number for number, name in enumerate(planned.prompts.ids)}
-    ordered = sorted(rows, key=lambda row: index.get(row["sample"], len(index)))
-    if ordered != rows:
-        json_lines.write(path, [first_line, *ordered])
-    return ordered
 
 
 def _show_answers(rows: list[dict[str, Any]], run: RunConfig, path: Path) -> None:
@@ -193,94 +160,34 @@ def _show_answers(rows: list[dict[str, Any]], run: RunConfig, path: Path) -> Non
     console.say(f"written to {path}, every answer whole")
 
 
-def _open_answers(
-    path: Path, header: dict[str, Any], made_with: dict[str, Any], overwrite: bool
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the first line and the finished rows of a file of answers; unfinished rows are removed from it.
+def _answer_missing(run: RunOptions, planned: Plan, lines: SampleLines, options: AnswerOptions) -> dict[str, str]:
+    """Answer the prompts without a line, and add a line for each; return failed sample -> reason.
 
-    Without finished rows nothing is written yet: the first answer makes the file. Raises ConfigError where the file is
-    of another run, or is no file of answers.
+    Raises InterruptedRunError after a Ctrl-C.
     """
-    exists = os.path.lexists(path) and not overwrite
-    first, *others = _KIND.read_text(path).split("\n") if exists else [""]
-    stored = json_lines.parse_line(first)
-    rows = [row for row in map(json_lines.parse_line, others) if row is not None]
-    if exists and (stored is None or _stored_header(stored) != header):
-        raise _other_run_error(path)
-    if invalid := [row for row in rows if not is_answers_row(row)]:
-        raise _KIND.refusal(path, f"a line that is no answers of ours, {str(invalid[0])[:40]}")
-    if rows:
-        console.note(f"{plural(len(rows), 'sample')} of {header['run']['samples']} there already; going on")
-        json_lines.write(path, [stored or {}, *rows])
-    return stored or {**header, "made_with": made_with}, rows
-
-
-def _check_same_run(run: RunOptions, path: Path) -> None:
-    """Raise ConfigError where a file of answers is of another model, data set, scenario, cache or length.
-
-    What only the opened model and prompts tell is compared when the run begins; this needs no torch.
-    """
-    if not os.path.lexists(path):
-        return
-    stored = json_lines.parse_line(_KIND.read_text(path).partition("\n")[0])
-    old = _stored_header(stored or {}).get("run")
-    same = ("model", "dataset", "scenario", "cache", "max_tokens")
-    if old is None or any(old[name] != getattr(run, name) for name in same):
-        raise _other_run_error(path)
-
-
-def _other_run_error(path: Path) -> ConfigError:
-    """Return the error for a file of answers of another run."""
-    return ConfigError(f"{path} is of another run; give --overwrite or another --output")
-
-
-def _stored_header(document: dict[str, Any]) -> dict[str, Any]:
-    """Return the header of a file of answers from its first line; missing choices get their defaults."""
-    try:
-        run = RunConfig.from_json(json.dumps(document.get("run", {})))
-    except ConfigError:
-        return {}
-    if document.get("compress_every") is not None:  # answers of an earlier version, compressed again
-        return {}
-    return {
-        "run": json.loads(run.to_json()),
-        "divergence": document.get("divergence", False),
-    }
-
-
-def _answer_missing(
-    run: RunOptions,
-    planned: Plan,
-    path: Path,
-    first_line: dict[str, Any],
-    rows: list[dict[str, Any]],
-    failed: dict[str, str],
-) -> None:
-    """Answer the prompts without a row, and append each row to `rows` and the file; `failed` gets sample -> reason."""
     from perturbkv.engines import engine_choice
-    from perturbkv.pipeline.answers.answer_rows import AnsweredPrompt
-    from perturbkv.pipeline.answers.generation import AnswerOptions
 
-    names = {row["sample"] for row in rows}
-    todo = [prompt for prompt in planned.prompts if prompt.sample_id not in names]
+    failed: dict[str, str] = {}
+    todo = [prompt for prompt in planned.prompts if prompt.sample_id not in lines.sample_ids]
+    if lines.rows:
+        console.note(f"{plural(len(lines.rows), 'sample')} of {len(planned.prompts)} there already; going on")
     if not todo:
-        return
+        return failed
 
     def on_answer(prompt: Prompt, answer: AnsweredPrompt) -> None:
-        if rows:
-            json_lines.append(path, answer.row)
-        else:
-            json_lines.write(path, [first_line, answer.row])
-        rows.append(answer.row)
+        lines.add(answer.row)
         bar.advance()
 
     def on_failure(prompt: Prompt, reason: str) -> None:
         failed[prompt.sample_id] = reason
         bar.advance()
 
-    options = AnswerOptions(first_line.get("divergence", False))
-    with (
-        engine_choice.open_engine(run.engine_config, [planned]) as engine,
-        console.progress("samples", len(planned.prompts), len(rows), engine.describe_workers) as bar,
-    ):
-        engine.answer(planned, options, todo, on_answer, on_failure)
+    try:
+        with (
+            engine_choice.open_engine(run.engine_config, [planned]) as engine,
+            console.progress("samples", len(planned.prompts), len(lines.rows), engine.describe_workers) as bar,
+        ):
+            engine.answer(planned, options, todo, on_answer, on_failure)
+    except KeyboardInterrupt:
+        raise InterruptedRunError(len(lines.rows), len(planned.prompts), lines.path or Path()) from None
+    return failed

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument
 
-from perturbkv.cli import console, data_options
+from perturbkv.cli import console
 from perturbkv.cli.options import JsonOption
 from perturbkv.configs.choice import Choice, as_choice, parse
 from perturbkv.errors import UnknownNameError
@@ -94,7 +94,7 @@ def _show_finding(name: str, as_json: bool) -> None:
 def policies(
     name: Annotated[
         str | None,
-        Argument(help="A policy, selection, granularity, precision …", autocompletion=data_options.complete_policies),
+        Argument(help="A policy, selection, granularity, precision …"),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

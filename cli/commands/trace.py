@@ -22,7 +22,7 @@ from typer import Option
 from perturbkv.cli import console, dry_run, option_refusals
 from perturbkv.cli.command_line import show_options, with_options
 from perturbkv.cli.options import DEFAULT_SELECTIONS, RARE, RunOptions, SelectionOption
-from perturbkv.cli.planned_run import check_same_run, make_trace, plan, run_folder
+from perturbkv.cli.planned_run import make_trace, plan, run_folder
 from perturbkv.cli.saving import new_file
 from perturbkv.cli.session import print_failures
 from perturbkv.cli.sweep_file import prefix_errors, read
@@ -94,8 +94,6 @@ def trace(
     selections = selection or DEFAULT_SELECTIONS
     if config is None:
         run.check_inputs()
-        if run.output is not None and not run.dry_run:
-            check_same_run(run, _trace_path(run))
         configs = run.configs(selections)
     else:
         run, configs = resolve_sweep(config, run, selections, run.typed_options)

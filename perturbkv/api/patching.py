@@ -22,8 +22,8 @@ from perturbkv.pipeline.progress import bar
 from perturbkv.pipeline.run.plan import Plan
 from perturbkv.pipeline.run.running import provenance
 from perturbkv.pipeline.variants.mixtures import MixtureMeasurer, Progress, rows_per_batch
-from perturbkv.storage.output import Lock, translate_os_errors
-from perturbkv.storage.patching_file import PatchingStore
+from perturbkv.storage.json_lines import open_sample_lines
+from perturbkv.storage.patching_file import PatchingStore, patching_header
 
 if TYPE_CHECKING:
     from perturbkv.analyses.patching.patching import Patching
@@ -150,17 +150,16 @@ def run_patching(
     InterruptedRunError on Ctrl-C.
     """
     game = patching_game(ready, question)
-    if path is None:
-        store = PatchingStore(ready.run, game.kept_heads)
-        return _answer_question(MixtureMeasurer(ready, game, store, progress), question)
-    with Lock(path, wait), translate_os_errors(path):
-        from perturbkv.analyses.json_values import provenance_object
+    from perturbkv.analyses.json_values import provenance_object
 
-        made_with = provenance_object(provenance(ready))
-        store = PatchingStore(ready.run, game.kept_heads, path, overwrite, made_with)
+    header, made_with = patching_header(ready.run, game.kept_heads), provenance_object(provenance(ready))
+    with open_sample_lines(path, header, overwrite, wait, made_with) as lines:
+        store = PatchingStore(ready.run, game.kept_heads, lines)
         try:
             return _answer_question(MixtureMeasurer(ready, game, store, progress), question)
         except KeyboardInterrupt:
+            if path is None:
+                raise
             raise InterruptedRunError(len(store.rows), len(ready.prompts), path) from None
 
 
@@ -176,7 +175,7 @@ def _answer_question(measuring: MixtureMeasurer, question: PatchingConfig) -> Pa
     measuring.expect(counts["mixtures"], repeated=counts["greedy"] > 0)
     measuring.measure_all([game.mixture(one) for one in coalitions])
     paths = _greedy_paths(measuring, question)
-    digest = "" if store.path is None else hashlib.sha256(store.path.read_bytes()).hexdigest()[:12]
+    digest = "" if store.lines.path is None else hashlib.sha256(store.lines.path.read_bytes()).hexdigest()[:12]
     return patching_result(store, game, question, orders, paths, digest)
 
 

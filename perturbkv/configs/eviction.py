@@ -16,12 +16,11 @@ from perturbkv.configs.alpha_table import AlphaTable
 from perturbkv.configs.cache_contents import PAGES_READ, SPARSE_PREFILL, CacheContents, contents_of
 from perturbkv.configs.choice import DEEPEST, Choice, as_choice
 from perturbkv.configs.entry_counts import Budget, as_budget, entry_count, parse_entries
-from perturbkv.configs.option import LARGEST, Option, check_number, check_whole, complete_choice
+from perturbkv.configs.option import LARGEST, check_number, check_whole, complete_choice
 from perturbkv.configs.precision import (
     CORRECTION_OPTIONS,
     FULL,
     NONE,
-    PRECISION_OPTIONS,
     all_formats,
     bits_text,
     complete_precision,
@@ -74,35 +73,8 @@ def with_all_options(choice: Choice, options: Mapping[str, Any]) -> Choice:
     return Choice(choice.name, ordered, frozenset(options) - frozenset(choice.options))
 
 
-def check_fields(document: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a configuration's window is no integer, or its budget or protections are no numbers."""
-    kinds: Mapping[str, Any] = {
-        "window": int,
-        **dict.fromkeys(("budget", "protect_first", "protect_recent"), int | float),
-    }
-    for name, kind in kinds.items():
-        value = document.get(name, 0)  # a missing field has its default
-        if isinstance(value, bool) or not isinstance(value, kind):
-            raise ConfigError(f"{name} of a configuration cannot be '{value}'")
-
-
-def check_options(owner: str, options: Mapping[str, Any], known: Mapping[str, Option]) -> None:
-    """Raise ConfigError for options that are neither plain values nor choices, or out of the range in `known`."""
-    for name, value in options.items():
-        if name in known:
-            known[name].convert(value, name, owner)
-        elif not isinstance(value, bool | int | float | str | Choice | AlphaTable | None):
-            raise ConfigError(f"{name} of {owner} cannot be '{value}'")
-
-
 CHOICES = ("policy", "selection", "granularity", "precision", "correction")
 """Fields that are written `name(option=value)`."""
-_KNOWN_OPTIONS = {
-    "selection": SELECTION_OPTIONS,
-    "granularity": GRANULARITY_OPTIONS,
-    "precision": PRECISION_OPTIONS,
-    "correction": CORRECTION_OPTIONS,
-}
 _PROTECTED_FIELDS = ("protect_first", "protect_recent")
 
 
@@ -463,9 +435,7 @@ class EvictionConfig:
         for name in CHOICES:
             options, choice = fields.pop(f"{name}_options"), as_choice(fields[name])
             options = {option: option_from_json(value) for option, value in options.items()}
-            check_options(f"{name} '{choice.name}'", options, _KNOWN_OPTIONS.get(name, {}).get(choice.name, {}))
             fields[name] = with_all_options(choice, options)
-        check_fields(fields)
         return cls(**fields)
 
 

@@ -297,42 +297,19 @@ class Workers:
     by_configs: bool = False
 
     def __post_init__(self) -> None:
-        check_engine_values(self.engine, self.workers, self.cpus_per_worker, self.timeout_per_sample)
+        if self.engine not in ENGINES:
+            raise UnknownNameError(self.engine, "engine", ENGINES)
+        for field in ("workers", "cpus_per_worker"):
+            count = getattr(self, field)
+            if count is not None and (type(count) is not int or not 1 <= count <= MOST_WORKERS):
+                raise ConfigError(f"{_option_name(field)} takes a whole number from 1 to {MOST_WORKERS:,}, got {count}")
+        seconds = self.timeout_per_sample
+        if seconds is not None and not 0 < seconds < math.inf:
+            raise ConfigError(f"{_option_name('timeout_per_sample')} takes seconds above 0, got {seconds}")
         for field in NEEDS:
             if getattr(self, field) not in (None, False) and self.engine not in NEEDS[field]:
-                raise ConfigError(
-                    f"{_option_name(field)} has no effect here: it needs {engines_with_option(field)}; leave it out"
-                )
-
-
-def check_engine_values(
-    name: str, workers: int | None, cpus_per_worker: int | None, timeout_per_sample: float | None
-) -> None:
-    """Raise UnknownNameError or ConfigError for a value of an engine's option that is invalid with every engine.
-
-    `name` is the engine's; the others are fields of `Workers`.
-    """
-    if name not in ENGINES:
-        raise UnknownNameError(name, "engine", ENGINES)
-    _check_count("workers", workers)
-    _check_count("cpus_per_worker", cpus_per_worker)
-    if timeout_per_sample is not None:
-        numbers.check_number(_option_name("timeout_per_sample"), timeout_per_sample)
-        if not timeout_per_sample > 0:
-            raise ConfigError(f"{_option_name('timeout_per_sample')} takes seconds above 0, got {timeout_per_sample}")
-
-
-def engines_with_option(field: str) -> str:
-    """Return the engines that the option `field` has an effect on, as text: `--engine workers or --engine ray`."""
-    return " or ".join(f"--engine {name}" for name in NEEDS[field])
-
-
-def _check_count(field: str, value: int | None) -> None:
-    """Raise ConfigError for an option's value that is neither a whole number from 1 to `MOST_WORKERS` nor None."""
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_WORKERS:
-        raise ConfigError(f"{_option_name(field)} takes a whole number from 1 to {MOST_WORKERS:,}, got {value}")
+                engines = " or ".join(f"--engine {name}" for name in NEEDS[field])
+                raise ConfigError(f"{_option_name(field)} has no effect here: it needs {engines}; leave it out")
 
 
 def _option_name(field: str) -> str:

@@ -24,7 +24,6 @@ DIGESTS = "prompt_digests"
 """Dataset option: prompt id -> digest of the prompt, for prompts that came from no dataset."""
 METRICS = "metrics"
 """Dataset option: names of the metrics that grade answers, where any are generated."""
-DTYPES = ("float32", "bfloat16", "float16")
 SAVES = ("outputs", "effect")
 FULL, MEAN = "full", "mean"
 EFFECT_GRADIENTS = {FULL: "the full run's", MEAN: "the mean of the full and the evicted run's"}
@@ -45,18 +44,6 @@ CACHES = {
     "rectangular": "one length per configuration and layer, no padding",
 }
 
-_BOOLEANS = ("random_weights", "chat_template")
-_TYPES: dict[str, Any] = {
-    **dict.fromkeys(
-        ("model", "revision", "dataset", "dtype", "device", "scenario", "cache", "text", "effect_gradient"), str
-    ),
-    **dict.fromkeys(("samples", "seed", "steps", "generate", "compress_every", "compress_over"), int),
-    **dict.fromkeys(("dataset_options", "plugins"), dict),
-    **dict.fromkeys(("save", "head_scores"), list),
-    "max_tokens": int | None,
-}
-"""Type of each field in JSON, except truth values."""
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -76,15 +63,17 @@ class Settings:
         head_scores: one row of scores per layer, for the policy `headkv`.
         text: text that the decode steps read, a key of `TEXTS`.
         prompts: whether the trace holds each prompt's tokens and text, which `tokens` shows, and the text of answers.
-            No number depends on it: a run that goes on adds it to finished samples, or takes it out of them.
+            No number depends on it: a run that goes on leaves finished samples as they are.
         kept: whether the trace holds the positions that every head keeps, which `tokens` and `Trace.kept` show, beside
-            their counts. A run that goes on takes them out of finished samples, and cannot add them.
+            their counts; likewise.
         scored: whether a prompt whose answers nothing grades is refused, where answers are generated.
         leave_out_unfit: whether a budget that some prompt makes no larger than the window is left out, not refused.
         compress_every: after every so many tokens of a text or answer, each cache is compressed to its budget again; 0:
             never.
         compress_over: a cache that holds more entries than this, at the prompt's end or later, is compressed to its
             budget; 0: it is compressed once, at the prompt's end.
+
+    Raises UnknownNameError for an unknown choice, ConfigError for a number out of range.
     """
 
     steps: int | None = None
@@ -101,6 +90,23 @@ class Settings:
     leave_out_unfit: bool = False
     compress_every: int = 0
     compress_over: int = 0
+
+    def __post_init__(self) -> None:
+        for field, least in (("steps", 1), ("generate", 0), ("compress_every", 0), ("compress_over", 0)):
+            number = getattr(self, field)
+            if number is not None:
+                option.check_whole(field, number)
+                option.check_number(field, number)
+                if number < least:
+                    raise ConfigError(f"{field} (--{field.replace('_', '-')}) must be at least {least}, got {number}")
+        for field, known in (
+            ("scenario", SCENARIOS), ("cache", CACHES), ("text", TEXTS), ("effect_gradient", EFFECT_GRADIENTS),
+        ):  # fmt: skip
+            if getattr(self, field) not in known:
+                raise UnknownNameError(getattr(self, field), field.replace("_", " "), known)
+        for name in self.save:
+            if name not in SAVES:
+                raise UnknownNameError(name, "save", SAVES)
 
 
 @dataclass(frozen=True)
@@ -157,29 +163,6 @@ class RunConfig:
     compress_over: int = 0
 
     def __post_init__(self) -> None:
-        for field in ("samples", "seed", "steps", "max_tokens", "generate", "compress_every", "compress_over"):
-            option.check_number(field, getattr(self, field) or 0)
-        for field in ("compress_every", "compress_over"):
-            option.check_whole(field, getattr(self, field))
-        for value, least, expected in (
-            (self.samples, 1, "a run needs at least 1 sample"),
-            (self.steps, 1, "a run needs at least 1 decode step"),
-            (self.max_tokens, 2, "max_tokens must be at least 2"),
-            (self.generate, 0, "a run generates at least 0 tokens"),
-            (self.compress_every, 0, "compress_every must be at least 0"),
-            (self.compress_over, 0, "compress_over must be at least 0"),
-        ):
-            if value is not None and value < least:
-                raise ConfigError(f"{expected}, got {value}")
-        for field, known in (
-            ("dtype", DTYPES), ("scenario", SCENARIOS), ("cache", CACHES), ("text", TEXTS),
-            ("effect_gradient", EFFECT_GRADIENTS),
-        ):  # fmt: skip
-            if getattr(self, field) not in known:
-                raise UnknownNameError(getattr(self, field), field.replace("_", " "), known)
-        for name in self.save:
-            if name not in SAVES:
-                raise UnknownNameError(name, "save", SAVES)
         if self.effect_gradient != FULL and "effect" not in self.save:
             raise ConfigError(f"--effect-gradient {self.effect_gradient} needs --save effect, whose gradient it is")
         if not self.configs:
@@ -250,23 +233,8 @@ def _parse_fields(document: Any) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise ConfigError("expected a run configuration as JSON, got one that is no object")
     fields = {name: value for name, value in document.items() if name != "configs"}
-    _check_types(fields)
     fields["save"], fields["head_scores"] = tuple(fields["save"]), tuple(map(tuple, fields.get("head_scores", ())))
     return {**fields, "configs": tuple(map(EvictionConfig.from_document, document["configs"]))}
-
-
-def _check_types(document: dict[str, Any]) -> None:
-    """Raise ConfigError for an entry of a run's JSON with a wrong type."""
-    for name, value in document.items():
-        other_type = name in _TYPES and not isinstance(value, _TYPES[name])
-        if other_type or isinstance(value, bool) != (name in _BOOLEANS):  # a truth value is an int to Python
-            raise ConfigError(f"{name} of a run cannot be '{value}'")
-    numbers = [score for row in document.get("head_scores", ()) for score in row]
-    if not all(isinstance(score, int | float) for score in numbers):
-        raise ConfigError("head_scores of a run are rows of numbers")
-    texts = [*document.get("save", ()), *document.get("plugins", {}).values()]
-    if not all(isinstance(text, str) for text in texts):
-        raise ConfigError("save and plugins of a run are texts")
 
 
 BY = ("samples", "configs")

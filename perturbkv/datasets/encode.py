@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, overload
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, Protocol
 
 from perturbkv.configs.run import OWN, TEXTS
 from perturbkv.datasets import metrics
@@ -18,54 +15,6 @@ from perturbkv.datasets.sample import RenderedPrompt, Sample, check_id
 from perturbkv.display import shorten_middle
 from perturbkv.errors import ConfigError, DatasetError, ModelError, UnknownNameError
 from perturbkv.escaping import escape_line
-
-
-class TokenIds(Sequence[int]):
-    """A sequence of token ids that takes four bytes per id, also when pickled; a tuple takes 36.
-
-    Equal to a tuple of the same integers, with its hash and its repr; a slice is a tuple. Raises TypeError
-    for anything but integers, OverflowError beyond 64 bits.
-    """
-
-    __slots__ = ("_ids",)
-
-    def __init__(self, ids: Iterable[int]) -> None:
-        whole = np.array(ids if isinstance(ids, TokenIds) else array("q", ids))
-        narrow = whole.astype(np.int32)
-        self._ids: NDArray[Any] = narrow if np.array_equal(narrow, whole) else whole
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[int, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
-        ids = self._ids[index].tolist()
-        return tuple(ids) if isinstance(index, slice) else int(ids)
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._ids.tolist())
-
-    def __add__(self, more: Iterable[int]) -> tuple[int, ...]:
-        return (*self, *more)
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, TokenIds):
-            return np.array_equal(self._ids, other._ids)
-        return tuple(self) == other if isinstance(other, tuple) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))
-
-    def __repr__(self) -> str:
-        return repr(tuple(self))
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        return np.array(self._ids, dtype=dtype)
 
 
 class Tokenizer(Protocol):
@@ -83,7 +32,7 @@ class Prompt:
 
     Attributes:
         sample_id: id of its sample; empty until the prompts that are measured together are numbered.
-        token_ids: at least one; stored as `TokenIds`, which compare equal to a tuple.
+        token_ids: at least one.
         cut_tokens: number of tokens cut out of its middle.
         question_tokens: how many of `token_ids`, the last ones, come after the context: question, template, prefix.
         answers: accepted answers, for scoring.
@@ -119,7 +68,7 @@ class Prompt:
         check_id(self.sample_id)
         try:
             for name in ("token_ids", "answer_tokens", "text_tokens"):
-                object.__setattr__(self, name, TokenIds(getattr(self, name)))
+                object.__setattr__(self, name, tuple(array("q", getattr(self, name))))
         except (TypeError, OverflowError) as error:
             raise DatasetError(
                 f"expected token ids of sample '{self.sample_id}', got others ({error}); give whole numbers"
@@ -387,24 +336,12 @@ def check_length(prompt: Prompt, positions: int, steps: int, length: int | None 
     tokens = len(prompt.token_ids)
     if tokens + steps > positions:
         option, extra = ("--max-tokens", 0) if length is None else ("--length", tokens - length)
+        most = positions - steps - extra
+        hint = f"use {option} {most} or less" if most >= 2 else "decode fewer tokens, or use a model of more positions"
         raise DatasetError(
             f"sample '{prompt.sample_id}' has {tokens} tokens, with {steps} decode steps more than the "
-            f"model's {positions} positions; {_length_hint(tokens, positions, steps, option, extra)}"
+            f"model's {positions} positions; {hint}"
         )
-
-
-def _length_hint(tokens: int, positions: int, steps: int, option: str, extra: int) -> str:
-    """Return advice, for an error, on making a prompt of `tokens` and its decode steps fit the model's positions.
-
-    `option` sets a prompt's length, without `extra` tokens. A prompt has 2 tokens at least.
-    """
-    if positions - steps - extra >= 2:
-        return f"use {option} {positions - steps - extra} or less"
-    if tokens < positions:
-        return f"decode at most {positions - tokens}"
-    if positions > 2 + extra:
-        return f"decode at most {positions - 2 - extra}, and use {option} for what they leave"
-    return "use a model of more positions"
 
 
 def check_vocabulary(prompt: Prompt, vocabulary: int, model: str, text: str = OWN) -> None:

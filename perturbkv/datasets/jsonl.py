@@ -20,7 +20,7 @@ from perturbkv.configs.task_kinds import LONGBENCH
 from perturbkv.datasets import metrics, wording
 from perturbkv.datasets.dataset_registry import GENERATION_LENGTH, DatasetOptions, LoadedDataset, in_longbench
 from perturbkv.datasets.encode import Tokenizer
-from perturbkv.datasets.sample import Chat, Message, Sample, check_text
+from perturbkv.datasets.sample import Chat, Message, Sample
 from perturbkv.datasets.wording import Wording
 from perturbkv.errors import DatasetError, UnknownNameError
 from perturbkv.escaping import escape_line
@@ -67,7 +67,7 @@ class Row:
         value = self.fields.get(name, "")
         if not isinstance(value, str):
             raise self.refusal(f"expected `{name}` to be text, got {json_type(value)}")
-        return self.require_encodable(f"`{name}`", value)
+        return value
 
     def texts(self, name: str) -> tuple[str, ...]:
         """Return a field that is a list of texts; empty if the row lacks the field."""
@@ -77,23 +77,18 @@ class Row:
         for value in values:
             if not isinstance(value, str):
                 raise self.refusal(f"expected `{name}` to be a list of texts, got {json_type(value)} in it")
-        return tuple(self.require_encodable(f"`{name}`", value) for value in values)
+        return tuple(values)
 
     def id_text(self, name: str) -> str:
         """Return a text or integer field as text; the row's index if the field is missing or empty."""
         value = self.fields.get(name, "")
         if not isinstance(value, str | int) or isinstance(value, bool):
             raise self.refusal(f"expected `{name}` to be text or a whole number, got {json_type(value)}")
-        return self.require_encodable(f"`{name}`", str(value)) or str(self.index)
+        return str(value) or str(self.index)
 
     def question(self) -> str:
-        """Return the question: `question`, or LongBench's `input`. Raises DatasetError for two different ones."""
-        question, longbench_input = self.text("question"), self.text("input")
-        if {"question", "input"} <= self.fields.keys() and question != longbench_input:
-            raise self.refusal(
-                "expected `question` or `input`, which mean the same, got both with different texts; leave one out"
-            )
-        return question or longbench_input
+        """Return the question: `question`, or LongBench's `input`."""
+        return self.text("question") or self.text("input")
 
     def sample_id(self) -> str:
         """Return the field `id`, else the row's index followed by LongBench's `_id`, which may repeat."""
@@ -108,14 +103,6 @@ class Row:
             return Sample(**fields)
         except DatasetError as error:
             raise self.refusal(error) from None
-
-    def require_encodable(self, name: str, value: str) -> str:
-        """Return a text unchanged. Raises DatasetError, which names the field `name`, if UTF-8 cannot encode it."""
-        try:
-            check_text(f"expected {name}", value)
-        except DatasetError as error:
-            raise self.refusal(error) from None
-        return value
 
     def refusal(self, problem: object) -> DatasetError:
         """Return, not raise, the DatasetError for a problem of this row, with file and line."""
@@ -146,27 +133,6 @@ def _lines(text: str, where: str) -> Iterator[tuple[str, str]]:
             yield f"{where}, line {line}", content
 
 
-def check_first_row(name: str) -> None:
-    """Raise DatasetError for a file that is not there, or whose first row is missing or no object with known fields.
-
-    The other rows are not read, nor is a pipe, which can be read only once.
-    """
-    path = Path(name)
-    FILE.check(path, piped=True)
-    if not path.is_file():
-        return
-    try:
-        with path.open(encoding="utf-8-sig") as stream:
-            numbered = enumerate(stream, start=1)
-            line, content = next(((line, text) for line, text in numbered if text.strip()), (0, ""))
-    except (OSError, UnicodeDecodeError):
-        FILE.read_text(path)  # says in which line
-        return
-    if not line:
-        raise _no_rows(str(path))
-    _check_fields(_parse_row(content.rstrip("\n"), 0, f"{path}, line {line}"))
-
-
 def _no_rows(where: str) -> DatasetError:
     """Return, not raise, the DatasetError for a file without rows."""
     return DatasetError(f"expected at least one sample in {where}, got none")
@@ -174,10 +140,6 @@ def _no_rows(where: str) -> DatasetError:
 
 def _check_fields(row: Row) -> None:
     """Raise DatasetError, with file and line, for an unknown field, and for a prompt that is given in two ways."""
-    if row.index == 0 and isinstance(row.fields.get("run"), dict):
-        raise row.refusal(
-            "expected a prompt, got the run with which a file of results begins; `perturbkv list FILE` says of which"
-        )
     known = RULER_FIELDS if row.is_ruler else FIELDS
     if unknown := next((name for name in row.fields if name not in known), None):
         close, shown = difflib.get_close_matches(unknown, known, n=1), escape_line(unknown)[:40]
@@ -194,24 +156,6 @@ def _check_fields(row: Row) -> None:
         got = [*row.fields] or "none that is not null"
         ways = "`input`, RULER's prompt" if row.is_ruler else "`prompt`, `messages`, or `context` and `question`"
         raise row.refusal(f"expected the field {ways}; got {got}")
-    _check_effects(row, given[0])
-
-
-_OF_LONGBENCH = ("dataset", "all_classes", "_id")
-
-
-def _check_effects(row: Row, way: str) -> None:
-    """Raise DatasetError, with file and line, for a field without effect in a row whose prompt is its field `way`."""
-    idle = next((name for name in _OF_LONGBENCH if name in row.fields), None) if way in ("prompt", "messages") else None
-    if idle:
-        raise row.refusal(
-            f"`{idle}` has no effect beside `{way}`; leave it out, or say the prompt by `context` and `question`"
-        )
-    if "all_classes" in row.fields and "dataset" not in row.fields:
-        raise row.refusal("`all_classes` has no effect without `dataset`, one of LongBench's names; leave it out")
-    answers = "outputs" if row.is_ruler else "answers"
-    if "metric" in row.fields and not row.texts(answers):
-        raise row.refusal(f"`metric` has no effect without `{answers}`; give some, or leave it out")
 
 
 def _parse_row(content: str, index: int, where: str) -> Row:
@@ -226,9 +170,7 @@ def _parse_row(content: str, index: int, where: str) -> Row:
 
 
 ROLES = ("system", "user", "assistant")
-_CALLS = ("tool_calls", "function_call")
-"""Fields of a message with content other than text."""
-_OF_MESSAGE = ("role", "content", "name", *_CALLS)
+_OF_MESSAGE = ("role", "content", "name")
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 """Values of fields that chat services write into every message, used or not."""
 
@@ -237,7 +179,12 @@ def _chat_sample(row: Row) -> Sample:
     """Return the sample of a row with `messages`. Raises DatasetError, with file and line, for an invalid chat."""
     messages = tuple(_message(row, index, value) for index, value in enumerate(_message_list(row)))
     *earlier, last = messages
-    _check_last_message(row, last)
+    if last.role != "user" or not last.text.strip():
+        got = "an empty one" if last.role == "user" else f"one of the {last.role}"
+        raise row.refusal(
+            f"expected the last message to be a user's, who asks something; got {got}: leave it out, or move its text "
+            "to `answers` or `answer_prefix`"
+        )
     return row.sample(
         id=row.id_text("id"),
         context="".join(f"{message.text}\n\n" for message in earlier),
@@ -270,28 +217,12 @@ def _message(row: Row, index: int, value: Any) -> Message:
     if role not in ROLES:
         got = repr(role)[:40] if isinstance(role, str) else json_type(role)
         raise row.refusal(f"expected message {index + 1} to have one of the roles {', '.join(ROLES)}, got {got}")
-    if calls := next((name for name in _CALLS if value.get(name)), None):
-        raise row.refusal(
-            f"expected message {index + 1} to be text alone, got `{calls}` beside it; leave such chats out"
-        )
     if unknown := next((name for name in value if name not in _OF_MESSAGE and value[name] not in _EMPTY), None):
         got = escape_line(unknown)[:40]
         raise row.refusal(f"expected `role`, `content` and `name` in message {index + 1}, got `{got}`; take it out")
     if not isinstance(text, str):
         raise row.refusal(f"expected the `content` of message {index + 1} to be text, got {json_type(text)}")
-    return Message(role, row.require_encodable(f"the content of message {index + 1}", text))
-
-
-def _check_last_message(row: Row, last: Message) -> None:
-    """Raise DatasetError unless a chat's last message is a non-empty user message."""
-    if last.role == "assistant":
-        raise row.refusal(
-            "expected the last message to be a user's, got an assistant's; leave it out, or move its text to "
-            "`answers`, where it is an accepted answer, or to `answer_prefix`, where the model goes on with it"
-        )
-    if last.role != "user" or not last.text.strip():
-        got = "an empty one" if last.role == "user" else f"a {last.role}'s"
-        raise row.refusal(f"expected the last message to be a user's, who asks something; got {got}")
+    return Message(role, text)
 
 
 def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedDataset:

@@ -9,7 +9,6 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +68,7 @@ def read_answers(path: str | Path) -> WrittenAnswers:
     run = _parse_run(path, header)
     labels = set(run.labels())
     for number, row in enumerate(rows, start=2):
-        if not is_answers_row(row) or set(row["evicted"]) != labels or not _has_valid_divergence(row):
+        if not _is_answers_row(row) or set(row["evicted"]) != labels:
             raise _KIND.refusal(path, f"a line {number} that is no sample's answers of its run")
     if not rows:
         raise _KIND.refusal(path, "one without answers")
@@ -87,7 +86,7 @@ def check_answers(answers: Any) -> None:
         )
 
 
-def is_answers_row(document: Mapping[str, Any]) -> bool:
+def _is_answers_row(document: Mapping[str, Any]) -> bool:
     """Return whether a line's JSON object has all fields of a sample's answers, with the right types."""
     return _has_fields(document, _ROW_FIELDS) and all(
         _has_fields(answer, _ANSWER_FIELDS) for answer in (document["full"], *document["evicted"].values())
@@ -102,40 +101,7 @@ def _parse_run(path: Path, header: Mapping[str, Any]) -> RunConfig:
         run = RunConfig.from_json(json.dumps(header["run"]))
     except ConfigError as error:
         raise _KIND.refusal(path, f"a first line whose run cannot be read ({error})") from None
-    if header.get("compress_every") is not None:  # before a run said it
-        raise _KIND.refusal(path, "answers of an earlier version, whose caches were compressed again")
     return run
-
-
-def _has_valid_divergence(row: Mapping[str, Any]) -> bool:
-    """Return whether a sample's row has no divergence, or a complete one of possible numbers.
-
-    Complete means, per token of the full cache's answer: the noise floor, and for each configuration KL and whether
-    its most probable token is the full cache's.
-    """
-    divergence = row.get("divergence")
-    if divergence is None:
-        return True
-    if not _has_fields(divergence, {"noise_floor": list, "caches": dict}):
-        return False
-    caches = divergence["caches"]
-    if set(caches) != set(row["evicted"]) or not all(
-        _has_fields(cache, {"kl": list, "top1": list}) for cache in caches.values()
-    ):
-        return False
-    numbers = [divergence["noise_floor"], *(cache["kl"] for cache in caches.values())]
-    agreements = [cache["top1"] for cache in caches.values()]
-    steps = len(row["full"]["tokens"])
-    return (
-        all(len(values) == steps for values in (*numbers, *agreements))
-        and all(_is_divergence(value) for values in numbers for value in values)
-        and all(isinstance(value, bool) for values in agreements for value in values)
-    )
-
-
-def _is_divergence(value: Any) -> bool:
-    """Return whether a value is a possible KL divergence: a finite, nonnegative number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value) and value >= 0
 
 
 def _has_fields(document: Any, fields: Mapping[str, type]) -> bool:

@@ -69,21 +69,25 @@ def parse_line(text: str) -> Document | None:
     return document if isinstance(document, dict) else None
 
 
-_KIND = FileKind("results sample by sample", ConfigError, 2 * 2**30, "give --overwrite or another --output")
-SAMPLE = "sample"
-"""The key under which a line names its sample."""
+_KIND = FileKind("results sample by sample", ConfigError, 8 * 2**30, "give --overwrite or another --output")
+SAMPLE, MADE_WITH = "sample", "made_with"
+"""The keys under which a line names its sample, and the first line what its run was made of and with."""
 
 
 @dataclass
 class SampleLines:
-    """The lines of one run's results, in the order in which they were written.
+    """The lines of one run's results, in the order in which they were written; the first one makes the file.
 
     Attributes:
-        rows: an object per finished sample, whose id is under `sample`.
+        rows: an object per line, whose sample's id is under `sample`.
+        made_with: what the first line says of the run's provenance.
+        path: the file; None: the rows are kept in memory alone.
     """
 
     rows: list[dict[str, Any]]
-    _path: Path | None = field(default=None, repr=False)
+    made_with: Mapping[str, Any] = field(default_factory=dict)
+    path: Path | None = None
+    _first: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def sample_ids(self) -> set[str]:
@@ -92,8 +96,10 @@ class SampleLines:
 
     def add(self, row: dict[str, Any]) -> None:
         """Append a sample's row, and flush it to the disk if there is a file."""
-        if self._path is not None:
-            append(self._path, row)
+        if self.path is not None and self.rows:
+            append(self.path, row)
+        elif self.path is not None:
+            write(self.path, [self._first, row])
         self.rows.append(row)
 
     def select(self, names: Sequence[str]) -> list[dict[str, Any]]:
@@ -101,38 +107,49 @@ class SampleLines:
         rows = {row[SAMPLE]: row for row in self.rows}
         return [rows[name] for name in names if name in rows]
 
+    def sort(self, names: Sequence[str]) -> None:
+        """Sort the rows by the order of the ids `names`, and rewrite the file where that changes it."""
+        before, self.rows = self.rows, self.select(names)
+        if self.path is not None and self.rows != before:
+            write(self.path, [self._first, *self.rows])
+
 
 @contextmanager
 def open_sample_lines(
-    path: Path | None, header: Mapping[str, Any], overwrite: bool = False, wait: bool = False
+    path: Path | None,
+    header: Mapping[str, Any],
+    overwrite: bool = False,
+    wait: bool = False,
+    made_with: Mapping[str, Any] | None = None,
 ) -> Iterator[SampleLines]:
-    """Open a file of results with one line per sample, locked against other writers, and yield its lines.
+    """Open a file of results with lines of samples, locked against other writers, and yield its lines.
 
-    `header`, the first line, identifies the run. Without a path the results are kept in memory alone. `wait` waits for
-    another writer.
+    `header`, the first line, identifies the run; `made_with` is added to it, and may differ when a run goes on. Without
+    a path the results are kept in memory alone. `wait` waits for another writer.
 
     Raises ConfigError for a file whose first line is not `header`, unless `overwrite` replaces it; OutputError where
     nothing can be written.
     """
+    first = {**header, **({MADE_WITH: made_with} if made_with else {})}
     if path is None:
-        yield SampleLines([])
+        yield SampleLines([], made_with or {})
         return
     with Lock(path, wait), translate_os_errors(path):
-        rows = [] if overwrite else _finished_rows(path, header)
-        write(path, [header, *rows])
-        yield SampleLines(rows, path)
+        rows: list[dict[str, Any]] = []
+        if os.path.lexists(path) and not overwrite:
+            first, rows = _finished_rows(path, header)
+            write(path, [first, *rows])
+        yield SampleLines(rows, first.get(MADE_WITH, {}), path, first)
 
 
-def _finished_rows(path: Path, header: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of finished samples in a file; an empty list without a file.
+def _finished_rows(path: Path, header: Mapping[str, Any]) -> tuple[Document, list[Document]]:
+    """Return the first line and the rows of finished samples in a file.
 
     Raises ConfigError where the first line is not `header`.
     """
-    if not os.path.lexists(path):
-        return []
     first, *rows = read(path, _KIND) or [{}]
-    if first != json.loads(json.dumps(header)):
+    if {name: value for name, value in first.items() if name != MADE_WITH} != json.loads(json.dumps(header)):
         raise _KIND.refusal(path, "one of another question, or of another run")
     if invalid := [row for row in rows if not isinstance(row.get(SAMPLE), str)]:
         raise _KIND.refusal(path, f"a line that is no sample's, {str(invalid[0])[:40]}")
-    return rows
+    return first, rows

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self, cast
 
 import numpy as np
@@ -15,9 +13,7 @@ from numpy.typing import NDArray
 
 from perturbkv.configs.patching import Mixture
 from perturbkv.configs.run import RunConfig
-from perturbkv.errors import ConfigError
-from perturbkv.storage import json_lines
-from perturbkv.user_files import FileKind
+from perturbkv.storage.json_lines import SampleLines
 
 PER_STEP = ("drift", "final_drift", "kl", "top1", "propagated")
 """Values of each decode step: L1 drift after the last measured layer and after the final norm, KL(full ‖ evicted) in
@@ -111,7 +107,11 @@ def _parse_values(document: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
 
 
 FILE = "swap.jsonl"
-_KIND = FileKind("a file of swapped kept sets", ConfigError, 8 * 2**30, "give --overwrite or another --output")
+
+
+def patching_header(run: RunConfig, kept_heads: int) -> dict[str, Any]:
+    """Return what the first line of a file of measurements says: the run, and the number of kept sets per layer."""
+    return {"swap": {"run": json.loads(run.to_json()), "kept_heads": kept_heads}}
 
 
 class PatchingStore:
@@ -120,42 +120,38 @@ class PatchingStore:
     Args:
         run: a run of two configurations.
         kept_heads: number of kept sets per layer.
-        path: the file; None: measurements are kept in memory alone.
-        overwrite: whether measurements of another run in the file are replaced.
-        made_with: versions, which the file's first line holds.
+        lines: the lines of its file, opened with `patching_header`; None: measurements are kept in memory alone.
 
     Attributes:
         rows: sample -> mixture -> its measurements.
         batches: sample -> its batches, in order.
         same: sample -> (layer, kept_head) True where both configurations keep the same entries.
         failures: sample -> why it cannot be measured.
-
-    Raises ConfigError for a file of another run or another program; OutputError for a path that cannot be written.
     """
 
-    def __init__(
-        self, run: RunConfig, kept_heads: int, path: Path | None = None, overwrite: bool = False,
-        made_with: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, run: RunConfig, kept_heads: int, lines: SampleLines | None = None) -> None:
         self.run = run
         self.kept_heads = kept_heads
-        self.path = path
+        self.lines: SampleLines = lines or SampleLines([])
         self.rows: dict[str, dict[Mixture, PatchingRow]] = {}
         self.batches: dict[str, list[PatchingBatch]] = {}
         self.same: dict[str, NDArray[np.bool_]] = {}
         self.failures: dict[str, str] = {}
-        self.made_with: dict[str, Any] = dict(made_with or {})
-        if path is not None:
-            self._open(path, overwrite)
+        for document in self.lines.rows:
+            if "failed" in document:
+                self.failures[document["sample"]] = document["failed"]
+            else:
+                batch = PatchingBatch.from_record(document, kept_heads)
+                self._add_batch(batch, np.asarray(document["same"], dtype=bool))
 
     def add(self, batch: PatchingBatch, same: NDArray[np.bool_]) -> None:
         """Add a batch, and append it to the file; `same` (layer, kept_head): True for equal kept sets of both sides."""
-        self._append({**batch.record(), "same": same.tolist()})
+        self.lines.add({**batch.record(), "same": same.tolist()})
         self._add_batch(batch, same)
 
     def add_failure(self, sample: str, reason: str) -> None:
         """Record, in the file too, the reason why a prompt cannot be measured."""
-        self._append({"sample": sample, "failed": reason})
+        self.lines.add({"sample": sample, "failed": reason})
         self.failures[sample] = reason
 
     def missing_mixtures(self, sample: str, mixtures: Sequence[Mixture], by_head: frozenset[Mixture]) -> list[Mixture]:
@@ -180,44 +176,9 @@ class PatchingStore:
         measured = [getattr(batch, name) for batch in self.batches[sample] if getattr(batch, name) is not None]
         return cast("Heads", np.max(measured, axis=0).tolist())
 
-    def _header(self) -> dict[str, Any]:
-        """Return the fields of the file's first line that identify the run."""
-        return {"swap": {"run": json.loads(self.run.to_json()), "kept_heads": self.kept_heads}}
-
-    def _open(self, path: Path, overwrite: bool) -> None:
-        """Read the measurements in an existing file, and rewrite it without an unfinished last line; or begin one.
-
-        With `overwrite` an existing file is not read.
-        """
-        lines = json_lines.read(path, _KIND) if os.path.lexists(path) and not overwrite else [self._header()]
-        first, *documents = lines or [{}]
-        if {"swap": first.get("swap")} != self._header():
-            raise _KIND.refusal(path, "one of another run")
-        for document in documents:
-            self._add_line(path, document)
-        self.made_with = first.get("made_with", self.made_with)
-        json_lines.write(path, [{**self._header(), "made_with": self.made_with}, *documents])
-
-    def _add_line(self, path: Path, document: Mapping[str, Any]) -> None:
-        """Add the batch or failure in a line of the file. Raises ConfigError for an invalid line."""
-        try:
-            if "failed" in document:
-                self.failures[str(document["sample"])] = str(document["failed"])
-            else:
-                self._add_batch(
-                    PatchingBatch.from_record(document, self.kept_heads), np.asarray(document["same"], dtype=bool)
-                )
-        except (KeyError, TypeError, ValueError, AttributeError):
-            raise _KIND.refusal(path, f"a line that is no measurement of ours, {str(document)[:40]}") from None
-
     def _add_batch(self, batch: PatchingBatch, same: NDArray[np.bool_]) -> None:
         """Store a batch in memory; a mixture's row with values per head replaces a row without."""
         self.same[batch.sample] = same
         self.batches.setdefault(batch.sample, []).append(batch)
         rows = self.rows.setdefault(batch.sample, {})
         rows |= {row.mixture: row for row in batch.rows if row.heads is not None or row.mixture not in rows}
-
-    def _append(self, document: Mapping[str, Any]) -> None:
-        """Append a line to the file, if there is one."""
-        if self.path is not None:
-            json_lines.append(self.path, document)

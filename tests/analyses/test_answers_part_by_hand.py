@@ -188,9 +188,6 @@ LABEL = CONFIGS[0].label()
         ([header()], "one without answers"),
         ([header(), ROWS[0], ROWS[0]], "one that answers a sample twice"),
         ([header(), {**ROWS[0], "evicted": {LABEL: said(FULL)}}], "a line 2 that is no sample's answers of its run"),
-        ([header(), {**ROWS[0], "divergence": {"noise_floor": [0] * 6, "caches": {}}}], "a line 2 that is no"),
-        ([header(), {**ROWS[0], "full": said([1])}], "a line 2 that is no"),  # KL of six tokens
-        ([header(), row("a", FULL, [FULL, FULL], [[-1.0] * 6, [0.0] * 6])], "a line 2 that is no"),
     ],
 )
 def test_what_is_no_file_of_answers_is_refused_in_one_line(tmp_path: Path, lines: list[object], told: str) -> None:

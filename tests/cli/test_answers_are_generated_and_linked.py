@@ -63,17 +63,6 @@ def test_generate_writes_a_line_per_sample_and_goes_on(perturbkv: Run, tiny: lis
     assert again.code == 0, again.err
     assert "1 sample of 2" in again.err
     assert path.read_text() == whole
-    del header["run"]["cache"]
-    path.write_text("\n".join([json.dumps(header), *whole.splitlines()[1:2], ""]))  # of before there was the choice
-    older = perturbkv("generate", *options)
-    assert "1 sample of 2" in older.err
-    assert path.read_text().splitlines()[1:] == whole.splitlines()[1:]
-    old = {"policy": "snapkv", "budget": 24, "window": 8, "alpha": 0.25, "split": "prefix", "pool": "max", "kernel": 7,
-           "granularity": "query"}  # fmt: skip
-    header["run"]["configs"] = [{**old, "selection": name} for name in ("attention", "two-stage")]
-    path.write_text("\n".join([json.dumps(header), *whole.splitlines()[1:]]))  # answers under a name of then
-    assert perturbkv("generate", *options).code == 2
-    path.write_text(whole)
     other = perturbkv("generate", *tiny, "--max-new-tokens", 7, "-o", "out")
     assert other.code == 2
     assert "--overwrite" in other.err

@@ -31,5 +31,5 @@ def test_horizon_tells_of_compressions_and_a_run_says_when(perturbkv: Run, tiny:
 
 
 @pytest.mark.parametrize("option", ["--compress-every", "--compress-over"])
-def test_less_than_one_is_one_line(perturbkv: Run, tiny: list[object], option: str) -> None:
-    refused(perturbkv("trace", *tiny, option, 0, "-o", "out"), f"{option} must be at least 1, got 0")
+def test_less_than_none_is_one_line(perturbkv: Run, tiny: list[object], option: str) -> None:
+    refused(perturbkv("trace", *tiny, option, -1, "-o", "out"), f"({option}) must be at least 0, got -1")

@@ -70,26 +70,6 @@ def without_text(trace: pk.Trace) -> pk.Trace:
     return dataclasses.replace(trace, arrays=lean)
 
 
-@pytest.mark.slow
-def test_texts_of_an_earlier_trace_are_not_published(perturbkv: Run) -> None:
-    made = complete("a/t.h5")
-    assert perturbkv("export", "a").code == 0
-    made.unlink()
-    without_text(small_trace().sel(sample=["s0", "s1"])).save(made)
-    Path("a/other.tokens.csv").write_text("not,ours")
-    for path in ("a/t.csv", "a/t.parquet"):
-        Path(path).unlink()
-    for words in ((), ("-o", "a/t.csv")):
-        refused(perturbkv("export", "a", *words), "expected no a/t.tokens.csv beside a trace without text, got prompts")
-        assert {path.name for path in Path("a").iterdir()} == {
-            "t.h5", "t.tokens.csv", "t.tokens.parquet", "other.tokens.csv"
-        }  # fmt: skip
-    ran = perturbkv("export", "a", "--overwrite")
-    assert ran.code == 0, ran.err
-    assert "a/t.tokens.parquet: removed, as the trace holds no text" in ran.out + ran.err
-    assert {path.name for path in Path("a").iterdir()} == {"t.csv", "t.h5", "t.parquet", "other.tokens.csv"}
-
-
 def test_a_file_that_is_no_table_of_tokens_is_left_alone(perturbkv: Run) -> None:
     without_text(small_trace().sel(sample=["s0", "s1"])).save("a/t.h5")
     for suffix in ("csv", "parquet"):

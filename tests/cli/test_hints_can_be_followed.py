@@ -94,7 +94,7 @@ def test_a_model_of_too_few_positions_suggests_no_negative_number(
     most = suggested(perturbkv("trace", *instead(tiny, "--model", short, "--steps", 1)), "--max-tokens")
     assert int(most) == 2
     ran = perturbkv("trace", *instead(tiny, "--model", short, "--steps", 3))
-    refused(ran, "decode at most 1, and use --max-tokens")
+    refused(ran, "decode fewer tokens, or use a model of more positions")
 
 
 @pytest.mark.slow

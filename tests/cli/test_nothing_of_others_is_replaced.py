@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -226,7 +225,7 @@ def test_answers_on_a_full_disk_are_one_line(
 
     command = ["generate", *tiny, "--max-new-tokens", 2, "-o", "."]
     with monkeypatch.context() as patch:
-        patch.setattr("perturbkv.storage.json_lines.os", SimpleNamespace(fsync=full))
+        patch.setattr("perturbkv.storage.json_lines.os.fsync", full)
         refused(perturbkv(*command), "expected room for generation.jsonl, got 'No space left on device'; make some")
     assert perturbkv(*command).code == 0
 

@@ -313,9 +313,7 @@ def test_answers_are_described_and_refused_as_prompts(perturbkv: Run, tiny: list
     assert "answers that perturbkv generate wrote" in ran.out
     told = perturbkv("list", path, "--json").json()
     assert (told["kind"], told["sample_ids"]) == ("answers", ["p0", "p1"])
-    refused(
-        perturbkv("trace", *tiny[:2], "--dataset", path), "line 1: expected a prompt, got the run with which a file"
-    )
+    refused(perturbkv("trace", *tiny[:2], "--dataset", path), "line 1: expected the fields prompt, ")
 
 
 @pytest.mark.parametrize("key", ["searches", "swap"])

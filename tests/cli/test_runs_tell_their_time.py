@@ -42,14 +42,14 @@ def test_a_duration_is_rounded(seconds: float, text: str) -> None:
     assert planned_run.format_duration(seconds) == text
 
 
-@pytest.mark.parametrize(("estimate", "notes"), [(1.0, []), (400.0, ["4 samples", "6 of 9"])])
-def test_the_first_sample_replaces_the_estimate(
+@pytest.mark.parametrize(("estimate", "notes"), [(1.0, []), (400.0, ["4 samples"])])
+def test_a_long_run_tells_its_estimate_once(
     planned: Plan, monkeypatch: pytest.MonkeyPatch, estimate: float, notes: list[str]
 ) -> None:
     monkeypatch.setattr(planned_run, "estimate_seconds", lambda planned: estimate)
-    shown, times = io.StringIO(), iter([0.0, 0.0, estimate / 10])
+    shown = io.StringIO()
     with mock.patch.object(console, "err", console.Console(file=shown)):
-        progress = planned_run.with_time_notes(lambda done, total: None, planned, lambda: next(times))
+        progress = planned_run.with_time_note(lambda done, total: None, planned)
         for done in (5, 6, 7):
             progress(done, 9)
     assert [line[: len(note)] for line, note in zip(shown.getvalue().splitlines(), notes, strict=True)] == notes

@@ -1,12 +1,9 @@
-"""The version, the short help, what a shell completes, errors for programs, former commands, every screen."""
+"""The version, the short help, errors for programs, every screen."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +12,7 @@ import pytest
 
 import perturbkv as pk
 from perturbkv import errors
-from perturbkv.cli.commands import FORMER
 from perturbkv.cli.options import RARE
-from tests.support.asked import refused
 from tests.support.commands import command_of, every_command, row_of
 from tests.support.screens import FOLDER, path_of, screen
 from tests.support.screens import names as screen_names
@@ -137,49 +132,13 @@ def test_an_error_is_a_document_too_where_json_is_asked_for(perturbkv: Run) -> N
     [
         ["heads", "--json", "--polciy", "snapkv"],
         ["heads", "--json", "--budget"],
-        ["heads", "--json", "--json"],
         ["haeds", "nothere.h5", "--json"],
-        ["doctor", "bench", "compare", "nothere.json", "other.json", "--json"],
         ["doctor", "selfchek", "--json"],
     ],
 )
 def test_a_line_that_cannot_be_read_whole_has_asked_for_json_all_the_same(perturbkv: Run, words: list[str]) -> None:
     ran = perturbkv(*words)
     assert (ran.code, ran.json()["error"]["exit_code"]) == (2, 2)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["export", "nothere.h5", "-o", "--json"],
-        ["trace", "--dataset", "--json"],
-        ["heads", "--", "--json"],
-        ["export", "--", "--json"],
-        ["haeds", "--", "--json"],
-    ],
-)
-def test_what_only_looks_like_json_asked_for_is_not(perturbkv: Run, words: list[str]) -> None:
-    """The value of another option, or what stands behind `--`."""
-    ran = perturbkv(*words)
-    assert (ran.code, ran.out) == (2, "")
-    assert ran.err.startswith("error: ")
-
-
-@pytest.mark.parametrize(
-    ("typed", "offered"),
-    [
-        ("perturbkv he", ["heads"]),
-        ("perturbkv heads --policy s", ["snapkv", "streaming-llm", "scissorhands"]),
-        ("perturbkv heads --dataset qa", ["qasper"]),
-        ("perturbkv trace --preset re", ["released-v2"]),
-        ("perturbkv layers --model mis", ["mistral-7b"]),
-    ],
-)
-def test_a_shell_completes_commands_and_names(tmp_path: Path, typed: str, offered: list[str]) -> None:
-    asked = {"_PERTURBKV_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
-    command = [sys.executable, "-c", "from perturbkv.cli.main import main; main()"]
-    ran = subprocess.run(command, env=os.environ | asked, capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert ran.stdout.split() == offered
 
 
 @pytest.mark.parametrize(
@@ -266,34 +225,6 @@ def test_options_are_written_behind_their_policy(perturbkv: Run) -> None:
     kept = perturbkv("trace", *asked, "--length", 200, "--budget", 64, "--dry-run", "--json").json()["kept"]
     assert [one["config"]["policy"] for one in kept] == ["adakv(floor=0.1)"] * 2 + ["snapkv"] * 2
     assert kept[0]["config"]["policy_options"] == {"floor": 0.1, "safeguard": "mixture", "pool": "max", "kernel": 7}
-
-
-@pytest.mark.parametrize("former", FORMER)
-def test_what_is_gone_names_what_replaced_it(perturbkv: Run, former: str) -> None:
-    for more in ([], ["trace.h5"], ["--nothing"]):
-        refused(perturbkv(*former.split(), *more), f"got the former one `{former}`; {FORMER[former]}")
-
-
-@pytest.mark.parametrize(("former", "listed"), [("doctor card", "doctor"), ("heads --card", "heads")])
-def test_a_row_is_all_that_a_former_command_or_option_needs(
-    perturbkv: Run, monkeypatch: pytest.MonkeyPatch, former: str, listed: str
-) -> None:
-    assert "former" not in perturbkv(*former.split()).err
-    monkeypatch.setitem(FORMER, former, "type: another")
-    refused(perturbkv(*former.split()), f"that `perturbkv {listed} -h` lists, got the former one `{former}`; type: a")
-
-
-def test_a_row_says_nothing_of_what_exists(perturbkv: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    for former in ("list policies", "list policies --json", "doctor"):
-        monkeypatch.setitem(FORMER, former, "type: another")
-    assert perturbkv("list", "policies", "--json").code == 0
-    assert "former" not in perturbkv("doctor", "nothing").err
-
-
-def test_a_former_command_is_told_as_json(perturbkv: Run) -> None:
-    ran = perturbkv("question", "alpha", "trace.h5", "--json")
-    assert (ran.code, ran.json()["error"]["exit_code"]) == (2, 2)
-    assert "studies/alpha.py" in ran.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("name", screen_names())

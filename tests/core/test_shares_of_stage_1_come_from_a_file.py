@@ -154,7 +154,7 @@ BAD: dict[str, tuple[object, str]] = {
     "above 1": ({"by": "global", "alpha": 1.5}, r"expected every alpha of a.json in \[0, 1\], got 1.5"),
     "below 0": ({**LAYER, "alpha": [0.1, -0.1, 0.4]}, r"in \[0, 1\], got -0.1"),
     "nan": ('{"by": "global", "alpha": NaN}', "NaN is no number"),
-    "a huge number": ('{"by": "global", "alpha": 1e999}', "beyond every number"),
+    "a huge number": ('{"by": "global", "alpha": 1e999}', "to be a number, got inf"),
     "a huge integer": ({"by": "global", "alpha": 10**400}, "to be a number, got 1000"),
     "rows for layers": ({**LAYER, "alpha": ROWS}, "to be a list of a number per layer, got"),
     "numbers for rows": ({**HEAD, "alpha": [0.1, 0.2, 0.3]}, "to be a list of numbers per head for each layer, got"),

@@ -154,8 +154,8 @@ def test_rows_and_python_give_a_text(tmp_path: Path) -> None:
     ],
 )
 def test_a_text_that_cannot_be_read_is_refused(text: str, fields: Any, error: Any, said: str) -> None:
-    settings = pk.Settings(steps=480, text=text)
     with pytest.raises(error, match=said):
+        settings = pk.Settings(steps=480, text=text)
         pk.measure(tiny_adapter(), Prompt("s", IDS, 0, **fields), pk.grid(24, window=8), settings=settings)
 
 

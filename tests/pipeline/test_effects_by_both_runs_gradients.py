@@ -239,7 +239,7 @@ def test_what_no_run_has_is_refused_in_one_line() -> None:
     with pytest.raises(ConfigError, match="^--effect-gradient mean needs --save effect"):
         RunConfig("m", "d", CONFIGS, effect_gradient="mean")
     with pytest.raises(UnknownNameError, match="^unknown effect gradient 'both'; known: full, mean"):
-        RunConfig("m", "d", CONFIGS, save=("effect",), effect_gradient="both")
+        pk.Settings(save=("effect",), effect_gradient="both")
 
 
 def test_the_run_says_which_gradient() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from perturbkv.cli.planned_run import shard_command
 from perturbkv.configs.run import Shard
 from perturbkv.engines import engine_choice
 from perturbkv.pipeline.run import running, sharding
@@ -26,7 +25,7 @@ def test_an_analysis_measures_its_shard_and_the_last_one_goes_on(perturbkv: Run,
     assert (first.code, first.json()["shards"][0]["samples"]) == (0, ["p1"])
     assert not Path("out/summary.json").exists()
     missing = perturbkv("merge", "out")
-    refused(missing, "got 1: 1/2 is missing; this measures 1/2: perturbkv heads --model", "--shard 1/2 --json")
+    refused(missing, "got 1: 1/2 is missing; the same command with --shard 1/2 (shard='1/2') measures that")
     refused(perturbkv("list", "out/trace.h5"), "is in shards, of which 1 of 2 are done")
     last = perturbkv("heads", *tiny, "-o", "out", "--format", "png", "--shard=1/2")
     assert last.code == 0, last.err
@@ -71,7 +70,7 @@ BAD = {
     "a number": (["--shard", "3"], ["such as 3/16, got '3'"]),
     "of too many": (["--shard", "1/999999999"], ["number of shards must be at most 100,000"]),
     "a way": (["--shard", "1/2", "--shard-by", "layers"], ["'layers'", "samples"]),
-    "a way to share nothing": (["--shard-by", "configs"], ["--shard-by has no effect here: it needs --shard"]),
+    "a way to share nothing": (["--shard-by", "configs"], ["has no effect here: it needs --engine workers"]),
 }
 
 
@@ -91,9 +90,6 @@ def test_a_shard_needs_a_place_and_a_trace(perturbkv: Run, tiny: list[object], t
         "perturbkv generate --help",
     )
     refused(perturbkv("merge", "nothing"), "expected a trace or shards of one in nothing, got neither")
-    refused(
-        perturbkv("merge", "t.h5.shard-1-of-3.journal"), "got its shard 1/3; perturbkv merge t.h5 joins all of them"
-    )
     refused(perturbkv("merge", "nothing.h5"), "expected a trace file at nothing.h5, got nothing")
     assert list(tmp_path.iterdir()) == []
 
@@ -113,13 +109,6 @@ def test_a_dry_run_tells_the_share_and_leaves_nothing(perturbkv: Run, tiny: list
     assert (share["samples"], share["configs"], share["by"]) == (["p0", "p1"], 1, "configs")
     assert "3/3: 0 samples, 2 configurations of each" in perturbkv("trace", *asked, "3/3").out
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_command_line_is_told_with_another_shard_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    for words in (["trace", "--shard", "3/16", "-o", "a b.h5"], ["trace", "--shard=3/16", "-o", "a b.h5"]):
-        command = shard_command(words)
-        assert command.for_shard(Shard(1, 16)) == "perturbkv trace --shard 1/16 -o 'a b.h5'"
-        assert command.without_shard() == "perturbkv trace -o 'a b.h5'"
 
 
 class OneAfterTheOther(engine_choice.LocalEngine):

@@ -78,7 +78,7 @@ def test_parts_by_configurations_join_in_the_order_of_shards_whichever_was_first
 def test_a_missing_shard_is_named_with_what_measures_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "t.h5"
     measure_shard(path, "2/3")
-    told = "expected all 3 shards of .*, got 1: 1/3, 3/3 are missing; this measures 1/3: perturbkv trace --shard 1/3 -o"
+    told = "expected all 3 shards of .*, got 1: 1/3, 3/3 are missing; the same command with --shard 1/3 "
     with pytest.raises(TraceError, match=told):
         merge(path)
     monkeypatch.chdir(tmp_path)
@@ -94,7 +94,7 @@ def test_a_damaged_sample_makes_its_shard_a_missing_one_which_measures_it_again(
     for shard in ("1/2", "2/2"):
         measure_shard(path, shard)
     next(find_shards(path)[1].journal.folder.glob("*.npz")).write_bytes(b"damaged")
-    with pytest.raises(TraceError, match="got 1: 2/2 is missing; this measures 2/2"):
+    with pytest.raises(TraceError, match="got 1: 2/2 is missing; the same command with --shard 2/2"):
         merge(path)
     measure_shard(path, "2/2")
     merge(path)
@@ -137,7 +137,7 @@ def test_a_folder_of_somebody_else_is_left_as_it_is(tmp_path: Path) -> None:
 OTHERS = {
     "another count": (
         {"shard": "1/4"},
-        "of 4 by samples and of 2 .* as the run was begun, perturbkv trace --shard 2/2 ",
+        "of 4 by samples and of 2 .* as the run was begun, with --shard 2/2",
     ),
     "another way": ({"by": "configs"}, "of 2 by configs and of 2 by samples; .* without --shard, which takes what all"),
     "another seed": (
@@ -278,17 +278,6 @@ def test_a_shard_that_begins_again_and_lacks_nothing_is_done_all_the_time(tmp_pa
     assert measured_shards(path, first) == first.shards()[1:]
 
 
-def test_text_is_in_all_shards_or_added(tmp_path: Path) -> None:
-    path = tmp_path / "t.h5"
-    measure_shard(path, "1/2", with_text=True)
-    measure_shard(path, "2/2")
-    with pytest.raises(TraceError, match="text in all .* got samples without; this adds it: perturbkv trace -o t"):
-        merge(path)
-    measure_shard(path, "2/2", with_text=True)
-    merge(path)
-    assert "prompt_text" in read_trace(path).arrays
-
-
 @pytest.mark.parametrize("by", ["samples", "configs"])
 def test_answers_of_shards_are_joined_without_a_tokenizer(tmp_path: Path, by: str) -> None:
     path, whole = tmp_path / "t.h5", record("1/1", by)
@@ -314,9 +303,9 @@ def test_what_processes_say_of_themselves_is_told_of_all(tmp_path: Path) -> None
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
-    measure_shard(tmp_path / "t.h5", "2/3", "configs", with_text=True)
-    assert find_shards(tmp_path / "t.h5")[0].record() == record("2/3", "configs", with_text=True)
-    assert find_shards(tmp_path / "t.h5")[0].record() != replace(record("2/3", "configs"), with_text=False)
+    measure_shard(tmp_path / "t.h5", "2/3", "configs")
+    assert find_shards(tmp_path / "t.h5")[0].record() == record("2/3", "configs")
+    assert find_shards(tmp_path / "t.h5")[0].record() != replace(record("2/3", "configs"), attrs={})
 
 
 def test_a_folder_that_spells_a_shard_otherwise_is_none(tmp_path: Path) -> None:

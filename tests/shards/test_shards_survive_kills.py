@@ -81,7 +81,7 @@ def test_a_shard_killed_at_its_operations_goes_on_with_the_same_command(tmp_path
         if (state := left_on_disk(path.parent)) not in states:
             states.add(state)
             if not all(one.is_done() for one in find_shards(path)) or len(find_shards(path)) < COUNT:
-                with pytest.raises(TraceError, match="got 1: 1/2 is missing; this measures 1/2: perturbkv trace"):
+                with pytest.raises(TraceError, match="got 1: 1/2 is missing; the same command with --shard 1/2"):
                     merge(path)
             measure_shard(path, ALL[0], **FEW)
             assert_merged(path, expected)

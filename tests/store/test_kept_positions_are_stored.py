@@ -159,23 +159,10 @@ def test_who_needs_positions_says_how_to_measure_them(tmp_path: Path, ask) -> No
         ask(trace)
 
 
-def test_a_trace_loses_them_and_its_numbers_stay(tmp_path: Path) -> None:
-    path = written(tmp_path / "t.h5", True)
-    whole = read_trace(path)
-    theta, same = np.array(whole.arrays["theta"]), whole.same_kept(0, 1)
-    writer = TraceWriter(path, run_config(2), ["s0", "s1"], {}, kept=False)
-    assert (writer.count_kept_changes(), dict(writer.missing())) == ((2, 0), {})
-    trace = read_trace(writer.finish())
-    np.testing.assert_array_equal(trace.arrays["theta"], theta)
-    np.testing.assert_array_equal(trace.same_kept(0, 1), same)
-    assert set(KEPT).isdisjoint(trace.arrays)
-
-
 @pytest.mark.slow
 def test_positions_cannot_be_added_and_new_samples_have_them(tmp_path: Path) -> None:
     path = written(tmp_path / "t.h5", False)
     writer = TraceWriter(path, run_config(3), ["s0", "s1", "new"], {})
-    assert writer.count_kept_changes() == (0, 2)
     writer.append(SampleTrace("new", samples()[0].arrays))
     trace = read_trace(writer.finish())
     assert describe(path).with_kept == ("new",)

@@ -14,12 +14,11 @@ import pytest
 import xarray as xr
 
 from perturbkv.schema import ANSWER_TEXT, TEXT
-from perturbkv.storage.run.writer import ExistingTrace, TraceWriter
+from perturbkv.storage.run.writer import TraceWriter
 from perturbkv.storage.trace.export import columns
 from perturbkv.storage.trace.texts import Texts
 from perturbkv.storage.trace.trace_file import describe, read_trace
 from perturbkv.trace import FailedSample, SampleTrace, Trace
-from tests.support.changed import changing
 from tests.support.growing import CONFIGS, NEW, OLD, assert_same_file, measured
 from tests.support.traces import run_config, sample_trace, spoken, told
 
@@ -98,38 +97,11 @@ def test_h5py_alone_reads_an_answer(tmp_path: Path) -> None:
         assert json.loads(file["expected_answers"].asstr()[0]) == ["d", "é"]
 
 
-@pytest.mark.slow
-def test_answers_are_added_and_taken_out_without_a_number_changing(tmp_path: Path) -> None:
-    path = written(tmp_path / "t.h5", {})
-    before = dict(read_trace(path).arrays)
-    assert set(before).isdisjoint((*TEXT, *ANSWER_TEXT))
-    assert TraceWriter(path, RUN, NAMES, {}, texts=TEXTS).count_text_changes() == 2
-    assert said(read_trace(written(path, TEXTS))) == EXPECTED
-    assert TraceWriter(path, RUN, NAMES, {}, texts=TEXTS).count_text_changes() == 0
-    after = dict(read_trace(written(path, {})).arrays)
-    assert set(after) == set(before)
-    for name, array in before.items():
-        np.testing.assert_array_equal(after[name], array)
-    assert '["d", "é"]'.encode() not in path.read_bytes()
-
-
-@pytest.mark.slow
-def test_a_trace_that_holds_its_prompts_text_alone_gets_that_of_its_answers(tmp_path: Path) -> None:
-    path, whole = written(tmp_path / "t.h5", TEXTS), written(tmp_path / "whole.h5", TEXTS)
-    with changing(path) as file:
-        for name in ANSWER_TEXT:
-            del file[name]
-    assert (describe(path).with_text, describe(path).with_answers) == (("a", "b"), ())
-    assert TraceWriter(path, RUN, NAMES, {}, texts=TEXTS).count_text_changes() == 2
-    assert_same_file(written(path, TEXTS), whole)
-
-
 def test_what_generated_nothing_has_none(tmp_path: Path) -> None:
     writer = TraceWriter(tmp_path / "t.h5", run_config(1), ["a"], {}, texts=TEXTS)
     writer.append(sample_trace("a"))
     path = writer.finish()
     assert set(read_trace(path).arrays).isdisjoint(ANSWER_TEXT)
-    assert TraceWriter(path, run_config(1), ["a"], {}, texts=TEXTS).count_text_changes() == 0
 
 
 @pytest.mark.parametrize("through_a_file", [True, False], ids=["file", "memory"])
@@ -177,7 +149,7 @@ def test_a_sample_without_answers_text_lies_among_others_with_it(tmp_path: Path)
     trace = read_trace(path)
     assert said(trace) == [["", "f"], [["", ""], ["x", "y"]], ["", "[]"]]
     assert set(trace.sample("a").arrays).isdisjoint(ANSWER_TEXT)  # type: ignore[union-attr]
-    assert (describe(path).with_answers, ExistingTrace(path).with_answers) == (("b",), {"b"})
+    assert describe(path).with_answers == ("b",)
     assert_same_file(TraceWriter(path, run, ["a", "b"], {}).finish(), path)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from perturbkv.configs.run import Shard
 from perturbkv.storage.output import Lock
 from perturbkv.storage.run.shard_merging import ShardWriter
-from perturbkv.storage.run.shards import Command, ShardRecord
+from perturbkv.storage.run.shards import ShardRecord
 from perturbkv.storage.run.writer import TraceWriter
 from perturbkv.trace import FailedSample
 from tests.support import growing
@@ -35,15 +35,14 @@ FEW = {"run": run_config(3, configs=CONFIGS[:1]), "sample_ids": ("s1", "s2", FAI
 
 def record(shard: str, by: str = "samples", **more: Any) -> ShardRecord:
     run = run_config(len(SAMPLES), configs=CONFIGS)
-    command = Command(("perturbkv", "trace", "--shard", None, "-o", "t.h5"), str(Path.cwd()))
-    whole = {"run": run, "sample_ids": tuple(SAMPLES), "attrs": {"model": "m"}, "with_text": False, "command": command}
+    whole = {"run": run, "sample_ids": tuple(SAMPLES), "attrs": {"model": "m"}}
     return ShardRecord(Shard.parse(shard, by), **{**whole, **more})
 
 
-def measure_shard(path: Path, shard: str, by: str = "samples", **more: Any) -> None:
+def measure_shard(path: Path, shard: str, by: str = "samples", with_text: bool = False, **more: Any) -> None:
     """One shard from begin to end, as a process of its own does it; the sample `FAILED` fails."""
     own = record(shard, by, **more)
-    texts = {name: told(name) for name in own.sample_ids} if own.with_text else {}
+    texts = {name: told(name) for name in own.sample_ids} if with_text else {}
     writer = ShardWriter(path, own, texts)
     with Lock(writer.shard.path):
         for name, configs in writer.missing().items():

@@ -186,8 +186,6 @@ def run_to_file(
             path, planned.run, planned.prompts.ids, attributes, overwrite, texts_of(planned), journals, planned.kept
         )
         _log_earlier_samples(planned, writer.missing())
-        _log_text_changes(planned, writer.count_text_changes())
-        _log_kept_changes(*writer.count_kept_changes())
         return measure_missing(planned, engine, writer, path, len(planned.prompts), progress)
 
 
@@ -269,27 +267,6 @@ def _log_earlier_samples(planned: Plan, missing: Missing) -> None:
         _log.info(
             "%s with %d of %d configurations there already: measuring %d more",
             plural(len(lacking), "sample"), configs - max(lacking), configs, max(lacking),
-        )  # fmt: skip
-
-
-def _log_text_changes(planned: Plan, changing: int) -> None:
-    """Log that the text of so many stored samples, `changing`, is added or removed."""
-    if changing:
-        samples = plural(changing, "sample")
-        added = (
-            f"the text of {samples} that were measured without it is added; --no-prompts (prompts=False) leaves it out"
-        )
-        _log.info(added if planned.with_text else f"the text of {samples} is taken out of the trace")
-
-
-def _log_kept_changes(leaving: int, lacking: int) -> None:
-    """Log the number of stored samples that lose their kept positions, and the number that lack them for good."""
-    if leaving:
-        _log.info("the kept positions of %s are taken out of the trace", plural(leaving, "sample"))
-    if lacking:
-        _log.info(
-            "%s were measured without kept positions (--no-kept, kept=False) and stay without them; --overwrite "
-            "measures all anew", plural(lacking, "sample"),
         )  # fmt: skip
 
 

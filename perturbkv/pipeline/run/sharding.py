@@ -15,7 +15,7 @@ from perturbkv.pipeline.run.plan import Plan
 from perturbkv.pipeline.run.running import Engine, Progress, measure_missing, provenance, texts_of
 from perturbkv.storage.output import Lock, check_writable, wait_until_free
 from perturbkv.storage.run.shard_merging import ShardWriter, measured_shards, merge_shards
-from perturbkv.storage.run.shards import Command, ShardJournal, ShardRecord
+from perturbkv.storage.run.shards import ShardJournal, ShardRecord
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +55,6 @@ def run_shard(
     path: Path,
     shard: Shard,
     *,
-    command: Command = Command(),  # noqa: B008 - frozen
     overwrite: bool = False,
     wait: bool = False,
     progress: Progress = lambda done, total: None,
@@ -66,11 +65,11 @@ def run_shard(
     as `run_to_file`, and OutputError where shards of another run exist.
     """
     ids, attrs = tuple(planned.prompts.ids), provenance(planned)
-    record = ShardRecord(shard, planned.run, ids, attrs, planned.with_text, command, planned.kept)
+    record = ShardRecord(shard, planned.run, ids, attrs)
     journal = ShardJournal(path, shard).path
     check_writable(journal)
     with _lock_shard(path, journal, wait, lambda: _are_all_measured(path, record, overwrite)):
-        writer = ShardWriter(path, record, texts_of(planned), overwrite)
+        writer = ShardWriter(path, record, texts_of(planned), planned.kept, overwrite)
         samples, configs = record.share(shard)
         missing = writer.missing()
         if len(missing) < len(samples):
@@ -78,7 +77,7 @@ def run_shard(
                       len(samples), shard)  # fmt: skip
         measure_missing(planned, engine, writer, path, len(samples), progress)
         failures = writer.failures()
-    if _join_if_complete(planned, path, record, overwrite):
+    if _join_if_complete(path, record, overwrite):
         return path
     return ShardDone(path, shard, samples, len(configs), failures, tuple(measured_shards(path, record, overwrite)))
 
@@ -108,12 +107,12 @@ def _are_all_measured(path: Path, record: ShardRecord, overwrite: bool) -> bool:
     return len(measured_shards(path, record, overwrite)) == record.shard.count
 
 
-def _join_if_complete(planned: Plan, path: Path, record: ShardRecord, overwrite: bool) -> bool:
+def _join_if_complete(path: Path, record: ShardRecord, overwrite: bool) -> bool:
     """Join the shards into the trace if all are measured; return whether they were joined."""
     if not _are_all_measured(path, record, overwrite):
         return False
     try:
-        joined = merge_shards(path, overwrite=overwrite, texts=texts_of(planned))
+        joined = merge_shards(path, overwrite=overwrite)
     except LockedOutputError as error:
         _log.info("all shards are done, and joined elsewhere: %s", error)
         return False

@@ -18,7 +18,7 @@ import shutil
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -194,7 +194,6 @@ class Journal:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._labels: dict[tuple[str, ...], tuple[str, ...]] = {}
 
     def check_ownership(self) -> None:
         """Raise OutputError if the path is a file, or a folder with files foreign to a journal."""
@@ -232,13 +231,13 @@ class Journal:
         if isinstance(sample, FailedSample):
             entry, arrays = Entry(self.folder, file, sample_id, (), sample.reason), {}
         else:
-            entry, arrays = self._share_memory(Entry(self.folder, file, sample_id, tuple(labels))), dict(sample.arrays)
+            entry, arrays = Entry(self.folder, file, sample_id, tuple(labels)), dict(sample.arrays)
         write_entry(entry, arrays)
         return entry
 
     def entries(self) -> list[Entry]:
         """Return all entries, in order of writing within a sample; damaged files are left out."""
-        return [self._share_memory(entry) for entry in map(read_entry, self._paths()) if entry is not None]
+        return [entry for entry in map(read_entry, self._paths()) if entry is not None]
 
     def sample_ids(self) -> list[str]:
         """Return the ids of the samples with an entry."""
@@ -259,10 +258,6 @@ class Journal:
     def exists_on_disk(self) -> bool:
         """Return whether the journal's folder exists with its run: begun and not removed since."""
         return (self.folder / _RUN).exists()
-
-    def _share_memory(self, entry: Entry) -> Entry:
-        """Return the entry with folder and labels replaced by shared objects, to save memory."""
-        return replace(entry, folder=self.folder, labels=self._labels.setdefault(entry.labels, entry.labels))
 
     def _paths(self) -> list[Path]:
         """Return the paths of all entries, in order of writing within a sample."""

@@ -11,7 +11,6 @@ from pathlib import Path
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig, Shard
 from perturbkv.errors import LockedOutputError, MissingShardError, TraceError
-from perturbkv.schema import TEXT
 from perturbkv.storage.output import Lock, wait_until_free
 from perturbkv.storage.run.journal import Journal, journal_path
 from perturbkv.storage.run.shards import (
@@ -26,7 +25,7 @@ from perturbkv.storage.run.shards import (
     remove_stale_files,
 )
 from perturbkv.storage.run.writer import TraceWriter, existing_trace
-from perturbkv.storage.trace.texts import Texts, with_text
+from perturbkv.storage.trace.texts import Texts
 from perturbkv.storage.trace.trace_file import describe, read_trace
 from perturbkv.trace import FailedSample, SampleTrace, Trace
 
@@ -43,18 +42,15 @@ def merge(path: str | Path, *, overwrite: bool = False, wait: bool = False) -> T
         overwrite: replace a trace of another run at `path`.
         wait: where another process writes the trace or one of its shards, wait until it is done.
 
-    Raises TraceError where a shard is missing, naming it and the command that measures it, or where there is nothing to
+    Raises TraceError where a shard is missing, naming it, or where there is nothing to
     read; OutputError for shards of different runs, and where another process is writing.
     """
     merge_shards(Path(path), overwrite=overwrite, wait=wait)
     return read_trace(path)
 
 
-def merge_shards(path: Path, *, overwrite: bool = False, wait: bool = False, texts: Texts | None = None) -> int:
-    """Merge the shards beside the trace `path`, as `merge`; return the number of shards, 0 for a complete trace.
-
-    `texts` are the texts to store in the trace; None: those of the shards, all or none of which have text.
-    """
+def merge_shards(path: Path, *, overwrite: bool = False, wait: bool = False) -> int:
+    """Merge the shards beside the trace `path`, as `merge`; return the number of shards, 0 for a complete trace."""
     if not (shards := find_shards(path)):
         with suppress(LockedOutputError):
             wait_until_free(path)  # removes the file of a merge that was killed at its very end
@@ -69,8 +65,7 @@ def merge_shards(path: Path, *, overwrite: bool = False, wait: bool = False, tex
         _wait_until_free(shards, wait)
         if records := _read_records(path, shards):
             _check_all_finished(path, records[0], overwrite)
-            stored_texts = _texts_to_store(path, records, overwrite) if texts is None else texts
-            _create_writer(path, records, [shard.journal for shard in shards], stored_texts, overwrite).finish()
+            _create_writer(path, records, [shard.journal for shard in shards], overwrite).finish()
         for shard in shards:
             shard.journal.discard()
         remove_stale_files(path)
@@ -153,22 +148,21 @@ def _check_all_finished(path: Path, record: ShardRecord, overwrite: bool) -> Non
 
 
 def _missing_message(path: Path, record: ShardRecord, lacking: Sequence[Shard]) -> str:
-    """Return the error message on missing shards, with the command that measures the first missing shard."""
+    """Return the error message on missing shards."""
     count = record.shard.count
     return (
         f"expected all {count:,} shards of {path}, got {count - len(lacking):,}: {format_shards(lacking)} "
-        f"{'is' if len(lacking) == 1 else 'are'} missing; this measures {lacking[0]}: "
-        f"{record.command.for_shard(lacking[0])}"
+        f"{'is' if len(lacking) == 1 else 'are'} missing; the same command with --shard {lacking[0]} "
+        f"(shard='{lacking[0]}') measures that"
     )
 
 
 def _create_writer(
-    path: Path, records: Sequence[ShardRecord], journals: Sequence[Journal], texts: Texts | None, overwrite: bool
+    path: Path, records: Sequence[ShardRecord], journals: Sequence[Journal], overwrite: bool
 ) -> TraceWriter:
     """Return the writer of the merged trace. Raises TraceError for a shard marked as done that is incomplete."""
     first, attrs = records[0], merge_provenance([record.attrs for record in records])
-    kept = all(record.kept for record in records)
-    writer = TraceWriter(path, first.run, first.sample_ids, attrs, overwrite, texts, journals, kept)
+    writer = TraceWriter(path, first.run, first.sample_ids, attrs, overwrite, shards=journals)
     if unmeasured := set(writer.unmeasured()):
         missing = {name: set(configs) for name, configs in writer.missing().items() if name in unmeasured}
         shares = {shard: first.share(shard) for shard in first.shards()}
@@ -181,23 +175,6 @@ def _create_writer(
     return writer
 
 
-def _texts_to_store(path: Path, records: Sequence[ShardRecord], overwrite: bool) -> Texts | None:
-    """Return the texts to store in a merged trace: None to keep the samples' texts, empty for no text.
-
-    Raises TraceError where only some samples have their text.
-    """
-    if not any(record.with_text for record in records):
-        return {}
-    old = existing_trace(path, records[0].run, overwrite)
-    without_text = old and set(old.sample_ids) - old.failures.keys() - old.with_text
-    if not all(record.with_text for record in records) or without_text or Journal(journal_path(path)).sample_ids():
-        raise TraceError(
-            f"expected the prompts' text in all shards of {path} or in none, got samples without; this adds it: "
-            f"{records[0].command.without_shard()}"
-        )
-    return None
-
-
 _MOST_CHECKED = 8
 """Number of other shards that a new shard is compared with."""
 
@@ -208,19 +185,21 @@ class ShardWriter:
     Args:
         trace: the trace file of the run; samples that it, or the journal of a run without shards, has are not missing.
         record: the shard's description of the run.
-        texts: texts of prompts and answers, stored with the samples, as merging has no tokenizer.
+        texts: texts of prompts and answers, stored with the samples.
+        kept: whether samples are stored with kept positions.
         overwrite: replace shards of other runs now, and a trace of another run when all shards are merged.
 
     Raises TraceError and OutputError where those of another run exist and `overwrite` is False.
     """
 
-    def __init__(self, trace: Path, record: ShardRecord, texts: Texts, overwrite: bool = False) -> None:
+    def __init__(
+        self, trace: Path, record: ShardRecord, texts: Texts, kept: bool = True, overwrite: bool = False
+    ) -> None:
         self.shard: ShardJournal = ShardJournal(trace, record.shard)
         self._record = record
-        self._texts = texts
         _check_other_shards(trace, record, overwrite)
         existing = _existing_labels(trace, record.run, overwrite)
-        self._writer = TraceWriter(self.shard.path, record.run, record.sample_ids, {}, overwrite, kept=record.kept)
+        self._writer = TraceWriter(self.shard.path, record.run, record.sample_ids, {}, overwrite, texts, kept=kept)
         self._missing = _missing_share(record, self._writer.missing(), existing)
         self._begin()
 
@@ -234,8 +213,8 @@ class ShardWriter:
         return set(samples) - self._missing.keys()
 
     def append(self, sample: SampleTrace | FailedSample, configs: Sequence[EvictionConfig]) -> None:
-        """Store a sample with its text, measured for `configs`. Raises TraceError as `TraceWriter.append`."""
-        self._writer.append(with_text(sample, self._texts), configs)
+        """Store a sample that was measured for `configs`. Raises TraceError as `TraceWriter.append`."""
+        self._writer.append(sample, configs)
         self._missing.pop(sample.sample_id, None)
 
     def abandon(self) -> None:
@@ -268,16 +247,6 @@ class ShardWriter:
         if self.shard.is_done() and not self._missing and before and before.is_equivalent(self._record):
             return
         self.shard.begin(self._record)
-        if self._texts and not (before and before.with_text):
-            self._add_texts()
-
-    def _add_texts(self) -> None:
-        """Add the texts to samples stored without text."""
-        for entry in self.shard.journal.entries():
-            if entry.reason is None and not entry.shapes().keys() >= set(TEXT):
-                sample = with_text(SampleTrace(entry.sample_id, entry.arrays()), self._texts)
-                self.shard.journal.append(sample, entry.labels)
-                entry.path.unlink()
 
 
 def _missing_share(

@@ -10,7 +10,6 @@ import dataclasses
 import glob
 import json
 import re
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.run import BY, DIGESTS, METRICS, RunConfig, Shard
+from perturbkv.configs.run import DIGESTS, METRICS, RunConfig, Shard
 from perturbkv.errors import LockedOutputError, OutputError, PerturbkvError, TraceError
 from perturbkv.storage.atomic_files import write_atomically
 from perturbkv.storage.output import TEMPORARY, real_path, wait_until_free
@@ -85,36 +84,6 @@ _MOST_NAMED = 6
 
 
 @dataclass(frozen=True)
-class Command:
-    """The command line that measured a shard: its words, with None in place of the shard, and its working directory.
-
-    Without words the shard was measured by a Python call.
-    """
-
-    words: tuple[str | None, ...] = ()
-    folder: str = ""
-
-    def for_shard(self, shard: Shard) -> str:
-        """Return the command that measures the given shard of the same run."""
-        if not self.words:
-            argument = f"'{shard}'" if shard.by == BY[0] else f"pk.Shard.parse('{shard}', '{shard.by}')"
-            return f"pk.measure with the same arguments and shard={argument}"
-        return self._format([str(shard) if word is None else word for word in self.words])
-
-    def without_shard(self) -> str:
-        """Return the command that measures the same run unsharded."""
-        if not self.words:
-            return "pk.measure with the same arguments and no shard"
-        index = self.words.index(None)  # the word before it is the option's name, --shard
-        return self._format([str(word) for word in (*self.words[: index - 1], *self.words[index + 1 :])])
-
-    def _format(self, words: Sequence[str]) -> str:
-        """Return a command line for a shell, preceded by `cd` unless its folder is the current one."""
-        change_folder = "" if self.folder == str(Path.cwd()) else f"cd {shlex.quote(self.folder)} && "
-        return change_folder + shlex.join(words)
-
-
-@dataclass(frozen=True)
 class ShardRecord:
     """A shard's description of the whole run.
 
@@ -123,26 +92,20 @@ class ShardRecord:
         run: the whole run's configuration.
         sample_ids: ids of all samples of the run, in the order of the file.
         attrs: provenance of the shard's measurements.
-        with_text: whether its samples are stored with the text of prompts and answers.
-        kept: whether they are stored with kept positions.
-        command: the command that measured it.
     """
 
     shard: Shard
     run: RunConfig
     sample_ids: tuple[str, ...]
     attrs: Mapping[str, str]
-    with_text: bool
-    command: Command = Command()
-    kept: bool = True
 
     def share(self, shard: Shard) -> tuple[tuple[str, ...], tuple[EvictionConfig, ...]]:
         """Return the sample ids of a shard, and the configurations that it measures on each sample."""
         return shard.select(self.sample_ids, self.run.configs)
 
     def is_equivalent(self, other: ShardRecord) -> bool:
-        """Return whether both records describe the same share of the same run, whatever command and machine."""
-        return dataclasses.replace(self, attrs=other.attrs, command=other.command) == other
+        """Return whether both records describe the same share of the same run, whatever the machine."""
+        return dataclasses.replace(self, attrs=other.attrs) == other
 
     def shards(self) -> list[Shard]:
         """Return all shards into which the run is divided."""
@@ -151,7 +114,7 @@ class ShardRecord:
     def document(self) -> dict[str, Any]:
         """Return the record as a JSON object, without the run, which is stored in the journal."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "run"}
-        return {**values, "shard": dataclasses.asdict(self.shard), "command": dataclasses.asdict(self.command)}
+        return {**values, "shard": dataclasses.asdict(self.shard)}
 
 
 class ShardJournal:
@@ -173,14 +136,12 @@ class ShardJournal:
         try:
             record = json.loads((self.journal.folder / SHARD).read_text())
             shard = Shard(**record["shard"])
-            command = Command(tuple(record["command"]["words"]), record["command"]["folder"])
             ids, attrs = tuple(map(str, record["sample_ids"])), dict(record["attrs"])
         except (OSError, ValueError, KeyError, TypeError, PerturbkvError):
             return None
         if run is None or (shard.number, shard.count) != (self.shard.number, self.shard.count):
             return None
-        with_text, kept = record.get("with_text") is True, record.get("kept") is not False
-        return ShardRecord(shard, run, ids, attrs, with_text, command, kept)
+        return ShardRecord(shard, run, ids, attrs)
 
     def begin(self, record: ShardRecord) -> None:
         """Create the journal, store the record, and remove the mark of completion."""
@@ -252,8 +213,8 @@ def check_consistent(trace: Path, records: Iterable[ShardRecord]) -> None:
             differing = _name_values(fields, first.run, other.run, " and ")
             difference = f"which differ in {differing}" if fields else f"of {' and of '.join(divisions)}"
             raise OutputError(
-                f"{both}, {difference}; go on as the run was begun, {other.command.for_shard(other.shard)}, or without "
-                "--shard, which takes what all of them hold"
+                f"{both}, {difference}; go on as the run was begun, with --shard {other.shard}, or without --shard, "
+                "which takes what all of them hold"
             )
 
 

@@ -27,7 +27,7 @@ from perturbkv.storage.run.sample_parts import (
     single_complete_part,
 )
 from perturbkv.storage.run.shards import check_extends, differing_fields
-from perturbkv.storage.trace.texts import Texts, with_text, with_text_shapes, without_kept, without_kept_shapes
+from perturbkv.storage.trace.texts import Texts, with_text, without_kept
 from perturbkv.storage.trace.trace_file import describe_whole, open_trace, read_run, read_sample
 from perturbkv.storage.trace.trace_writing import write_trace
 from perturbkv.trace import FailedSample, SampleTrace
@@ -43,9 +43,6 @@ class ExistingTrace:
         sample_ids: all samples, in the order of the file.
         failures: id of each failed sample -> reason.
         labels: labels of the configurations.
-        with_text, with_kept, with_answers: ids of the samples stored with their prompt's text, with kept positions,
-            and with the text of answers.
-        has_answers: whether answers were generated.
 
     Raises TraceError where it is not a whole trace.
     """
@@ -55,10 +52,6 @@ class ExistingTrace:
         self.sample_ids: tuple[str, ...] = stored.sample_ids
         self.failures: dict[str, str] = stored.failures
         self.labels: tuple[str, ...] = tuple(stored.run.labels())
-        self.with_text: frozenset[str] = frozenset(stored.with_text)
-        self.with_kept: frozenset[str] = frozenset(stored.with_kept)
-        self.with_answers: frozenset[str] = frozenset(stored.with_answers)
-        self.has_answers: bool = "generated" in stored.variables
         self._path, self._stamp = path, path.stat().st_mtime_ns
         self._indices = {name: index for index, name in enumerate(stored.sample_ids) if name not in stored.failures}
 
@@ -135,9 +128,8 @@ class TraceWriter:
         overwrite: replace a trace or journal of another run. A file of another run, or one that is no whole trace,
             stays until this run's is whole and replaces it; a journal of another run is removed at once. A run that
             was killed in between is resumed only with `overwrite`: without it the other run's file is refused.
-        kept: whether the finished file has kept positions, where the samples were measured with them.
-        texts: texts of the samples' prompts and answers; the finished file has these and no others. None: samples keep
-            the texts that they were measured with.
+        texts: texts of prompts and answers, which the samples that are appended get.
+        kept: whether these samples keep the positions of kept entries.
         shards: journals of shards of this run, whose samples are included; `finish` removes them.
 
     Raises TraceError where a file or journal of another run exists and `overwrite` is False.
@@ -157,7 +149,7 @@ class TraceWriter:
         self.path = path
         self.run = run
         self.attrs: dict[str, str] = dict(attrs)
-        self.texts = texts
+        self.texts: Texts = texts or {}
         self.kept = kept
         self.sample_ids: tuple[str, ...] = tuple(sample_ids)
         self._check_ids()
@@ -185,29 +177,6 @@ class TraceWriter:
         """Return the ids of the samples that need no measurement: complete, or failed in this run."""
         return set(self.sample_ids) - self.missing().keys()
 
-    def count_text_changes(self) -> int:
-        """Return the number of the older file's finished samples that gain or lose their text."""
-        if self._old is None or self.texts is None:
-            return 0
-        return sum(self._changes_text(self._old, name) for name in self._old_samples(self._old))
-
-    def _changes_text(self, old: ExistingTrace, name: str) -> bool:
-        """Return whether a finished sample of the older file gains or loses the text of its prompt or answers."""
-        has_text = [name in old.with_text, *([name in old.with_answers] if old.has_answers else [])]
-        return any(has != bool(self.texts) for has in has_text)
-
-    def count_kept_changes(self) -> tuple[int, int]:
-        """Return the numbers of the older file's finished samples that lose kept positions, and that can get none."""
-        if self._old is None:
-            return 0, 0
-        finished = self._old_samples(self._old)
-        with_kept = sum(name in self._old.with_kept for name in finished)
-        return (0, len(finished) - with_kept) if self.kept else (with_kept, 0)
-
-    def _old_samples(self, old: ExistingTrace) -> list[str]:
-        """Return the ids of this run's samples that are complete in the older file."""
-        return [name for name in self.sample_ids if old.part(name) is not None]
-
     def append(self, sample: SampleTrace | FailedSample, configs: Sequence[EvictionConfig] | None = None) -> None:
         """Store a sample in the journal, measured for `configs` in this order, by default all of the run's.
 
@@ -225,7 +194,8 @@ class TraceWriter:
         if not self._begun:
             self._journal.begin(self.run)
             self._begun = True
-        entry = self._journal.append(sample if self.kept else without_kept(sample), labels)
+        stored = with_text(sample if self.kept else without_kept(sample), self.texts)
+        entry = self._journal.append(stored, labels)
         self._entries[sample.sample_id].append(entry)
         if isinstance(sample, FailedSample):
             self._failed_now.add(sample.sample_id)
@@ -363,22 +333,17 @@ class TraceWriter:
         old = self._old
         if old is None or old.sample_ids != self.sample_ids or set(old.labels) != set(self._configs):
             return False
-        losing_kept, _ = self.count_kept_changes()
-        if self.count_text_changes() or losing_kept:
-            return False
         return not any(self._entries[name] and self._parts(name) != [old.part(name)] for name in self.sample_ids)
 
     def _shapes(self, name: str) -> Shapes | None:
         """Return variable name -> shape of a sample in the finished file; None for a failed sample."""
         if name in self._lacking:
             return None
-        shapes = with_text_shapes(name, merged_shapes([part.shapes() for part in self._parts(name)]), self.texts)
-        return shapes if self.kept else without_kept_shapes(shapes)
+        return merged_shapes([part.shapes() for part in self._parts(name)])
 
     def _sample(self, name: str) -> SampleTrace | FailedSample:
         """Return a sample for the finished file, joined from its stored parts."""
         if name in self._lacking:
             return FailedSample(name, str(self._failure_reason(name)))
         parts = [(SampleTrace(name, part.arrays()), part.labels) for part in self._parts(name)]
-        sample = single_complete_part(parts, list(self._configs)) or join_parts(parts, list(self._configs))
-        return with_text(sample if self.kept else without_kept(sample), self.texts)
+        return single_complete_part(parts, list(self._configs)) or join_parts(parts, list(self._configs))

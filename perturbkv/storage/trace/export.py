@@ -129,23 +129,6 @@ def tokens_path(path: Path) -> Path:
     return path.with_name(f"{path.stem}.tokens{path.suffix}")
 
 
-def token_tables(path: Path) -> list[Path]:
-    """Return the token tables, of any suffix, beside the main table at `path`; a file of ours alone counts."""
-    candidates = [tokens_path(path.with_suffix(suffix)) for suffix in SUFFIXES]
-    return [one for one in candidates if one.is_file() and _is_token_table(one)]
-
-
-def _is_token_table(path: Path) -> bool:
-    """Return whether a CSV or Parquet file has the columns of a token table."""
-    try:
-        if path.suffix == ".csv":
-            with path.open("rb") as stream:  # 200 bytes: more than our header has
-                return stream.readline(200).decode().rstrip() == ",".join(f'"{name}"' for name in _TOKENS.names)
-        return bool(pa.parquet.read_schema(path).names == _TOKENS.names)
-    except (pa.ArrowInvalid, UnicodeDecodeError):
-        return False
-
-
 def write_tokens(trace: Trace, path: Path) -> int:
     """Write the table of the prompts' tokens, one row per token, as `write`, and return the number of rows.
 

@@ -1,8 +1,7 @@
-"""Optional contents of samples: adding or removing their text, and removing kept positions.
+"""Optional contents of samples: their text, and kept positions.
 
-No other variable depends on text, so that samples measured without it can get it later, and the other way round. The
-text of answers and of decoded tokens is decoded from the tokens that a sample stores. Kept positions are measured:
-removing them leaves digests, which show which sets are equal, and samples stored without them get none later.
+No other variable depends on text. The text of answers and of decoded tokens is decoded from the tokens that a sample
+stores. Removing kept positions leaves digests, which show which sets are equal.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.errors import TraceError
-from perturbkv.schema import ANSWER_TEXT, DIGEST, KEPT, TEXT, TEXTS, VARIABLES
-from perturbkv.storage.run.sample_parts import Arrays, Shapes, kept_digests
+from perturbkv.schema import ANSWER_TEXT, DIGEST, KEPT, TEXT
+from perturbkv.storage.run.sample_parts import Arrays, kept_digests
 from perturbkv.trace import FailedSample, SampleTrace
 
 _GENERATED = ("generated_full", "generated")
@@ -68,7 +67,7 @@ class SampleText:
 
 
 Texts = Mapping[str, SampleText]
-"""Sample id -> its text. An empty mapping removes the text of every sample."""
+"""Sample id -> its text."""
 
 
 def storable_text(text: str) -> str:
@@ -93,34 +92,13 @@ def token_texts(arrays: Arrays, sample_id: str) -> list[str]:
     return [text[first:last] for first, last in zip(starts, ends, strict=True)]
 
 
-def with_text(sample: SampleTrace | FailedSample, texts: Texts | None) -> SampleTrace | FailedSample:
-    """Return the sample with its texts replaced by those in `texts`, or removed where `texts` has none of it.
-
-    Unchanged where `texts` is None, and where the sample failed.
-    """
-    if texts is None or isinstance(sample, FailedSample):
-        return sample
-    others = {name: array for name, array in sample.arrays.items() if name not in TEXTS}
+def with_text(sample: SampleTrace | FailedSample, texts: Texts) -> SampleTrace | FailedSample:
+    """Return the sample with its text; unchanged where `texts` has none of it, and where the sample failed."""
     text = texts.get(sample.sample_id)
-    added = {**text.prompt, **text.tokens(others), **text.answers(others)} if text else {}
-    return SampleTrace(sample.sample_id, {**others, **added})
-
-
-def with_text_shapes(sample_id: str, shapes: Shapes, texts: Texts | None) -> Shapes:
-    """Return variable name -> shape of a sample after `with_text`, given the shapes before."""
-    if texts is None:
-        return shapes
-    others = {name: shape for name, shape in shapes.items() if name not in TEXTS}
-    text = texts.get(sample_id)
-    if text is None:
-        return others
-    tokens = len(text.prompt["prompt_token"])
-    added: Shapes = {name: (tokens,) if VARIABLES[name].is_concatenated else () for name in text.prompt}
-    if _OF_COMPRESSIONS in others:
-        added["token_text"] = others["token_id"]
-    if others.keys() >= set(_GENERATED):  # answers are not decoded for this: one text per configuration, (config,)
-        added |= {**dict.fromkeys(ANSWER_TEXT, ()), "answer": others["generated"][:1]}
-    return {**others, **added}
+    if text is None or isinstance(sample, FailedSample):
+        return sample
+    arrays = sample.arrays
+    return SampleTrace(sample.sample_id, {**arrays, **text.prompt, **text.tokens(arrays), **text.answers(arrays)})
 
 
 def without_kept(sample: SampleTrace | FailedSample) -> SampleTrace | FailedSample:
@@ -129,9 +107,3 @@ def without_kept(sample: SampleTrace | FailedSample) -> SampleTrace | FailedSamp
         return sample
     others = {name: array for name, array in sample.arrays.items() if name not in KEPT}
     return SampleTrace(sample.sample_id, {**others, DIGEST: kept_digests(sample.arrays)})
-
-
-def without_kept_shapes(shapes: Shapes) -> Shapes:
-    """Return variable name -> shape of a sample after `without_kept`, given the shapes before."""
-    others = {name: shape for name, shape in shapes.items() if name not in KEPT}
-    return {**others, DIGEST: shapes["kept_count"]} if "kept_code" in shapes else shapes
