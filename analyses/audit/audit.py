@@ -42,9 +42,6 @@ class PlainUse(Record):
 
     position: int | None = column("where the model puts the next token that it reads into the cache; null: it fails")
     expected: int = column("where it belongs: at n")
-    fed: int = column("tokens that `generate` feeds when it gets all ids and the first new one: 1 is right")
-    continued: str = column("what `generate` with the last id alone raises; empty where it goes on")
-    failed: str = column("what `generate` with all ids raises; empty where it goes on")
 
     @property
     def misplaces(self) -> bool:
@@ -52,26 +49,14 @@ class PlainUse(Record):
         return self.position not in (None, self.expected)
 
     def summary(self) -> str:
-        """Return the outcomes of a forward pass and two calls of `generate` as text, one per line."""
+        """Return where `model(token)` puts the next token, as text."""
         if self.position is None:
-            next_token = "fails: the cache does not say how many tokens it has seen"
-        elif self.position == self.expected:
-            next_token = f"right: the next token stands at {self.expected}"
-        else:
-            next_token = f"wrong: the next token stands at {self.position}, not {self.expected}; give position_ids"
-        if self.failed:
-            all_ids = f"fails: {self.failed}"
-        elif self.fed == 1:
-            all_ids = "right: feeds the new token alone"
-        else:
-            all_ids = f"wrong: feeds the prompt's last {self.fed - 1} tokens again"
-        last_id = f"fails: {self.continued}" if self.continued else "goes on"
-        return "\n".join([
-            "plain use of this cache",
-            f"model(token): {next_token}",
-            f"generate(all ids): {all_ids}",
-            f"generate(last id): {last_id}",
-        ])  # fmt: skip
+            return "model(token) fails: the cache does not say how many tokens it has seen"
+        if self.position == self.expected:
+            return f"model(token) is right: the next token stands at {self.expected}"
+        return (
+            f"model(token) is wrong: the next token stands at {self.position}, not {self.expected}; give position_ids"
+        )
 
 
 @record

@@ -176,6 +176,8 @@ class AuditedRun(Record):
         unmeasured: changes to windows and states of layers that are not measured, by their numbers in the model.
         unexpected: the first kept set that is not the one that was meant; None where all are, or nothing was.
         numbers: the measured layers' numbers in the model; empty where these are all.
+        next_position: where the cache says that the next token stands, which a plain call of the model follows; None
+            where it does not say it.
     """
 
     sample: str = column("of the prompt")
@@ -201,6 +203,7 @@ class AuditedRun(Record):
     unmeasured: tuple[Alteration, ...] = ()
     unexpected: Alteration | None = None
     numbers: tuple[int, ...] = ()
+    next_position: int | None = None
 
     @derived(heading="#floors", json=False, text=floors_text)
     def worst(self) -> float | None:

@@ -127,6 +127,7 @@ class ExternalRun:
         hides_all: whether the cache shows fewer entries than its attention gets, which are all.
         unmeasured: per row, what the eviction changed in layers that are not measured.
         reading: how the eviction read the prompts.
+        next_position: as in `AuditedRun`.
     """
 
     adapter: Adapter
@@ -146,11 +147,7 @@ class ExternalRun:
     hides_all: bool = False
     unmeasured: list[tuple[Alteration, ...]] = field(default_factory=list)
     reading: PromptReading | None = None
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """Numbers of the measured layers in a cache; empty where these are all."""
-        return measured_numbers(self.adapter)
+    next_position: int | None = None
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -164,6 +161,8 @@ class ExternalRun:
         """
         with record_reading(self.adapter) as calls:
             cache = self.eviction.read(self.adapter.model, self.situation.ids, self.situation.attention_mask)
+        with suppress(FailedError), external_code("", FailedError):
+            self.next_position = int(cache.get_seq_length())
         with external_code("looking at its cache raises", FailedError):  # its methods are not ours
             layers = self._attended_layers(cache)
             self._count_padding_as_the_eviction(cache, layers)
@@ -174,17 +173,16 @@ class ExternalRun:
             self._expect_keys_in_cache(layers)
             self._check_layers(cache)
             least = torch.finfo(self.adapter.dtype).eps
-            rests = [self._without_latents(rest) for rest in self.prompts.rests]
+            evicted = self.adapter.layer_indices if self.adapter.holds_latents else ()
             for row, padding in enumerate(self.situation.padding):
-                self.unmeasured.append(tuple(find_changes(cache, rests, row, padding, least)))
+                self.unmeasured.append(tuple(find_changes(cache, self.prompts.rests, row, padding, least, evicted)))
         lengths = self._layer_lengths(cache)
         for chunk in range(len(self.situation.chunks)):
             record = ForwardPass()
             try:
                 with external_code("looking at its cache raises", FailedError):
                     held = self._layer_lengths(cache)
-                if chunk and self.situation.cached is not None:
-                    with external_code("looking at its cache raises", FailedError):
+                    if chunk and self.situation.cached is not None:
                         self._expect_new_tokens_after(self._entries_before(cache, chunk))
                 with record_pass(self.adapter, record):
                     record.logits = self._logits(cache, chunk)
@@ -219,7 +217,8 @@ class ExternalRun:
                 sees_later=any(map(attends_to_later, self.passes)), hides=any(map(hides_entries, self.passes)),
                 misread=self.reading.misread if self.reading else None, parts=self.reading.parts if self.reading else 1,
                 reads_rounded=bool(self.reading and self.reading.rounded), worse=self.tracker.worse.get(row),
-                unmeasured=self.unmeasured[row] if self.unmeasured else (), numbers=self.numbers,
+                unmeasured=self.unmeasured[row] if self.unmeasured else (),
+                numbers=measured_numbers(self.adapter), next_position=self.next_position,
             )
             for row, padding in enumerate(self.situation.padding)
         ]  # fmt: skip
@@ -251,12 +250,12 @@ class ExternalRun:
         steps, layers = [], len(self.prompts.full)
         for step, (record, expected) in enumerate(zip(self.passes, reference, strict=bool(reference))):
             distances = pass_distances(record, expected, row, layers)
-            head, hidden, logits = (_to_numpy(getattr(distances, name)) for name in ("head", "hidden", "logits"))
             steps.append(
                 DecodingStep(
                     step=step, tokens=len(self.situation.chunks[step]),
-                    head_floors=head / _to_numpy(noise.head), hidden=hidden / _to_numpy(noise.hidden),
-                    logits=float(logits / _to_numpy(noise.logits)),
+                    head_floors=(distances.head.cpu() / noise.head).numpy(),
+                    hidden=(distances.hidden.cpu() / noise.hidden).numpy(),
+                    logits=float(distances.logits.cpu() / noise.logits),
                     same_token=bool(record.logits[row, -1].argmax() == expected.logits[row, -1].argmax()),
                     behind=self._position_lag(record, expected, row, rounds=rounds), fewer=record.fewer,
                     new_error=_new_entry_errors(record, expected, row, self.prompts.full),
@@ -291,11 +290,6 @@ class ExternalRun:
             return self._lag_above(record, reference, row)
         before = self.adapter.facts.layers[: self.adapter.layer_indices[0]]
         return 0.0 if any(layer.state for layer in before) else float("nan")
-
-    def _without_latents(self, rest: UnmeasuredLayers) -> UnmeasuredLayers:
-        """Return the rest of a reading without the layers whose latents may be evicted."""
-        evicted = self.adapter.layer_indices if self.adapter.holds_latents else ()
-        return {index: held for index, held in rest.items() if index not in evicted}
 
     def _lag_above(self, record: ForwardPass, reference: ForwardPass, row: int) -> float:
         """Return by how many positions a row's new keys lag behind the reference's in the first layer where they do.
@@ -594,8 +588,3 @@ def _key_distance(layers: Layers, full: Layers) -> float:
     except (UnreadableCacheError, IndexError):
         return 0.0
     return float(torch.cat(kept.key_distance).sum())
-
-
-def _to_numpy(tensor: Tensor) -> np.ndarray:
-    """Return a tensor as a float64 array."""
-    return tensor.detach().cpu().double().numpy()

@@ -140,7 +140,7 @@ class EntryTracker:
             for row, padding in enumerate(self.situation.padding)
         ]
         if self.original is not None:
-            rows = self._rematch_in_cache(self.original, entries, known, rows)
+            rows = self._rematch_in_cache(self.original, entries, rows)
         masks = []
         for layer, seen in enumerate(attended):
             by_row = [layers[layer] for layers in rows]
@@ -173,30 +173,24 @@ class EntryTracker:
     def convention_distances(self, layer: tuple[Tensor, Tensor]) -> dict[str, float]:
         """Return how far a first layer's keys, before the next pass, are from each convention of positions."""
         fixed, known = (self._all_entries(full[:1], [layer])[0] for full in (self.full, self.original or self.full))
-        return self._convention_distances(layer, fixed, known)
-
-    def _convention_distances(
-        self, layer: tuple[Tensor, Tensor], fixed: tuple[Tensor, Tensor], known: tuple[Tensor, Tensor]
-    ) -> dict[str, float]:
-        """Return `convention_distances` of a first layer, given all entries of `full` and of `original` in it."""
         rotation = self._known_positions(), self.situation.padding, frequencies_of(self.adapter)
         return convention_distances(layer, fixed, known, *rotation)
 
     def _rematch_in_cache(
-        self, original: Layers, entries: Layers, known: Layers, rows: list[list[RecoveredLayer]]
+        self, original: Layers, entries: Layers, rows: list[list[RecoveredLayer]]
     ) -> list[list[RecoveredLayer]]:
         """Return the matches of a pass, and add what the cache holds by them to `held`.
 
-        `rows` are the matches with `known`, whose keys stand where they stood before. Where entries went, and the keys
-        are nearer to the `original` ones rotated to their present places in the cache, these are matched instead.
+        `rows` are the matches with known entries whose keys stand where they stood before. Where entries went, and the
+        keys are nearer to the `original` ones rotated to their present places in the cache, these are matched instead.
         """
-        at_original = self._all_entries(original, entries)
         so_far = len(self.held[-1][0][0][0]) + self._new_count if self.held else (self.situation.cached or (0,))[0]
         if self.keys_move or entries[0][0].shape[2] < so_far:  # keys may have moved up
-            distances = self._convention_distances(entries[0], known[0], at_original[0])
+            distances = self.convention_distances(entries[0])
             if distances[IN_CACHE] < distances[ORIGINAL]:
                 rotation = self.situation.padding, self._known_positions(), frequencies_of(self.adapter)
-                rows, self.keys_move = match_all_at_zero(entries, at_original, *rotation), True
+                known = self._all_entries(original, entries)
+                rows, self.keys_move = match_all_at_zero(entries, known, *rotation), True
         self.held.append(held_positions(rows))
         return rows
 

@@ -17,6 +17,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -27,10 +28,10 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from scipy.linalg import hadamard
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 
 from perturbkv.auditing.dumps.dump_file import Dump, LayerDump, Request, read_dump
+from perturbkv.auditing.dumps.plain_entries import RoundedProducts
 from perturbkv.cache.external_cache import Layers
 from perturbkv.configs.audit_settings import SLOT_MAGIC, is_slot
 from perturbkv.configs.resources import Shape
@@ -385,7 +386,10 @@ def rounded_entries(
     for seed, factor in enumerate(_FACTORS):
         cache = _RoundingCache(stored, factor, flash)
         noise = torch.Generator().manual_seed(seed)
-        with _RoundedProducts(adapter, factor), _noisy_sums(adapter, stored, noise if flash else None):
+        with (
+            RoundedProducts(partial(_round_factor, adapter, factor)),
+            _noisy_sums(adapter, stored, noise if flash else None),
+        ):
             run_with_cache(adapter.base, ids, cache)
         yield [(layer.keys, layer.values) for layer in cache.layers]
 
@@ -416,31 +420,16 @@ class _RoundingCache(DynamicCache):  # type: ignore[misc]
         return keys, values
 
 
-class _RoundedProducts(TorchFunctionMode):
-    """Products with weights, within the block, of numbers rounded to the weights' type, or to 8 bits if quantised.
+def _round_factor(adapter: Adapter, factor: float, given: Tensor) -> Tensor:
+    """Return what a matrix is multiplied by, rounded to the weights' type, or to 8 bits if these are quantised.
 
-    They are multiplied by `factor` before they are rounded, and divided by it afterwards.
+    It is multiplied by `factor` before it is rounded, and divided by it afterwards; as it is if weights are in float32.
     """
-
-    def __init__(self, adapter: Adapter, factor: float) -> None:
-        super().__init__()
-        kind, self.factor, self.quantised = adapter.stored.kind, factor, adapter.stored.quantised
-        self.floating = getattr(torch, kind, torch.float32)
-        self.block = 256 if kind.endswith("_K") else 32
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch; in a product, with its first argument rounded."""
-        if func is nn.functional.linear:
-            args = (self._round(args[0]), *args[1:])
-        return func(*args, **(kwargs or {}))
-
-    def _round(self, given: Tensor) -> Tensor:
-        """Return what a matrix is multiplied by, rounded; as it is if weights are in float32."""
-        if self.quantised:
-            return _round_to_eight_bits(given, self.block, self.factor)
-        if self.floating == torch.float32:
-            return given
-        return (given * self.factor).to(self.floating).to(given) / self.factor
+    kind = adapter.stored.kind
+    if adapter.stored.quantised:
+        return _round_to_eight_bits(given, 256 if kind.endswith("_K") else 32, factor)
+    floating = getattr(torch, kind, torch.float32)
+    return given if floating == torch.float32 else (given * factor).to(floating).to(given) / factor
 
 
 def _round_to_eight_bits(numbers: Tensor, block: int, factor: float) -> Tensor:
