@@ -32,7 +32,6 @@ from perturbkv.schema import MEASURED_LAYERS
 from perturbkv.selection.external_eviction import PRESS, Eviction
 from perturbkv.selection.policies import kvpress
 
-POSITIONS_FILE = "positions file"
 _DEFAULT = Resources()
 
 
@@ -69,7 +68,7 @@ def audit_eviction(
         check_vocabulary(prompt, int(adapter.config.vocab_size), adapter.name)
     for prompt in used:
         _check_length(adapter, prompt, token_count(settings.steps, settings.situations))
-    kind = POSITIONS_FILE if isinstance(eviction, KeptFile) else eviction.kind
+    kind = "positions file" if isinstance(eviction, KeptFile) else eviction.kind
     about = provenance(adapter, source, len(used))
     meant = settings.expect if isinstance(settings.expect, str) else settings.expect.label()
     blank = Audit(

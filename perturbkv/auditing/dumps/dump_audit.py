@@ -277,7 +277,7 @@ class _DumpComparison:
             references, {name: self._known(name, index, full) for name, full in plain.items()},
             frozenset(request.id for request in self.dump.requests if request.finished),
             lambda: self._other_layers(index), self.adapter.frequencies,
-            lambda block: self.reader.alternatives(layer, block), layer.largest,
+            layer.largest,
         )  # fmt: skip
         others = []
         for name, own in entries.items():
@@ -344,7 +344,7 @@ class _DumpComparison:
         """Read a request's tokens from its dumped entries, computed as told, and record the reading."""
         cache = StoredCache(request.stored, request.replaced if faultless else {}, computation or Computation())
         with computation.attention(self.adapter) if computation else nullcontext():
-            logprobs = token_logprobs(self.adapter, request.request.token_ids, cache=cache).values
+            logprobs = token_logprobs(self.adapter, request.request.token_ids, cache=cache)[0]
         layers = [cache.computed_entries(index) for index in range(self.dump.layers)]
         request.readings.append(_Reading(layers, logprobs, faultless))
         return request.readings[-1]
@@ -644,8 +644,8 @@ class _DumpComparison:
             return np.nan, np.nan, 0
         engine = torch.tensor([request.logprobs[index] for index in given], dtype=torch.float64)
         told = [token_logprobs(self.adapter, request.token_ids, parts) for parts in _PARTS]
-        plain, *others = (one.values[given] for one in told)
-        floor = max(_LEAST_LOGPROB_FLOOR, told[0].rounding, *(float((plain - other).abs().amax()) for other in others))
+        plain, *others = (values[given] for values, _ in told)
+        floor = max(_LEAST_LOGPROB_FLOOR, told[0][1], *(float((plain - other).abs().amax()) for other in others))
         model = torch.stack([plain, *(one.logprobs[given] for one in comparison.readings)])
         above, below = engine - model.amax(dim=0), model.amin(dim=0) - engine
         distances = torch.maximum(above, below).clamp(min=0).nan_to_num(torch.inf)

@@ -8,7 +8,7 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from operator import methodcaller
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from perturbkv.auditing.dumps.layouts import BLOCK, TOKEN, Groups, Layout, Sizes, arrange
+from perturbkv.auditing.dumps.layouts import BLOCK, DIM, HEAD, KV, TOKEN, Groups, Layout, Sizes, arrange
 from perturbkv.cache.external_cache import Layers
 from perturbkv.configs.audit_settings import DUMP_HEADER
 from perturbkv.devices import dtype_name
@@ -129,7 +129,7 @@ class Dump:
     @property
     def sizes(self) -> Sizes:
         """The sizes of a block tensor's axes."""
-        return Sizes(self.block_size, self.kv_heads, self.head_size)
+        return {KV: 2, TOKEN: self.block_size, HEAD: self.kv_heads, DIM: self.head_size}
 
     def rounded_entries(self, adapter: Adapter, token_ids: Sequence[int]) -> Iterator[Layers]:
         """Yield the plain model's entries of tokens, rounded as the engine does, in several ways; none if not known."""
@@ -245,9 +245,9 @@ def _count_block_tokens(tensor: Tensor, groups: Groups, sizes: Sizes) -> int:
     size, group = joined[0] if joined else (1, ())
     if BLOCK in group:
         return 0
-    tokens = size // math.prod(sizes.size(axis) for axis in group if axis != TOKEN)
+    tokens = size // math.prod(sizes[axis] for axis in group if axis != TOKEN)
     try:
-        arrange(tensor, groups, replace(sizes, token=tokens))
+        arrange(tensor, groups, {**sizes, TOKEN: tokens})
     except ConfigError:
         return 0
     return tokens

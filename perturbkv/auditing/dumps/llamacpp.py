@@ -16,7 +16,7 @@ import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -90,11 +90,6 @@ class StorageForm:
         """Return how many bytes a row of `width` numbers has; those of a part of a block are rounded down."""
         numbers, nbytes = self.block
         return width * nbytes // numbers
-
-    def row_numbers(self, nbytes: int) -> int:
-        """Return how many numbers a row of `nbytes` bytes has, rounded down."""
-        numbers, block_bytes = self.block
-        return nbytes * numbers // block_bytes
 
     def dequantise(self, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Return the numbers (row, width) of rows of bytes (row, byte), in float32."""
@@ -190,11 +185,10 @@ class Slot(Dump):
         positions = torch.tensor(self.positions)
         order = positions.argsort(stable=True)
         keys, values = (self._read(part)[:, order] for part in self.parts[index])
-        grids = [part.stored.coarser_type(rows) for part, rows in zip(self.parts[index], (keys, values), strict=True)]
         earlier_rounding = tuple(
             f"{name} {grid}'s numbers in {part.stored.name}"
-            for name, grid, part in zip(("keys", "values"), grids, self.parts[index], strict=True)
-            if grid
+            for name, part, rows in zip(("keys", "values"), self.parts[index], (keys, values), strict=True)
+            if (grid := part.stored.coarser_type(rows))
         )
         return LayerDump(
             (), (torch.ones(()), torch.ones(())), torch.zeros(0, dtype=torch.int64),
@@ -240,7 +234,7 @@ def read_slot(path: Path, config: Any) -> Slot:
     """
     shape = Shape.from_config(config, itemsize=4, weights_bytes=0)  # only heads and components are used
     with path.open("rb") as stream:
-        return _Reader(path, stream, shape, config.model_type in _PAIRED).read()
+        return _Reader(path, stream, shape, config.model_type in _PAIRED, path.stat().st_size).read()
 
 
 def _refuse(path: Path, found: str) -> NoReturn:
@@ -263,10 +257,7 @@ class _Reader:
     stream: BinaryIO
     shape: Shape
     paired: bool
-    size: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.size = self.path.stat().st_size
+    size: int
 
     def read(self) -> Slot:
         """Return the slot. Raises UnreadableCacheError for anything that is not as expected."""
@@ -363,7 +354,8 @@ class _Reader:
             _refuse(self.path, f"{what} rotated in parts of {rotation}, and a head has {size} components")
         expected = [stored.row_bytes(1), width] if transposed else [stored.row_bytes(width)]
         if sizes != expected:
-            found = sizes[-1] if transposed else stored.row_numbers(sizes[0])
+            numbers, nbytes = stored.block
+            found = sizes[-1] if transposed else sizes[0] * numbers // nbytes
             _refuse(self.path, f"its model has {found:,} numbers a token in {what}, this one {width:,}")
         part = _Part(self.stream.tell(), cells * stored.row_bytes(width), stored, transposed)
         self._check_rest(part.nbytes)

@@ -1,14 +1,14 @@
 """What was done to dumped entries that differ from the plain model's.
 
 Every entry has an expected place: a request's token. Where an entry is not that token's, it is looked for among all
-tokens of all requests; then among other heads, layers, layouts and changes of its numbers.
+tokens of all requests; then among other heads, layers and changes of its numbers.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import cast
@@ -59,7 +59,6 @@ class LayerReference:
         finished: requests that have ended.
         other_layers: index of another layer -> its entries, request by request.
         frequencies: of the rotation.
-        alternatives: of a block, (layout in words, keys and values (kv_head, token, width)) in every other layout.
         largest: of keys and of values, the type that they are stored in and its largest number, times the scale: () or
             (kv_head, 1).
     """
@@ -69,7 +68,6 @@ class LayerReference:
     finished: frozenset[str]
     other_layers: Callable[[], Iterator[tuple[int, Mapping[str, Pair]]]]
     frequencies: Float[Tensor, " frequency"]
-    alternatives: Callable[[int], Iterator[tuple[str, Tensor, Tensor]]]
     largest: Sequence[tuple[str, Tensor]]
 
 
@@ -93,7 +91,6 @@ class _Run:
         keys, values: their entries.
         positions: the tokens that they stand for.
         block: id of their block; `REMOVED` in rows.
-        offsets: the entries' places inside the block.
         differing: which of them differ; the others are there for their neighbours' sake.
     """
 
@@ -102,7 +99,6 @@ class _Run:
     values: Float[Tensor, "kv_head entry d_value"]
     positions: Int[Tensor, " entry"]
     block: int
-    offsets: Int[Tensor, " entry"]
     differing: Bool[Tensor, "kv_head entry"]
 
     def plain_faults(self) -> dict[tuple[str, str], Bool[Tensor, "kv_head entry"]]:
@@ -127,7 +123,7 @@ class _Run:
         heads = tuple(head for head, chosen in zip(self.heads, rows.tolist(), strict=True) if chosen)
         return _Run(
             heads, self.keys[rows][:, columns], self.values[rows][:, columns], self.positions[columns], self.block,
-            self.offsets[columns], mask[rows][:, columns],
+            mask[rows][:, columns],
         )  # fmt: skip
 
 
@@ -149,10 +145,9 @@ def _runs(entries: Entries, far: Bool[Tensor, "kv_head entry"]) -> Iterator[_Run
         for run in torch.tensor_split(index, (begins.nonzero().squeeze(-1) + 1).tolist())[:_MOST_RUNS]:
             chosen = tuple(head for head, row in zip(group, differing, strict=True) if bool(row[run].any()))
             rows = list(chosen)
-            offsets = run % entries.block_size if entries.block_size else run
             yield _Run(
                 chosen, entries.keys[rows][:, run], entries.values[rows][:, run], entries.positions[rows[0], run],
-                int(entries.blocks[run[0]]), offsets, far[rows][:, run],
+                int(entries.blocks[run[0]]), far[rows][:, run],
             )  # fmt: skip
 
 
@@ -250,7 +245,6 @@ class _FaultSearch:
             or self._find_tokens()
             or self._find_place()
             or self._find_change("rounded", self._describe_rounding)
-            or self._find_layout()
             or self._describe_distance()
         )
 
@@ -453,24 +447,6 @@ class _FaultSearch:
             words = describe_base(find_base(*keys, self.likely_base()), frequencies)
         return ("rotation", f"keys {words}") if words else None
 
-    def _find_layout(self) -> tuple[str, str] | None:
-        """Find a layout in which the whole block holds what is expected, and in which these entries are others."""
-        if self.run.block == REMOVED:
-            return None
-        first, rows = int(self.run.positions[0] - self.run.offsets[0]), list(self.run.heads)
-        for words, *both in self.reference.alternatives(self.run.block):
-            full = [part[:, first : first + both[0].shape[1]] for part in self.full]
-            moved = [part[rows][:, self.run.offsets] for part in both]
-            if all(torch.equal(*each) for each in zip(moved, self.own, strict=True)):
-                continue
-            near = [
-                _relative_distances(part[:, : known.shape[1]], known) <= limit
-                for part, known, limit in zip(both, full, self.near, strict=True)
-            ]
-            if float(torch.stack(near).float().mean()) > _NEARLY_ALL:
-                return "layout", f"written as '{words}'"
-        return None
-
 
 def _relative_distances(
     own: Float[Tensor, "kv_head entry width"], expected: Float[Tensor, "kv_head entry width"]
@@ -489,19 +465,22 @@ def join_faults(found: Sequence[DumpFault], present: Mapping[str, float]) -> lis
     `present`: request -> number of its entries in a head of a layer. Where a fault is of nearly all of them, in every
     request, it is one of the whole dump.
     """
-    by_place: dict[tuple[object, ...], DumpFault] = {}
-    for fault in found:
-        place = (fault.request, fault.kind, fault.what, fault.first, fault.last)
-        by_place[place] = _join_two(by_place[place], fault) if place in by_place else fault
-    by_layers: dict[tuple[object, ...], DumpFault] = {}
-    for fault in by_place.values():
-        rest = (fault.request, fault.kind, fault.what, fault.layers, fault.heads)
-        by_layers[rest] = _join_two(by_layers[rest], fault) if rest in by_layers else fault
+    at_tokens = _join_alike(found, "request", "kind", "what", "first", "last")
+    in_layers = _join_alike(at_tokens, "request", "kind", "what", "layers", "heads")
     by_kind: dict[tuple[object, ...], list[DumpFault]] = {}
-    for fault in by_layers.values():
+    for fault in in_layers:
         by_kind.setdefault((fault.kind, fault.what, fault.layers, fault.heads), []).append(fault)
     joined = [fault for alike in by_kind.values() for fault in _join_requests(alike, present)]
     return sorted(joined, key=_by_cause)
+
+
+def _join_alike(found: Iterable[DumpFault], *names: str) -> Iterable[DumpFault]:
+    """Return the faults, those joined whose fields of these names are equal."""
+    joined: dict[tuple[object, ...], DumpFault] = {}
+    for fault in found:
+        alike = tuple(getattr(fault, name) for name in names)
+        joined[alike] = _join_two(joined[alike], fault) if alike in joined else fault
+    return joined.values()
 
 
 def _by_cause(fault: DumpFault) -> tuple[float, int, int, str]:

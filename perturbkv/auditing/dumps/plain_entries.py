@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -382,22 +382,12 @@ def unrotate_to_tokens(entries: Entries, frequencies: Float[Tensor, " frequency"
     return replace(entries, keys=torch.stack(keys))
 
 
-class TokenLogprobs(NamedTuple):
-    """Log-probabilities of a request's tokens, each after those before it; 0 for the first.
-
-    Attributes:
-        values: they.
-        rounding: how far rounding to the model's type moves the largest logit.
-    """
-
-    values: Float[Tensor, " token"]
-    rounding: float
-
-
 def token_logprobs(
     adapter: Adapter, token_ids: Sequence[int], parts: int = 1, cache: DynamicCache | None = None
-) -> TokenLogprobs:
-    """Return each token's log-probability.
+) -> tuple[Float[Tensor, " token"], float]:
+    """Return each token's log-probability after those before it, 0 for the first; and how far rounding moves a logit.
+
+    The latter is of the largest logit, to the model's type.
 
     The n tokens are read in passes of min(n, 256) / `parts`, rounded up, through `cache`; None: a new one.
     """
@@ -413,4 +403,4 @@ def token_logprobs(
         found.append(before.log_softmax(dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1).cpu())
         last = logits[-1:]
     values = torch.cat([torch.zeros(1, dtype=torch.float64), *found])
-    return TokenLogprobs(values, largest * torch.finfo(adapter.dtype).eps / 2)
+    return values, largest * torch.finfo(adapter.dtype).eps / 2
