@@ -276,8 +276,7 @@ class _DumpComparison:
         reference = LayerReference(
             references, {name: self._known(name, index, full) for name, full in plain.items()},
             frozenset(request.id for request in self.dump.requests if request.finished),
-            lambda: self._other_layers(index), self.adapter.frequencies,
-            layer.largest,
+            lambda: self._other_layers(index), self.adapter.frequencies, layer.largest,
         )  # fmt: skip
         others = []
         for name, own in entries.items():
