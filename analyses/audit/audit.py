@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from math import isnan
 from typing import Any, ClassVar
@@ -12,7 +12,7 @@ import numpy as np
 
 from perturbkv.analyses import text
 from perturbkv.analyses.audit.audited_runs import AuditedRun, Fault, floors_text, worst_floors
-from perturbkv.analyses.audit.cache_entries import FLOORS, ROUNDING
+from perturbkv.analyses.audit.cache_entries import FLOORS, ROUNDING, UNMEASURED
 from perturbkv.analyses.columns import Line, Record, column, derived, record, table
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.measurements import Floats
@@ -42,9 +42,6 @@ class PlainUse(Record):
 
     position: int | None = column("where the model puts the next token that it reads into the cache; null: it fails")
     expected: int = column("where it belongs: at n")
-    fed: int = column("tokens that `generate` feeds when it gets all ids and the first new one: 1 is right")
-    continued: str = column("what `generate` with the last id alone raises; empty where it goes on")
-    failed: str = column("what `generate` with all ids raises; empty where it goes on")
 
     @property
     def misplaces(self) -> bool:
@@ -52,26 +49,14 @@ class PlainUse(Record):
         return self.position not in (None, self.expected)
 
     def summary(self) -> str:
-        """Return the outcomes of a forward pass and two calls of `generate` as text, one per line."""
+        """Return where `model(token)` puts the next token, as text."""
         if self.position is None:
-            next_token = "fails: the cache does not say how many tokens it has seen"
-        elif self.position == self.expected:
-            next_token = f"right: the next token stands at {self.expected}"
-        else:
-            next_token = f"wrong: the next token stands at {self.position}, not {self.expected}; give position_ids"
-        if self.failed:
-            all_ids = f"fails: {self.failed}"
-        elif self.fed == 1:
-            all_ids = "right: feeds the new token alone"
-        else:
-            all_ids = f"wrong: feeds the prompt's last {self.fed - 1} tokens again"
-        last_id = f"fails: {self.continued}" if self.continued else "goes on"
-        return "\n".join([
-            "plain use of this cache",
-            f"model(token): {next_token}",
-            f"generate(all ids): {all_ids}",
-            f"generate(last id): {last_id}",
-        ])  # fmt: skip
+            return "model(token) fails: the cache does not say how many tokens it has seen"
+        if self.position == self.expected:
+            return f"model(token) is right: the next token stands at {self.expected}"
+        return (
+            f"model(token) is wrong: the next token stands at {self.position}, not {self.expected}; give position_ids"
+        )
 
 
 @record
@@ -100,13 +85,20 @@ def loss_table(title: str, losses: Sequence[AuditLoss]) -> list[Part]:
     return [table(title, lines, _LOSSES, "kept sets")] if lines else []
 
 
-def junit_xml(suite: ElementTree.Element, *tags: str) -> str:
-    """Return a JUnit test suite as XML, with its number of test cases, and of those with each of the tags.
+JunitCase = tuple[str, str, Mapping[str, str], str]
+"""Name of a test case, then its tag (failure, error, skipped, or empty), the tag's attributes, and its text."""
 
-    `tags` are failure, error or skipped. The counts are added to the attributes of `suite`.
-    """
+
+def junit_xml(classname: str, cases: Iterable[JunitCase]) -> str:
+    """Return a JUnit report as XML, with the numbers of its test cases and of those with each tag."""
+    suite = ElementTree.Element("testsuite", name="perturbkv audit")
+    for name, tag, about, text_of_tag in cases:
+        case = ElementTree.SubElement(suite, "testcase", classname=escape_line(classname), name=name)
+        if tag:
+            found = ElementTree.SubElement(case, tag, {key: escape_line(value) for key, value in about.items()})
+            found.text = text_of_tag or None
     names = {"failure": "failures", "error": "errors", "skipped": "skipped"}
-    counts = {names[tag]: str(len(suite.findall(f"testcase/{tag}"))) for tag in tags}
+    counts = {name: str(len(suite.findall(f"testcase/{tag}"))) for tag, name in names.items()}
     suite.attrib |= {"tests": str(len(suite)), **counts}
     ElementTree.indent(suite)
     return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
@@ -217,7 +209,10 @@ class Audit(Result):
     @property
     def obstacle(self) -> str:
         """Reason why there is no verdict; empty if the audit has a verdict."""
-        any_judged = any(run.entries is not None or run.damage or run.unmeasured for run in self.runs)
+        any_judged = any(
+            run.entries is not None or run.damage or any(one.kind == UNMEASURED for one in run.others)
+            for run in self.runs
+        )
         if any_judged and (self.faults or not self.unreadable):
             return ""
         if self.unreadable or not self.runs:
@@ -252,21 +247,9 @@ class Audit(Result):
         return ""
 
     def caveats(self) -> Sequence[str]:
-        """Return how many noise floors make a difference, where distances were measured, and a loss near random's."""
+        """Return how many noise floors make a difference, where distances were measured."""
         note = f"Floors are of the plain model with the same entries kept; more than {FLOORS} are a difference."
-        return [note] * any(run.steps for run in self.runs) + self._random_note()
-
-    def _random_note(self) -> list[str]:
-        """Return a note where the loss is nearer to that of random entries than to attention's; else nothing."""
-        lost = {loss.name: loss.isolated for loss in self.losses}
-        if not {"attention", "random"} <= set(lost):
-            return []
-        own = self.losses[0].isolated
-        if own - lost["attention"] <= lost["random"] - own:
-            return []
-        shown = {"isolated": own, "random": lost["random"], "attention": lost["attention"]}
-        numbers = ", ".join(f"{name} {text.three_digits(number, None)}" for name, number in shown.items())
-        return [f"It loses about what random entries do, or more: {numbers}."]
+        return [note] * any(run.steps for run in self.runs)
 
     def explain(self) -> list[Part]:
         """Return the meaning of every column and the further tables; nothing where no situation was run."""
@@ -299,24 +282,22 @@ class Audit(Result):
 
     def to_junit(self) -> str:
         """Return the audit as a JUnit report, which CI systems show: a test case per prompt, situation and row."""
-        suite = ElementTree.Element("testsuite", name="perturbkv audit")
+        return junit_xml(self.eviction, self._junit_cases())
+
+    def _junit_cases(self) -> Iterator[JunitCase]:
+        """Yield a test case per run, and one of the verdict where that is no fault of a run."""
         for run in self.runs:
-            case = ElementTree.SubElement(suite, "testcase", classname=escape_line(self.eviction), name=run.name)
             if run.fault is not None:
-                message = escape_line(run.difference)
-                failure = ElementTree.SubElement(case, "failure", type=run.fault.kind, message=message)
-                failure.text = _fault_clause(run.fault)
-            elif run.refused:
-                ElementTree.SubElement(case, "skipped", message=escape_line(run.refused))
-            elif run.sample in self.idle_prompts:
-                ElementTree.SubElement(case, "skipped", message="nothing was evicted")
+                about = {"type": run.fault.kind, "message": run.difference}
+                yield run.name, "failure", about, _fault_clause(run.fault)
+            else:
+                skipped = run.refused or ("nothing was evicted" if run.sample in self.idle_prompts else "")
+                yield run.name, "skipped" if skipped else "", {"message": skipped}, ""
         any_failed = any(run.fault for run in self.runs)
         if (self.exit_code and not any_failed) or self.unreadable:
-            case = ElementTree.SubElement(suite, "testcase", classname=escape_line(self.eviction), name="verdict")
             kind = UNREADABLE if self.unreadable else self.verdict
             tag = "failure" if EXIT_CODES[kind] == 1 else "error"
-            ElementTree.SubElement(case, tag, type=kind, message=escape_line(self.summary))
-        return junit_xml(suite, "failure", "error", "skipped")
+            yield "verdict", tag, {"type": kind, "message": self.summary}, ""
 
     def kept_share(self, most: int) -> Floats:
         """Return the share of positions that are kept, (layer, bin), mean over kept sets and prompts.
@@ -381,8 +362,8 @@ class Audit(Result):
         """Return a clause on the first entries that match none, and that decoding from them is right."""
         unknown = next(run for run in self.runs if run.is_unknown)
         first = unknown.first_unmatched
-        where = f"{first.location()}: {first.what} ({escape_line(first.sample)}, {first.situation})"
-        return f"{where}; {self._decoding_clause('the plain model with the same entries')}"
+        where = f"({escape_line(first.sample)}, {first.situation})"
+        return f"{first.place_and_cause()} {where}; {self._decoding_clause('the plain model with the same entries')}"
 
     def _decoding_clause(self, reference: str) -> str:
         """Return a clause on how near decoding is to its reference, with where keys stand and what is evicted."""
@@ -398,9 +379,11 @@ class Audit(Result):
         )
         unevicted = [run.name for run in self.runs if run.entries and not run.entries.evicted and not run.is_rounded]
         idle = f"; nothing was evicted in {', '.join(unevicted)}" if unevicted else ""
+        gone = max((run.entries.evicted_new for run in self.runs if run.entries), default=0)
+        generated = f"; of generated tokens {plural(gone, 'entry', 'entries')} went" if gone else ""
         return (
             f"at most {most} noise floors from {reference} in {plural(len(decoded), 'run')}{moved}"
-            f"{self._evicted_ends_clauses()}{self._generated_clause()}{idle}"
+            f"{self._evicted_ends_clauses()}{generated}{idle}"
         )
 
     def _rounding_clause(self) -> str:
@@ -409,7 +392,7 @@ class Audit(Result):
         changes = [change for run in rounded if run.entries for change in run.entries.altered]
         words = dict.fromkeys(change.what for change in changes if change.kind in ROUNDING)
         known = 0 < len(words) <= _MOST_WORDS and not any(what.endswith(" rounded") for what in words)
-        held = [np.stack([run.entries.key_distance, run.entries.value_distance]) for run in rounded if run.entries]
+        held = [run.entries.distances for run in rounded if run.entries]
         new = [step.new_error for run in rounded if run.rounds_new_tokens for step in run.own_steps]
         off = []
         for what, errors in (("the prompt", held if words else []), ("new tokens", new)):
@@ -417,11 +400,6 @@ class Audit(Result):
             if errors:
                 off.append(f"of {what} by at most {' and '.join(map(_percent, most))}")
         return f"{' and '.join(words) if known else 'keys and values rounded'}, {', '.join(off)}"
-
-    def _generated_clause(self) -> str:
-        """Return a clause on the entries of generated tokens that went; empty for none."""
-        gone = max((run.entries.evicted_new for run in self.runs if run.entries), default=0)
-        return f"; of generated tokens {plural(gone, 'entry', 'entries')} went" if gone else ""
 
     def _idle_clause(self) -> str:
         """Return a clause that nothing was evicted, in some prompts or in all."""
@@ -485,10 +463,9 @@ class Audit(Result):
 
 def _fault_clause(fault: Fault) -> str:
     """Return a clause on a fault: layer, head, entry and step, what it is, where it was found, how far it lies."""
-    where = f"{fault.location()}: " if fault.location() else ""
     far = "" if isnan(fault.floors) else f", {floors_text(fault.floors)} noise floors"
     row = f", row {fault.row}" if fault.situation == "batch" else ""
-    return f"{where}{fault.what} ({escape_line(fault.sample)}, {fault.situation}{row}{far})"
+    return f"{fault.place_and_cause()} ({escape_line(fault.sample)}, {fault.situation}{row}{far})"
 
 
 def _percent(share: float) -> str:

@@ -91,6 +91,10 @@ class Fault(Record):
         parts = (("layer", self.layer), ("head", self.head), ("entry", self.entry), ("step", self.step))
         return ", ".join(f"{name} {index}" for name, index in parts if index >= 0)
 
+    def place_and_cause(self) -> str:
+        """Return where it is, if anywhere, and what is wrong, as text."""
+        return f"{self.location()}: {self.what}" if self.location() else self.what
+
     def sort_key(self) -> tuple[int, int, int]:
         """Return the sort key of an audit's faults: the most telling kind first, then by situation and row."""
         return list(KINDS).index(self.kind), list(SITUATIONS).index(self.situation), self.row
@@ -169,13 +173,14 @@ class AuditedRun(Record):
         damage: what the eviction changed in the model, in words; empty where it is as before.
         sees_later: whether a token of a block attends to later tokens.
         hides: whether a token of a block misses an entry that the last token attends to.
-        misread: how the prompt was read as no plain model reads it; None where it was not.
         parts: number of parts in which the prompt was read, later ones through what was left of earlier ones; else 1.
         reads_rounded: whether the prompt's own attention got rounded entries.
         worse: a later pass and layer whose entries are much farther from the known ones than at first; None for none.
-        unmeasured: changes to windows and states of layers that are not measured, by their numbers in the model.
-        unexpected: the first kept set that is not the one that was meant; None where all are, or nothing was.
+        others: differences beside those of entries: how the prompt was read, changes to windows and states of layers
+            that are not measured (by their numbers in the model), the first kept set that is not the meant one.
         numbers: the measured layers' numbers in the model; empty where these are all.
+        next_position: where the cache says that the next token stands, which a plain call of the model follows; None
+            where it does not say it.
     """
 
     sample: str = column("of the prompt")
@@ -194,13 +199,12 @@ class AuditedRun(Record):
     damage: str = ""
     sees_later: bool = False
     hides: bool = False
-    misread: Alteration | None = None
     parts: int = 1
     reads_rounded: bool = False
     worse: tuple[int, int] | None = None
-    unmeasured: tuple[Alteration, ...] = ()
-    unexpected: Alteration | None = None
+    others: tuple[Alteration, ...] = ()
     numbers: tuple[int, ...] = ()
+    next_position: int | None = None
 
     @derived(heading="#floors", json=False, text=floors_text)
     def worst(self) -> float | None:
@@ -227,8 +231,7 @@ class AuditedRun(Record):
         """The first difference from the reference."""
         if self.fault is None:
             return f"refused: {self.refused}" if self.refused else "none"
-        where = self.fault.location()
-        return f"{where}: {self.fault.what}" if where else self.fault.what
+        return self.fault.place_and_cause()
 
     @property
     def name(self) -> str:
@@ -289,10 +292,9 @@ class AuditedRun(Record):
         """True where entries of new tokens are off by more than noise, at the right positions, near their originals."""
         if self.entries is None or not self.own_steps:
             return False
-        floors = np.stack([self.entries.key_floor, self.entries.value_floor])
         errors = [step.new_error for step in self.own_steps]
         right = all(step.behind == 0 for step in self.own_steps) and bool((np.array(errors) < MOST_ROUNDED).all())
-        return right and any(bool((error > FLOORS * floors).any()) for error in errors)
+        return right and any(bool((error > FLOORS * self.entries.floors).any()) for error in errors)
 
     @property
     def _unmatched(self) -> list[Fault]:
@@ -315,18 +317,17 @@ class AuditedRun(Record):
     def _wrong_differences(self) -> list[Fault]:
         """Return the differences that neither rounding nor unmatched entries explain."""
         wrong = [fault for fault in self._all_entry_differences if fault.kind not in (*ROUNDING, *UNMATCHED)]
-        rest = [replace(self._fault(one.kind, one.what, step=0), layer=one.layer) for one in self.unmeasured]
-        if self.misread:
-            wrong.append(self._fault(self.misread.kind, self.misread.what, self.misread.layer))
-        if one := self.unexpected:
-            wrong.append(self._fault(one.kind, one.what, one.layer, one.head, 0, one.entry))
+        for one in self.others:
+            step = -1 if one.kind == "reading" else 0
+            fault = self._fault(one.kind, one.what, one.layer, one.head, step, one.entry)
+            wrong.append(replace(fault, layer=one.layer) if one.kind == UNMEASURED else fault)
         compared = self.compared_steps
         if self.worse and compared is self.own_steps:
             step, layer = self.worse
             wrong.append(self._fault("changed", "entries change while it decodes", layer, step=step))
         if compared is self.own_steps:
             wrong += [fault for fault in self._strange_new_tokens() if fault.kind not in UNMATCHED]
-        return [*wrong, *rest, *self._decoding_difference(compared)]
+        return [*wrong, *self._decoding_difference(compared)]
 
     def _strange_new_tokens(self) -> Iterator[Fault]:
         """Yield a fault per step whose new tokens' entries are not the tokens' own, nor these rounded."""

@@ -58,8 +58,8 @@ class CacheEntries(Record):
         tokens: n of the prompt.
         kv_heads: key/value heads of a layer of the model; a cache may have a kept set per query head.
         first_duplicate, first_hidden: (layer, kept_head) first position of `duplicates` and of `hidden`; −1 for none.
-        key_distance, value_distance: (layer, kept_head) largest distance.
-        key_floor, value_floor: (layer,) its noise floor.
+        distances: (kind, layer, kept_head) largest distance of keys and of values.
+        floors: (kind, layer) their noise floors.
         evicted: entries, of the prompt or of tokens decoded since, that are not attended to, summed over kept sets, the
             most of all forward passes.
         evicted_new: those of tokens decoded since.
@@ -76,10 +76,8 @@ class CacheEntries(Record):
     hidden: Integers = column("entries of the prompt that the cache holds and a mask hides", dims=_SETS)
     first_hidden: Integers
     unordered: tuple[int, ...] = column("layers whose entries lie in another order than in the prompt")
-    key_distance: Floats
-    value_distance: Floats
-    key_floor: Floats
-    value_floor: Floats
+    distances: Floats
+    floors: Floats
     altered: tuple[Alteration, ...] = column("entries that are not the full cache's")
     repeated: tuple[int, ...] = column("layers that hold every entry once per query head", default=())
     changed: tuple[int, ...] = column("forward passes at which entries of the prompt went or changed", default=())
@@ -115,12 +113,12 @@ class CacheEntries(Record):
     @derived(dims=("layer",))
     def key_floors(self) -> Floats:
         """Distance of the worst key from the full cache's, in noise floors."""
-        return _largest_in_floors(self.key_distance, self.key_floor)
+        return _largest_in_floors(self.distances[0], self.floors[0])
 
     @derived(dims=("layer",))
     def value_floors(self) -> Floats:
         """Distance of the worst value from the full cache's, in noise floors."""
-        return _largest_in_floors(self.value_distance, self.value_floor)
+        return _largest_in_floors(self.distances[1], self.floors[1])
 
     @derived(heading="#per set", json=False)
     def per_set(self) -> str:
@@ -130,12 +128,12 @@ class CacheEntries(Record):
     @derived(heading="#first", json=False)
     def leading_entries(self) -> str:
         """Entries of the prompt's beginning that a kept set holds without a gap."""
-        return _range_text([_count_without_gap(kept_set) for kept_set in self._all_sets])
+        return _range_text([count_without_gap(kept_set) for kept_set in self._all_sets])
 
     @derived(heading="#last", json=False)
     def trailing_entries(self) -> str:
         """Entries of the prompt's end that a kept set holds without a gap."""
-        return _range_text([_count_without_gap(self.tokens - 1 - kept_set[::-1]) for kept_set in self._all_sets])
+        return _range_text([count_without_gap(self.tokens - 1 - kept_set[::-1]) for kept_set in self._all_sets])
 
     @derived(heading="odd", json=False)
     def oddities(self) -> str:
@@ -171,7 +169,7 @@ def _largest_in_floors(distance: Floats, floor: Floats) -> Floats:
     return np.asarray(np.divide(largest, floor, out=np.zeros_like(largest), where=largest > 0))
 
 
-def _count_without_gap(distances: Integers) -> int:
+def count_without_gap(distances: Integers) -> int:
     """Return how many entries follow one another from an end of the prompt on, from their ascending distances to it."""
     has_gap = np.append(distances != np.arange(len(distances)), True)
     return int(has_gap.argmax())

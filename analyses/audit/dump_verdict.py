@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from math import isnan, nan
 from typing import Any, ClassVar
-from xml.etree import ElementTree
 
 import numpy as np
 
-from perturbkv.analyses.audit.audit import DIFFERS, EXACT, EXIT_CODES, UNREADABLE, AuditLoss, junit_xml, loss_table
+from perturbkv.analyses.audit.audit import (
+    DIFFERS,
+    EXACT,
+    EXIT_CODES,
+    UNREADABLE,
+    AuditLoss,
+    JunitCase,
+    junit_xml,
+    loss_table,
+)
 from perturbkv.analyses.audit.audited_runs import floors_text
 from perturbkv.analyses.audit.cache_entries import FLOORS, Integers
 from perturbkv.analyses.columns import Line, Record, column, derived, record
@@ -28,7 +36,7 @@ DUMP_FAULTS: Mapping[str, str] = {
     "missing": "entries whose keys or values are zero, or that are in no block",
     "duplicate": "a token's entries several times",
     "swapped": "keys where values belong",
-    "scale": "keys or values times a constant, or read by attention with another scale than theirs",
+    "scale": "keys or values times a constant",
     "clipped": "keys or values clipped at the largest number of the type that they are stored in",
     "request": "entries of another request",
     "stale": "entries of a request that has ended",
@@ -39,7 +47,6 @@ DUMP_FAULTS: Mapping[str, str] = {
     "rotation": "keys rotated to other positions, or with another base",
     "layout": "entries in another layout than the one named",
     "rounded": "keys or values that went through fewer bits than the type that is named, or rounded towards zero",
-    "grouping": "entries computed by attention whose query heads read other key/value heads than their own",
     "context": "entries that are right in the first layer, and above it computed after other text",
     "changed": "keys or values that differ otherwise",
     "coarse": "entries that are all farther from the plain model's than rounding explains",
@@ -48,8 +55,6 @@ DUMP_FAULTS: Mapping[str, str] = {
 }
 """Kind of a fault of a dump -> its meaning."""
 _LAYERS, _KINDS = "layer", "keys, values"
-_MOST_FAULTS = 3
-"""Faults that are shown beside the first."""
 
 
 def dump_floors(dtype: str) -> int:
@@ -271,7 +276,7 @@ class DumpAudit(Result):
         return ""
 
     def caveats(self) -> Sequence[str]:
-        """Return further faults, and what the distances are relative to; nothing where no request was compared."""
+        """Return what the distances are relative to; nothing where no request was compared."""
         if not self.requests:
             return []
         units = ["keys, values: largest distance of one that does not differ, over its head's root mean square norm"]
@@ -279,10 +284,7 @@ class DumpAudit(Result):
             units.append("outputs, worst: median and largest ‖Δo_h‖₁ / ‖o_h‖₁ of all layers and heads")
         if not all(isnan(request.logprobs) for request in self.requests):
             units.append("log p: largest difference, nats")
-        others = [escape_line(fault.clause(self.layers)) for fault in self.faults[1:]]
-        hidden = [f"{len(others) - _MOST_FAULTS} more: --explain"] if len(others) > _MOST_FAULTS else []
-        also = [f"Also {'; '.join([*others[:_MOST_FAULTS], *hidden])}."] if others else []
-        return [*also, f"{'; '.join(units)}."]
+        return [f"{'; '.join(units)}."]
 
     def details(self) -> Sequence[Part]:
         """Return all faults, and a table of losses."""
@@ -306,22 +308,22 @@ class DumpAudit(Result):
 
     def to_junit(self) -> str:
         """Return the audit as a JUnit report: a test case per compared request, and one for the whole dump."""
-        suite = ElementTree.Element("testsuite", name="perturbkv audit")
+        return junit_xml(self.dump, self._junit_cases())
+
+    def _junit_cases(self) -> Iterator[JunitCase]:
+        """Yield a test case per request with entries or faults, then that of the whole dump."""
         by_request: dict[str, list[DumpFault]] = {name: [] for name in (*(one.request for one in self.requests), "")}
         for fault in self.faults:
             by_request.setdefault(fault.request, []).append(fault)
         for name, faults in by_request.items():
-            case = ElementTree.SubElement(
-                suite, "testcase", classname=escape_line(self.dump), name=escape_line(name) or "verdict"
-            )
+            shown = escape_line(name) or "verdict"
             differs = any(request.request == name and request.differing for request in self.requests)
             if faults or differs:  # entries that differ may be told by a fault of the whole dump
                 fault = (faults or by_request[""] or self.faults)[0]
-                message = escape_line(fault.clause(self.layers))
-                ElementTree.SubElement(case, "failure", type=fault.kind, message=message)
-            elif not name and self.verdict == UNREADABLE:
-                ElementTree.SubElement(case, "error", type=UNREADABLE, message=escape_line(self.summary))
-        return junit_xml(suite, "failure", "error")
+                yield shown, "failure", {"type": fault.kind, "message": fault.clause(self.layers)}, ""
+            else:
+                is_error = not name and self.verdict == UNREADABLE
+                yield shown, "error" if is_error else "", {"type": UNREADABLE, "message": self.summary}, ""
 
     def _exact_clause(self) -> str:
         """Return how near the entries are to the plain model's, and how many are gone."""

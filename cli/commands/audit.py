@@ -20,7 +20,7 @@ from perturbkv.cli.choices import check_distinct
 from perturbkv.cli.command_line import with_options
 from perturbkv.cli.data_options import DATA, DataOptions
 from perturbkv.cli.options import FigureOptions, JsonOption
-from perturbkv.cli.planned_run import WORTH_A_NOTE_S, encode_prompts, format_duration, run_folder
+from perturbkv.cli.planned_run import encode_prompts, run_folder
 from perturbkv.cli.saving import caption_files, content_test, draw_figure, figure_files, write_json
 from perturbkv.configs import plugins
 from perturbkv.configs.audit_settings import (
@@ -36,7 +36,6 @@ from perturbkv.configs.audit_settings import (
 from perturbkv.configs.choice import parse
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.display import plural
 from perturbkv.models.aliases import DEFAULT
 from perturbkv.storage.atomic_files import write_atomically
 from perturbkv.storage.output import OutputFile, OutputFolder
@@ -225,7 +224,7 @@ def _audit_engine(model: str, run: AuditOptions) -> int:
 
 def _audit_eviction(eviction: str, run: AuditOptions) -> Audit:
     """Return the audit of an external eviction; options are checked before weights are loaded."""
-    from perturbkv.auditing import KeptFile, audit_eviction, estimate_seconds, load_eviction
+    from perturbkv.auditing import KeptFile, audit_eviction, load_eviction
     from perturbkv.datasets import dataset_registry as datasets
     from perturbkv.models.loading import load_weights, open_model, pick_device, pick_dtype
 
@@ -241,9 +240,6 @@ def _audit_eviction(eviction: str, run: AuditOptions) -> Audit:
     )
     adapter = load_weights(files, pick_dtype(run.dtype, device), device, run.seed)
     source = {"dataset": prompts.dataset, "seed": str(prompts.seed)}
-    seconds = 0.0 if run.quick else estimate_seconds(adapter, prompts, external, settings)
-    if seconds >= WORTH_A_NOTE_S:
-        console.note(f"{plural(len(prompts), 'prompt')} to audit, {format_duration(seconds)} by a quick estimate")
     with console.progress("prompts", len(prompts)) as bar:
         return audit_eviction(adapter, prompts, external, settings, source, progress=bar.advance)
 

@@ -57,8 +57,8 @@ def audit(
         steps: forward passes after the eviction.
         situations: situations in which it is run: `single`, `block`, `batch`.
         losses: whether its loss is measured, with controls that keep as many entries.
-        plain_use: whether plain calls of the model with its cache are tried: `model(...)` and `generate`. Where these
-            put new tokens at wrong positions, and it brings no `decode`, the verdict is `differs`.
+        plain_use: whether it counts where plain calls of the model put new tokens: where that is at wrong positions,
+            and it brings no `decode`, the verdict is `differs`.
         allow: what makes no exit code 1: `lossy`, `unknown`, `idle`, `plain-use`.
         positions: `original`, `in-cache` (keys rotated to 0, 1, …, new tokens after them), or `auto`: whichever fits.
         expect: kept sets that it should have: a file of kept positions, a policy with its budget, `snapkv(b=128)`, or

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from perturbkv.auditing.dumps.vllm_engine import EngineRequest as EngineRequest
     from perturbkv.auditing.dumps.vllm_engine import dump_vllm as dump_vllm
     from perturbkv.auditing.eviction_audit import audit_eviction as audit_eviction
-    from perturbkv.auditing.eviction_audit import estimate_seconds as estimate_seconds
     from perturbkv.auditing.evictions import load_eviction as load_eviction
     from perturbkv.auditing.positions_file import KeptFile as KeptFile
 
@@ -33,7 +32,6 @@ _MODULES = {
     "EngineRequest": "dumps.vllm_engine",
     "dump_vllm": "dumps.vllm_engine",
     "audit_eviction": "eviction_audit",
-    "estimate_seconds": "eviction_audit",
     "load_eviction": "evictions",
     "KeptFile": "positions_file",
 }

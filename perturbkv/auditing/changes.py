@@ -31,8 +31,6 @@ _SAME_BASE = 0.002
 """Largest relative difference of two bases that are one."""
 _AS_NEAR = 1.02
 """Ratio of the distances that two bases leave up to which the rounder one is taken."""
-_SAME_FACTOR = 1e-3
-"""Largest relative difference of two factors that are one."""
 _CLIPPED = 0.07
 """Share of a limit beyond which a number that is there was cut off: e4m3 rounds by half of an eighth."""
 _OUTLYING = 20
@@ -234,12 +232,10 @@ def describe_rounding(entries: Float[Tensor, "entry width"], full: Float[Tensor,
     return ""
 
 
-def describe_scale(
-    entries: Float[Tensor, "entry width"], full: Float[Tensor, "entry width"], floor: float, known: float = 1.0
-) -> str:
+def describe_scale(entries: Float[Tensor, "entry width"], full: Float[Tensor, "entry width"], floor: float) -> str:
     """Return the constant by which all entries of a head were multiplied, in words; empty if there is none.
 
-    `floor` is the noise floor of an entry, relative to its length; `known` the factor of the model's rotations.
+    `floor` is the noise floor of an entry, relative to its length.
     """
     own, expected = entries.double(), full.double()
     if not bool(own.any()):
@@ -248,8 +244,7 @@ def describe_scale(
     rest = torch.linalg.vector_norm(own - factor * expected) / torch.linalg.vector_norm(own)
     if abs(factor - 1) <= FLOORS * floor or not bool(rest <= FLOORS * max(floor, torch.finfo(entries.dtype).eps)):
         return ""
-    whose = ", which the model's rotations do already" if known != 1 and abs(factor / known - 1) < _SAME_FACTOR else ""
-    return f"multiplied by {factor:.4g}{whose}"
+    return f"multiplied by {factor:.4g}"
 
 
 def describe_clipping(entries: Float[Tensor, "entry width"], full: Float[Tensor, "entry width"]) -> str:

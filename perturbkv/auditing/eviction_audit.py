@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
-from transformers import Cache
 
 import perturbkv
 from perturbkv import memory
@@ -19,31 +14,24 @@ from perturbkv.analyses.audit.audit import Audit, PlainUse
 from perturbkv.analyses.audit.audited_runs import AuditedRun
 from perturbkv.auditing.expected_sets import compare_kept_sets, expected_sets, load_expected
 from perturbkv.auditing.external_run import run_eviction
-from perturbkv.auditing.forward_passes import BLOCK, Situation, make_situation, token_count
+from perturbkv.auditing.forward_passes import BLOCK, make_situation, token_count
 from perturbkv.auditing.loss import Sets, measure_losses
 from perturbkv.auditing.positions import keys_can_move
 from perturbkv.auditing.positions_file import KeptFile, audit_file, select_prompt
 from perturbkv.auditing.reference import check_attention, decode_greedily, prompt_entries
-from perturbkv.cache.model_state import ModelState, describe_damage, foreign_code
+from perturbkv.cache.model_state import ModelState, foreign_code
 from perturbkv.configs.audit_settings import IN_CACHE, AuditSettings
 from perturbkv.configs.choice import parse
 from perturbkv.configs.layer_types import format_measured
-from perturbkv.configs.plugins import external_code
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt, check_length, check_vocabulary
 from perturbkv.devices import dtype_name, full_precision
 from perturbkv.errors import ConfigError, PerturbkvError, UnreadableCacheError
 from perturbkv.models.adapter import Adapter, check_long_rotations, check_sliding_window
-from perturbkv.models.forward import cache_argument
-from perturbkv.pipeline.sample.capture import Observer, capture
-from perturbkv.pipeline.variants.readers import time_full_prefill
 from perturbkv.schema import MEASURED_LAYERS
-from perturbkv.selection.external_eviction import PRESS, Eviction, FailedError, RefusedError
+from perturbkv.selection.external_eviction import PRESS, Eviction
 from perturbkv.selection.policies import kvpress
 
-POSITIONS_FILE = "positions file"
-_READINGS, _LOSS_READINGS = 5, 6
-"""Prefills of a prompt that its reading in several ways costs, decoding included, and those of its losses."""
 _DEFAULT = Resources()
 
 
@@ -80,14 +68,14 @@ def audit_eviction(
         check_vocabulary(prompt, int(adapter.config.vocab_size), adapter.name)
     for prompt in used:
         _check_length(adapter, prompt, token_count(settings.steps, settings.situations))
-    kind = POSITIONS_FILE if isinstance(eviction, KeptFile) else eviction.kind
+    kind = "positions file" if isinstance(eviction, KeptFile) else eviction.kind
     about = provenance(adapter, source, len(used))
     meant = settings.expect if isinstance(settings.expect, str) else settings.expect.label()
     blank = Audit(
         eviction.name, kind, about, len(adapter.layers), adapter.heads, adapter.kv_heads, expected=meant
     )  # fmt: skip
     runs: list[AuditedRun] = []
-    plain, damage = None, ""
+    plain: PlainUse | None = None
     sets = expected_sets(adapter, used, load_expected(settings.expect), resources) if meant else []
     try:
         if found := foreign_code(adapter.model):
@@ -104,25 +92,11 @@ def audit_eviction(
                 return dataclasses.replace(blank, runs=tuple(runs), lossless=runs[-1].damage)
         if settings.plain_use and isinstance(eviction, Eviction) and not eviction.places_new_tokens:
             evicted = next((run for run in runs if run.entries and run.entries.evicted and not run.row), runs[0])
-            prompt = next(prompt for prompt in used if prompt.sample_id == evicted.sample)
-            plain, damage = _plain_use_and_damage(adapter, prompt, eviction, evicted, before)
+            plain = _plain_use(evicted)
     except UnreadableCacheError as error:
         return dataclasses.replace(blank, runs=tuple(runs), unreadable=error.reason)
-    audit = dataclasses.replace(blank, runs=tuple(runs), plain_use=plain, lossless=damage)
-    return _add_losses(audit, adapter, used, resources) if settings.losses and not damage else audit
-
-
-def estimate_seconds(
-    adapter: Adapter, prompts: Sequence[Prompt], eviction: Eviction | KeptFile, settings: AuditSettings
-) -> float:
-    """Return a rough estimate of an audit's duration, in seconds, from one prefill of the shortest prompt."""
-    shortest = min(prompts, key=lambda prompt: len(prompt.token_ids))
-    seconds = time_full_prefill(adapter, shortest.token_ids) / len(shortest.token_ids)
-    rows = sum(2 if name == "batch" else 1 for name in settings.situations)
-    alone = any(name != "batch" for name in settings.situations)  # the prompt alone is read once for all of these
-    prefills = _READINGS * (alone + rows) if not isinstance(eviction, KeptFile) else _READINGS
-    prefills += _LOSS_READINGS if settings.losses else 0
-    return seconds * prefills * sum(len(prompt.token_ids) for prompt in prompts)
+    audit = dataclasses.replace(blank, runs=tuple(runs), plain_use=plain)
+    return _add_losses(audit, adapter, used, resources) if settings.losses else audit
 
 
 def _check_length(adapter: Adapter, prompt: Prompt, steps: int) -> None:
@@ -176,74 +150,12 @@ def _audit_prompt(
             break
 
 
-def _plain_use_and_damage(
-    adapter: Adapter, prompt: Prompt, eviction: Eviction, run: AuditedRun, before: ModelState
-) -> tuple[PlainUse | None, str]:
-    """Return how plain model calls use the evicted cache, None for a failing eviction; and how they changed the model.
-
-    The latter in words, empty where they did not; the model is put back as it was `before`. `run` is of the prompt,
-    and shows at which position the next token belongs.
-    """
-    ids = torch.tensor(prompt.token_ids, device=adapter.device)
-    single = make_situation("single", ids, ids[-1:], 1)
-    if run.positions == IN_CACHE and run.entries is not None:
-        single = dataclasses.replace(single, cached=(run.entries.held_in_first_layer,))
-    plain = None
-    try:
-        plain = measure_plain_use(adapter, eviction, single)
-    except (FailedError, RefusedError):  # the runs record what reading raises
-        pass
-    finally:
-        damage = describe_damage(before.restore())
-    return plain, damage
-
-
-def measure_plain_use(adapter: Adapter, eviction: Eviction, situation: Situation) -> PlainUse:
-    """Return how a model call and `generate` use the cache after the prompt, in a situation `single`.
-
-    Each call of `generate` gets a new cache. Exceptions of its calls are recorded; those of the eviction's reading are
-    raised.
-    """
-    lengths: list[int] = []
-    token = situation.new_tokens(0)[:, :1]
-    prompt_and_token = torch.cat([situation.ids, token], dim=-1)  # as a user of `generate` passes them
-
-    def new_cache() -> Cache:
-        return eviction.read(adapter.model, situation.ids, situation.attention_mask)
-
-    first, position = new_cache(), None
-    with contextlib.suppress(FailedError), external_code("", FailedError):  # as the model numbers a new token
-        position = int(first.get_seq_length())
-    return PlainUse(
-        position=position,
-        expected=situation.entries if situation.cached is None else situation.cached[0],
-        failed=_failure_text(lambda: _generate(adapter, first, prompt_and_token, lengths)),
-        fed=lengths[0] if lengths else 0,
-        continued=_failure_text(lambda: _generate(adapter, new_cache(), token, [])),
-    )
-
-
-def _generate(adapter: Adapter, cache: Cache, ids: Tensor, lengths: list[int]) -> None:
-    """Generate one token from a cache and `ids`; append the token count of every forward pass to `lengths`."""
-
-    def count(layer: int, hidden: Tensor) -> None:
-        if layer == 0:
-            lengths.append(hidden.shape[1])
-
-    options: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
-    with warnings.catch_warnings(), capture(adapter, Observer(hidden=count)):
-        warnings.simplefilter("ignore")
-        adapter.model.generate(ids, **{cache_argument(type(adapter.model).forward): cache}, **options)
-
-
-def _failure_text(call: Callable[[], object]) -> str:
-    """Return the exception raised by a call as one line of text; empty if none is raised."""
-    try:
-        with external_code("", FailedError):
-            call()
-    except PerturbkvError as error:
-        return str(error).strip()
-    return ""
+def _plain_use(run: AuditedRun) -> PlainUse | None:
+    """Return where a plain call of the model puts the token after a run's prompt; None for a run without entries."""
+    if run.entries is None:
+        return None
+    in_cache = run.positions == IN_CACHE
+    return PlainUse(run.next_position, run.entries.held_in_first_layer if in_cache else run.tokens)
 
 
 def _add_losses(audit: Audit, adapter: Adapter, prompts: Sequence[Prompt], resources: Resources) -> Audit:

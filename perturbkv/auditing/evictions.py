@@ -18,9 +18,6 @@ from perturbkv.selection.external_eviction import Eviction, callable_eviction, n
 from perturbkv.selection.policies import kvpress
 from perturbkv.selection.policies.kvpress import is_press
 
-_FORMS = "file.py:name(option=value, …), a .npz or .json file of kept positions, or kvpress:Press(…)"
-"""Texts that name an eviction, for messages."""
-
 
 def load_eviction(source: Any, budget: Budget | None = None) -> Eviction | KeptFile:
     """Return the eviction, or the file of kept positions, denoted by a text or an object; only presses take `budget`.
@@ -47,7 +44,10 @@ def load_eviction(source: Any, budget: Budget | None = None) -> Eviction | KeptF
     choice = parse(text)
     path, colon, _ = choice.name.rpartition(":")
     if not colon or not path.endswith(".py"):
-        raise ConfigError(f"expected an eviction as {_FORMS}, got '{text}'{_describe_path(Path(text))}")
+        raise ConfigError(
+            "expected an eviction as file.py:name(option=value, …), a .npz or .json file of kept positions, or "
+            f"kvpress:Press(…), got '{text}'{_describe_path(Path(text))}"
+        )
     return named_eviction(choice)
 
 

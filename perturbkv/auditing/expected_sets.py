@@ -67,7 +67,7 @@ def expected_sets(
 
 
 def compare_kept_sets(run: AuditedRun, expected: Sets, prompt: Prompt) -> AuditedRun:
-    """Return the run, with its first kept set that is not the expected one as `unexpected`.
+    """Return the run, with its first kept set that is not the expected one among `others`.
 
     Sets with entries that match none are left out, as these have a fault of their own. Where keys stand at their places
     in the cache, equal tokens have equal entries in the first layer, and any of them is as good. Only the first row of
@@ -92,23 +92,14 @@ def compare_kept_sets(run: AuditedRun, expected: Sets, prompt: Prompt) -> Audite
     if not wrong:
         return run
     layer, head = wrong[0]
-    what, entry = _describe(kept[layer][head], layer, head, meant)
+    what, entry = _describe(kept[layer][head], meant[layer][head])
     what += f"; {len(wrong):,} of {plural(len(places), 'kept set')} are not the expected ones"
-    return dataclasses.replace(run, unexpected=Alteration(layer, head, "unexpected", what, entry))
+    return dataclasses.replace(run, others=(*run.others, Alteration(layer, head, "unexpected", what, entry)))
 
 
-def _describe(kept: Integers, layer: int, head: int, meant: Sequence[Sequence[Integers]]) -> tuple[str, int]:
-    """Return what a kept set is instead of the one that is meant, and the first entry concerned.
-
-    Whose set it is, is said where that is one other head's of the layer, or the same head's of one other layer.
-    """
-    own = meant[layer][head]
-    lacks, others = np.setdiff1d(own, kept), np.setdiff1d(kept, own)
+def _describe(kept: Integers, meant: Integers) -> tuple[str, int]:
+    """Return what a kept set is instead of the one that is meant, and the first entry concerned."""
+    lacks, others = np.setdiff1d(meant, kept), np.setdiff1d(kept, meant)
     entry = int(min([*lacks[:1], *others[:1]]))
-    heads = [f"head {one}" for one, sets in enumerate(meant[layer]) if np.array_equal(sets, kept)]
-    layers = [f"layer {one}" for one, sets in enumerate(meant) if np.array_equal(sets[head], kept)]
-    if len(whose := [*heads, *layers]) == 1:
-        return f"it keeps what {whose[0]} was meant to keep", entry
     missing = f"it lacks {plural(len(lacks), 'entry', 'entries')} that should stay"
-    parts = [missing] * bool(len(lacks)) + [f"it keeps {plural(len(others), 'other')}"] * bool(len(others))
-    return f"{' and '.join(parts)}, the first {entry}", entry
+    return f"{missing} and keeps {plural(len(others), 'other')}, the first {entry}", entry

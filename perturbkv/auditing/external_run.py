@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache
 
 from perturbkv.analyses.audit.audited_runs import AuditedRun, DecodingStep
 from perturbkv.analyses.audit.cache_entries import FLOORS, MOST_ROUNDED, Alteration, CacheEntries
 from perturbkv.auditing.changes import excess_rotations
 from perturbkv.auditing.forward_passes import (
-    Attend,
     ForwardPass,
     Situation,
     attends_to_later,
@@ -67,15 +65,12 @@ from perturbkv.configs.plugins import external_code
 from perturbkv.errors import UnreadableCacheError
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.forward import run_with_cache
-from perturbkv.models.interface import AttentionFunction
 from perturbkv.selection.external_eviction import Eviction, FailedError, RefusedError, eviction_code
 
 _MOST_SHIFT = 4096
 """Largest number of positions that keys of new tokens are tested to lag behind."""
 _CLEAR_RATIO = 10
 """Ratio of the distances from two conventions of positions above which rounding does not explain which is nearer."""
-_KEYS = 0
-"""Index of keys in noise floors (kind, layer)."""
 _ENOUGH_KEYS = 4
 """Least number of keys of new tokens, over heads, whose common rotation under rounding is no chance."""
 _DEFAULT = AuditSettings()
@@ -127,6 +122,7 @@ class ExternalRun:
         hides_all: whether the cache shows fewer entries than its attention gets, which are all.
         unmeasured: per row, what the eviction changed in layers that are not measured.
         reading: how the eviction read the prompts.
+        next_position: as in `AuditedRun`.
     """
 
     adapter: Adapter
@@ -144,13 +140,9 @@ class ExternalRun:
     refused: str = ""
     damage: str = ""
     hides_all: bool = False
-    unmeasured: list[tuple[Alteration, ...]] = field(default_factory=list)
+    unmeasured: dict[int, list[Alteration]] = field(default_factory=dict)
     reading: PromptReading | None = None
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """Numbers of the measured layers in a cache; empty where these are all."""
-        return measured_numbers(self.adapter)
+    next_position: int | None = None
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -164,6 +156,8 @@ class ExternalRun:
         """
         with record_reading(self.adapter) as calls:
             cache = self.eviction.read(self.adapter.model, self.situation.ids, self.situation.attention_mask)
+        with suppress(FailedError), external_code("", FailedError):
+            self.next_position = int(cache.get_seq_length())
         with external_code("looking at its cache raises", FailedError):  # its methods are not ours
             layers = self._attended_layers(cache)
             self._count_padding_as_the_eviction(cache, layers)
@@ -174,17 +168,16 @@ class ExternalRun:
             self._expect_keys_in_cache(layers)
             self._check_layers(cache)
             least = torch.finfo(self.adapter.dtype).eps
-            rests = [self._without_latents(rest) for rest in self.prompts.rests]
+            evicted = self.adapter.layer_indices if self.adapter.holds_latents else ()
             for row, padding in enumerate(self.situation.padding):
-                self.unmeasured.append(tuple(find_changes(cache, rests, row, padding, least)))
+                self.unmeasured[row] = [*find_changes(cache, self.prompts.rests, row, padding, least, evicted)]
         lengths = self._layer_lengths(cache)
         for chunk in range(len(self.situation.chunks)):
             record = ForwardPass()
             try:
                 with external_code("looking at its cache raises", FailedError):
                     held = self._layer_lengths(cache)
-                if chunk and self.situation.cached is not None:
-                    with external_code("looking at its cache raises", FailedError):
+                    if chunk and self.situation.cached is not None:
                         self._expect_new_tokens_after(self._entries_before(cache, chunk))
                 with record_pass(self.adapter, record):
                     record.logits = self._logits(cache, chunk)
@@ -217,9 +210,10 @@ class ExternalRun:
                 own_steps=self._compare_steps(row, own, noise, rounds=_may_round(compared[row])) if noise else (),
                 allowed=self.settings.allow, failed_layer=self.failed_layer, damage=self.damage,
                 sees_later=any(map(attends_to_later, self.passes)), hides=any(map(hides_entries, self.passes)),
-                misread=self.reading.misread if self.reading else None, parts=self.reading.parts if self.reading else 1,
+                parts=self.reading.parts if self.reading else 1,
                 reads_rounded=bool(self.reading and self.reading.rounded), worse=self.tracker.worse.get(row),
-                unmeasured=self.unmeasured[row] if self.unmeasured else (), numbers=self.numbers,
+                others=(*(self.reading.misread if self.reading else ()), *self.unmeasured.get(row, ())),
+                numbers=measured_numbers(self.adapter), next_position=self.next_position,
             )
             for row, padding in enumerate(self.situation.padding)
         ]  # fmt: skip
@@ -251,12 +245,12 @@ class ExternalRun:
         steps, layers = [], len(self.prompts.full)
         for step, (record, expected) in enumerate(zip(self.passes, reference, strict=bool(reference))):
             distances = pass_distances(record, expected, row, layers)
-            head, hidden, logits = (_to_numpy(getattr(distances, name)) for name in ("head", "hidden", "logits"))
             steps.append(
                 DecodingStep(
                     step=step, tokens=len(self.situation.chunks[step]),
-                    head_floors=head / _to_numpy(noise.head), hidden=hidden / _to_numpy(noise.hidden),
-                    logits=float(logits / _to_numpy(noise.logits)),
+                    head_floors=(distances.head.cpu() / noise.head).numpy(),
+                    hidden=(distances.hidden.cpu() / noise.hidden).numpy(),
+                    logits=float(distances.logits.cpu() / noise.logits),
                     same_token=bool(record.logits[row, -1].argmax() == expected.logits[row, -1].argmax()),
                     behind=self._position_lag(record, expected, row, rounds=rounds), fewer=record.fewer,
                     new_error=_new_entry_errors(record, expected, row, self.prompts.full),
@@ -282,7 +276,7 @@ class ExternalRun:
         keys = first_of_groups(record.new_entries(0), reference_keys.shape[1])[0][row]
         length = torch.linalg.vector_norm(expected.float(), dim=-1)
         distance = torch.linalg.vector_norm(keys.float() - expected.float(), dim=-1) / length
-        if float(distance.amax()) <= FLOORS * float(self.prompts.floors[_KEYS, 0]):
+        if float(distance.amax()) <= FLOORS * float(self.prompts.floors[0, 0]):
             return self._lag_above(record, reference, row) if rounds else 0.0
         most, frequencies = min(2 * self.situation.entries, _MOST_SHIFT), frequencies_of(self.adapter)
         if lag := _common_shift(keys, expected, frequencies, most, rounds=rounds):
@@ -291,11 +285,6 @@ class ExternalRun:
             return self._lag_above(record, reference, row)
         before = self.adapter.facts.layers[: self.adapter.layer_indices[0]]
         return 0.0 if any(layer.state for layer in before) else float("nan")
-
-    def _without_latents(self, rest: UnmeasuredLayers) -> UnmeasuredLayers:
-        """Return the rest of a reading without the layers whose latents may be evicted."""
-        evicted = self.adapter.layer_indices if self.adapter.holds_latents else ()
-        return {index: held for index, held in rest.items() if index not in evicted}
 
     def _lag_above(self, record: ForwardPass, reference: ForwardPass, row: int) -> float:
         """Return by how many positions a row's new keys lag behind the reference's in the first layer where they do.
@@ -482,7 +471,7 @@ class ExternalRun:
             new = len(self.situation.chunks[chunk])
             before = [(keys[:, :, :-new], values[:, :, :-new]) for keys, values in given]
             cache = fill_cache(self.adapter, (before, rest))
-            attend = partial(_attend_with, masked_attention(self.adapter, attended), given)
+            attend = masked_attention(self.adapter, attended, given=given)
             passes.append(decode_chunk(self.adapter, cache, self.situation, chunk, attend))
             passes[-1].forget_entries()
             _, rest = read_contents(self.adapter, cache)
@@ -494,11 +483,6 @@ class ExternalRun:
             return [keys.shape[2] for keys, _ in layer_tensors(cache, self.places) if keys.ndim == 4]
         except UnreadableCacheError:
             return []
-
-    def _holds_all(self, cache: Cache, entries: int) -> bool:
-        """Return whether all entries so far are in a cache, by what it shows or, where it hides them, what it says."""
-        shown = set(self._layer_lengths(cache)) == {entries}
-        return shown or (self.hides_all and self._said_length(cache) == entries)
 
     def _said_length(self, cache: Cache) -> int:
         """Return the number of entries that a cache, or its first measured layer, says it holds."""
@@ -515,8 +499,9 @@ class ExternalRun:
             return self.eviction.logits(self.adapter.model, cache, ids, decoded, what)
         hides: dict[str, Any] = {}
         with eviction_code(f"{what} raises"):  # the cache is not ours
-            if any(self.situation.padding) and self._holds_all(cache, self.situation.entries + decoded):
-                more = decoded + ids.shape[1]
+            entries, more = self.situation.entries + decoded, decoded + ids.shape[1]
+            holds_all = set(self._layer_lengths(cache)) == {entries}
+            if any(self.situation.padding) and (holds_all or (self.hides_all and self._said_length(cache) == entries)):
                 hides = {"attention_mask": F.pad(self.situation.attention_mask, (0, more), value=1)}
             output = run_with_cache(
                 self.adapter.model, ids, cache, position_ids=self.situation.positions(chunk), **hides
@@ -541,14 +526,6 @@ def _common_shift(
         if shifts is not None and bool((shifts == shifts[0]).all()):
             return float(shifts[0])
     return 0.0
-
-
-def _attend_with(
-    attend: Attend, given: Layers, layer: int, stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any
-) -> Any:
-    """Call the attention with other keys and values."""
-    query, _, _, *others = args
-    return attend(layer, stock, module, (query, *given[layer], *others), kwargs)
 
 
 def _may_round(entries: CacheEntries | None) -> bool:
@@ -594,8 +571,3 @@ def _key_distance(layers: Layers, full: Layers) -> float:
     except (UnreadableCacheError, IndexError):
         return 0.0
     return float(torch.cat(kept.key_distance).sum())
-
-
-def _to_numpy(tensor: Tensor) -> np.ndarray:
-    """Return a tensor as a float64 array."""
-    return tensor.detach().cpu().double().numpy()

@@ -238,16 +238,16 @@ def record_reading(adapter: Adapter) -> Iterator[list[ForwardPass]]:
 
 def _differs_by_row(mask: Tensor | None) -> bool:
     """Return whether a mask hides from a row of the batch what the first row sees."""
-    if mask is None or len(mask) == 1:
-        return False
-    allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    return bool((allowed[:1] & ~allowed).any())
+    allowed = boolean_mask(mask)
+    return allowed is not None and bool((allowed[:1] & ~allowed).any())
 
 
-def boolean_mask(mask: Tensor | None, entries: int, new: int) -> Bool[Tensor, "row head new all"] | None:
+def boolean_mask(
+    mask: Tensor | None, entries: int | None = None, new: int | None = None
+) -> Bool[Tensor, "row head new all"] | None:
     """Return an attention mask as booleans, True for visible entries; None without a mask.
 
-    Of the queries the first `new` are returned, of the keys the first `entries`.
+    Of the queries the first `new` are returned, of the keys the first `entries`; by default all.
     """
     if mask is None:
         return None
@@ -255,18 +255,21 @@ def boolean_mask(mask: Tensor | None, entries: int, new: int) -> Bool[Tensor, "r
     return allowed[..., :new, :entries]
 
 
+def _masks(record: ForwardPass) -> Iterator[tuple[Bool[Tensor, "row head new entry"] | None, int, int]]:
+    """Yield each layer's mask, None where there is none, its number of entries and that of the new ones."""
+    for layer, mask in record.mask.items():
+        entries, new = record.entries[layer], record.query[layer].shape[2]
+        yield boolean_mask(mask, entries, new), entries, new
+
+
+def _shows_later(allowed: Bool[Tensor, "row head new entry"] | None, new: int) -> bool:
+    """Return whether a mask lets any of the `new` tokens attend to a later one."""
+    return allowed is not None and bool(allowed[..., -new:].triu(1).any())
+
+
 def attends_to_later(record: ForwardPass) -> bool:
     """Return whether the mask lets any new token attend to a later token; False for a pass of one token."""
-    new = record.query[0].shape[2]
-    if new == 1:
-        return False
-    for layer, mask in record.mask.items():
-        allowed = boolean_mask(mask, record.entries[layer], new)
-        if allowed is not None:
-            later = torch.ones(new, new, dtype=torch.bool, device=allowed.device).triu(1)
-            if bool((allowed[..., -new:] & later).any()):
-                return True
-    return False
+    return any(_shows_later(allowed, new) for allowed, _, new in _masks(record))
 
 
 def sees_otherwise(call: ForwardPass, first: int, padding: Sequence[int]) -> str:
@@ -277,13 +280,9 @@ def sees_otherwise(call: ForwardPass, first: int, padding: Sequence[int]) -> str
         first: number of tokens before the part.
         padding: entries of padding before each row's prompt.
     """
-    for layer, mask in call.mask.items():
-        new, entries = call.query[layer].shape[2], call.entries[layer]
-        allowed = boolean_mask(mask, entries, new)
-        if allowed is not None:
-            later = torch.ones(new, new, dtype=torch.bool, device=allowed.device).triu(1)
-            if bool((allowed[..., -new:] & later).any()):
-                return "tokens of the prompt attend to later ones"
+    for allowed, entries, new in _masks(call):
+        if _shows_later(allowed, new):
+            return "tokens of the prompt attend to later ones"
         for row, hidden in enumerate(padding if entries == first + new else ()):
             if new > hidden > first and (
                 allowed is None or bool(allowed[row % len(allowed), :, hidden:, :hidden].any())
@@ -297,18 +296,11 @@ def hides_entries(record: ForwardPass) -> bool:
 
     False for a pass of one token.
     """
-    new = record.query[0].shape[2]
-    if new == 1:
-        return False
-    for layer, mask in record.mask.items():
-        entries = record.entries[layer]
-        allowed = boolean_mask(mask, entries, new)
-        if allowed is None:
-            if entries > new:  # causal attention without a mask counts tokens from the first entry on
-                return True
-            continue
-        previous, own = allowed[..., :-new], allowed[..., -new:]
-        causal = torch.ones(new, new, dtype=torch.bool, device=own.device).tril()
-        if bool((previous.any(dim=-2, keepdim=True) & ~previous).any()) or bool((~own & causal).any()):
+    for allowed, entries, new in _masks(record):
+        if new > 1 and allowed is None and entries > new:  # causal attention without a mask counts from the first entry
             return True
+        if new > 1 and allowed is not None:
+            previous, own = allowed[..., :-new], allowed[..., -new:]
+            if bool((previous.any(dim=-2, keepdim=True) & ~previous).any()) or bool((~own).tril().any()):
+                return True
     return False

@@ -140,7 +140,7 @@ class EntryTracker:
             for row, padding in enumerate(self.situation.padding)
         ]
         if self.original is not None:
-            rows = self._rematch_in_cache(self.original, entries, known, rows)
+            rows = self._rematch_in_cache(self.original, entries, rows)
         masks = []
         for layer, seen in enumerate(attended):
             by_row = [layers[layer] for layers in rows]
@@ -173,30 +173,24 @@ class EntryTracker:
     def convention_distances(self, layer: tuple[Tensor, Tensor]) -> dict[str, float]:
         """Return how far a first layer's keys, before the next pass, are from each convention of positions."""
         fixed, known = (self._all_entries(full[:1], [layer])[0] for full in (self.full, self.original or self.full))
-        return self._convention_distances(layer, fixed, known)
-
-    def _convention_distances(
-        self, layer: tuple[Tensor, Tensor], fixed: tuple[Tensor, Tensor], known: tuple[Tensor, Tensor]
-    ) -> dict[str, float]:
-        """Return `convention_distances` of a first layer, given all entries of `full` and of `original` in it."""
         rotation = self._known_positions(), self.situation.padding, frequencies_of(self.adapter)
         return convention_distances(layer, fixed, known, *rotation)
 
     def _rematch_in_cache(
-        self, original: Layers, entries: Layers, known: Layers, rows: list[list[RecoveredLayer]]
+        self, original: Layers, entries: Layers, rows: list[list[RecoveredLayer]]
     ) -> list[list[RecoveredLayer]]:
         """Return the matches of a pass, and add what the cache holds by them to `held`.
 
-        `rows` are the matches with `known`, whose keys stand where they stood before. Where entries went, and the keys
-        are nearer to the `original` ones rotated to their present places in the cache, these are matched instead.
+        `rows` are the matches with known entries whose keys stand where they stood before. Where entries went, and the
+        keys are nearer to the `original` ones rotated to their present places in the cache, these are matched instead.
         """
-        at_original = self._all_entries(original, entries)
         so_far = len(self.held[-1][0][0][0]) + self._new_count if self.held else (self.situation.cached or (0,))[0]
         if self.keys_move or entries[0][0].shape[2] < so_far:  # keys may have moved up
-            distances = self._convention_distances(entries[0], known[0], at_original[0])
+            distances = self.convention_distances(entries[0])
             if distances[IN_CACHE] < distances[ORIGINAL]:
                 rotation = self.situation.padding, self._known_positions(), frequencies_of(self.adapter)
-                rows, self.keys_move = match_all_at_zero(entries, at_original, *rotation), True
+                known = self._all_entries(original, entries)
+                rows, self.keys_move = match_all_at_zero(entries, known, *rotation), True
         self.held.append(held_positions(rows))
         return rows
 
@@ -333,8 +327,7 @@ class EntryComparison:
             padded=padded, strangers=strangers, zeros=zeros, duplicates=duplicates, first_duplicate=first_duplicate,
             hidden=hidden, first_hidden=first_hidden,
             unordered=tuple(layer for layer in layers if not all(self.layers[layer].ascending)),
-            key_distance=distance[0], value_distance=distance[1],
-            key_floor=self.floors[0].double().numpy(), value_floor=self.floors[1].double().numpy(),
+            distances=distance, floors=self.floors.double().numpy(),
             altered=tuple(altered), repeated=tuple(layer for layer in layers if self._is_repeated(layer)),
             changed=tuple(self.tracker.changed[self.row]), evicted=self.tracker.evicted_count(self.row, self.padding),
             evicted_new=self.tracker.evicted_count(self.row, self.tracker.situation.entries),
@@ -354,9 +347,8 @@ class EntryComparison:
     def _largest_distances(self, layer: int, head: int) -> tuple[float, float]:
         """Return the largest distance of a head's keys, and of its values; 0 where it attends to none."""
         kept, seen = self.layers[layer], self.attended[layer][head]
-        if not bool(seen.any()):
-            return 0.0, 0.0
-        return float(kept.key_distance[head][seen].amax()), float(kept.value_distance[head][seen].amax())
+        keys, values = (F.pad(one[head][seen], (0, 1)).amax() for one in (kept.key_distance, kept.value_distance))
+        return float(keys), float(values)
 
     def _is_repeated(self, layer: int) -> bool:
         """Return whether a layer stores entries once per query head, with equal kept sets within each group."""
@@ -418,19 +410,18 @@ class EntryComparison:
         None where a head's keys and values belong together. Of intact ones a single one counts, of rounded ones most.
         """
         seen = self.attended[layer][head]
-        separate = []
-        for cached, full in zip(self.tracker.first_entries[layer], self.tracker.full[layer], strict=True):
-            own, known = cached[self.row, head, seen][None, None], self._full_entries(full, layer, head)[None, None]
-            separate.append(recover_positions([(own, own)], [(known, known)])[0])
+        pairs = [
+            (cached[self.row, head, seen], self._full_entries(full, layer, head))
+            for cached, full in zip(self.tracker.first_entries[layer], self.tracker.full[layer], strict=True)
+        ]
+        separate = [recover_positions([(own[None, None],) * 2], [(known[None, None],) * 2])[0] for own, known in pairs]
         of_keys, of_values = (kept.positions[0] for kept in separate)
         apart = ((of_keys != of_values) & (of_values != NOWHERE)).nonzero().squeeze(-1)
         exact = all(
             bool((kept.key_distance[0] <= FLOORS * self.floors[kind, layer]).all())
             for kind, kept in enumerate(separate)
         )
-        known = self._full_entries(self.tracker.full[layer][1], layer, head)
-        values = self.tracker.first_entries[layer][1][self.row, head, seen]
-        matched = self.layers[layer]
+        matched, (values, known) = self.layers[layer], pairs[1]
         together = torch.maximum(matched.key_distance[head], matched.value_distance[head])[seen] <= MOST_ROUNDED
         apart_by_most = bool((of_keys != NOWHERE).all()) and are_of_others(values, known, of_keys)
         others = exact or (apart_by_most and float(together.float().mean()) <= _MOST_OF_ONE)
@@ -474,8 +465,7 @@ class EntryComparison:
                 "rotation",
                 describe_wrong_rotation(entries, before, places, index, frequencies, NEAR, base_of(tracker.adapter)),
             )
-        factor = float(getattr(tracker.adapter.rotary, "attention_scaling", 1.0)) if kind == _KEYS else 1.0
-        yield "scale", describe_scale(entries, own, floor, factor)
+        yield "scale", describe_scale(entries, own, floor)
         if kind == _KEYS:
             most = 2 * tracker.situation.entries
             yield "rotation", describe_rotation(entries, own, places, frequencies, most, rounded=True)

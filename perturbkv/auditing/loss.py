@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from perturbkv.analyses.audit.audit import AuditLoss
-from perturbkv.analyses.audit.cache_entries import Integers
+from perturbkv.analyses.audit.cache_entries import Integers, count_without_gap
 from perturbkv.configs import layer_types
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
@@ -109,15 +109,9 @@ def protected_counts(kept: Sequence[Sets], tokens: Sequence[int]) -> tuple[int, 
     firsts, lasts = [], []
     for sets, n in zip(kept, tokens, strict=True):
         for positions in (one for layer in sets for one in layer):
-            firsts.append(_prefix_length(positions))
-            lasts.append(_prefix_length(n - 1 - positions[::-1]))  # counted from the end
+            firsts.append(count_without_gap(positions))
+            lasts.append(count_without_gap(n - 1 - positions[::-1]))  # counted from the end
     return min(firsts, default=0), min(lasts, default=0)
-
-
-def _prefix_length(positions: Integers) -> int:
-    """Return the length of the initial run 0, 1, 2, … in ascending positions."""
-    consecutive = positions == np.arange(len(positions))
-    return len(positions) if consecutive.all() else int(consecutive.argmin())
 
 
 def measure_losses(

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from jaxtyping import Int
 from numpy.typing import NDArray
 from torch import Tensor
@@ -76,8 +77,6 @@ class KeptFile:
                 self._refuse(f"layer {layer} has {len(sets)} heads, expected {expected}")
             for head, kept in enumerate(sets):
                 where = f"layer {layer}, head {head}"
-                if len(kept) > tokens:
-                    self._refuse(f"{where} keeps {len(kept)} entries, more than the {tokens} that there were")
                 if len(kept) and not 0 <= kept.min() <= kept.max() < tokens:
                     self._refuse(f"{where} keeps position {kept.max()} or {kept.min()} of a prompt of {tokens}")
         if self.logits is not None and self.logits.shape[1] != vocab:
@@ -138,18 +137,14 @@ def _parse_row(values: Any, what: str) -> NDArray[Any]:
 
 
 def _parse_logits(values: Any) -> NDArray[np.float64] | None:
-    """Return finite logits (step, vocab), of one number or row per step; None for None.
-
-    Raises ValueError or TypeError for other values.
-    """
+    """Return finite logits (step, vocab); None for None. Raises ValueError or TypeError for other values."""
     if values is None:
         return None
     logits = np.asarray(values)
-    if logits.ndim == 0 or logits.dtype.kind not in "iuf" or not np.isfinite(logits).all():
+    if logits.ndim != 2 or logits.dtype.kind not in "iuf" or not np.isfinite(logits).all():
         got = f"an array of shape {logits.shape} and type {logits.dtype}"
-        infinite = " with infinities or NaN; leave the logits out" if logits.dtype.kind == "f" else ""
-        raise ValueError(f"expected finite logits (step, vocab), got {got}{infinite}")
-    return logits.astype(np.float64).reshape(len(logits), -1)
+        raise ValueError(f"expected finite logits (step, vocab), got {got}; leave out those with infinities or NaN")
+    return logits.astype(np.float64)
 
 
 def _read_npz(path: Path) -> Mapping[str, Any]:
@@ -222,11 +217,11 @@ def audit_file(adapter: Adapter, ids: Int[Tensor, " token"], file: KeptFile, sam
     layers, tokens = len(adapter.layers), len(ids)
     file.check(layers, (adapter.kv_heads, adapter.heads), tokens, int(adapter.config.vocab_size))
     shape = (layers, len(file.kept[0]))
-    counts, distances, noise = np.zeros(shape, dtype=np.int64), np.zeros(shape), np.zeros(layers)
+    counts = np.zeros(shape, dtype=np.int64)
     entries = CacheEntries(
         kept_sets=file.kept, tokens=tokens, kv_heads=adapter.kv_heads, padded=counts, strangers=counts, zeros=counts,
         duplicates=counts, first_duplicate=counts - 1, hidden=counts, first_hidden=counts - 1, unordered=(),
-        key_distance=distances, value_distance=distances, key_floor=noise, value_floor=noise, altered=(),
+        distances=np.zeros((2, *shape)), floors=np.zeros((2, layers)), altered=(),
         evicted=sum(tokens - len(kept) for sets in file.kept for kept in sets),
     )  # fmt: skip
     steps = () if file.logits is None or not len(file.logits) else _compare_logits(adapter, ids, file, file.logits)
@@ -266,14 +261,10 @@ def _compare_logits(
 
 def _masks(file: KeptFile, single: Situation, full: Layers) -> list[list[Tensor]]:
     """Return a mask (1, kept_head, entry) per pass and layer: the file's positions and all tokens decoded since."""
-    masks = []
-    for step in range(len(single.chunks)):
-        layers = []
-        for sets, (keys, _) in zip(file.kept, full, strict=True):
-            mask = torch.zeros(1, len(sets), keys.shape[2] + step, dtype=torch.bool, device=keys.device)
-            mask[..., keys.shape[2] :] = True
-            for row, positions in zip(mask[0], sets, strict=True):
-                row[torch.from_numpy(positions).to(keys.device)] = True
-            layers.append(mask)
-        masks.append(layers)
-    return masks
+    first = []
+    for sets, (keys, _) in zip(file.kept, full, strict=True):
+        mask = torch.zeros(1, len(sets), keys.shape[2], dtype=torch.bool, device=keys.device)
+        for head, positions in enumerate(sets):
+            mask[0, head, torch.from_numpy(positions).to(keys.device)] = True
+        first.append(mask)
+    return [[F.pad(mask, (0, step), value=True) for mask in first] for step in range(len(single.chunks))]

@@ -10,19 +10,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool
 from torch import Tensor, nn
 
 from perturbkv.analyses.audit.cache_entries import FLOORS, MOST_ROUNDED, Alteration
 from perturbkv.auditing.changes import are_among
-from perturbkv.auditing.forward_passes import ForwardPass, Situation, record_pass, sees_otherwise
-from perturbkv.auditing.reference import PromptEntries, as_given, attention, entry_distances
-from perturbkv.auditing.unmeasured import Reading, read_contents
-from perturbkv.cache.compact import full_cache
+from perturbkv.auditing.forward_passes import ForwardPass, Situation, sees_otherwise
+from perturbkv.auditing.reference import PromptEntries, as_given, entry_distances, read_prompts
+from perturbkv.auditing.unmeasured import Reading
 from perturbkv.cache.external_cache import Layers
 from perturbkv.cache.model_state import ModelState
 from perturbkv.models.adapter import Adapter
-from perturbkv.models.forward import run_with_cache
 from perturbkv.models.interface import AttentionFunction
 
 
@@ -32,13 +29,13 @@ class PromptReading:
 
     Attributes:
         prompts: the entries that the plain model makes of the same reading.
-        misread: what no plain model does; None where it does all of it.
+        misread: what no plain model does; empty where it does all of it.
         parts: number of parts that were read, later ones through what was left of earlier ones; else 1.
         rounded: whether the prompt's own attention got rounded entries.
     """
 
     prompts: PromptEntries
-    misread: Alteration | None = None
+    misread: tuple[Alteration, ...] = ()
     parts: int = 1
     rounded: bool = False
 
@@ -65,7 +62,7 @@ def reading_of(
         if entries < count:
             what = f"the prompt is read through its own eviction: {entries} of {first + count} entries"
         if what:
-            return replace(plain, misread=Alteration(layer, -1, "reading", what, -1))
+            return replace(plain, misread=(Alteration(layer, -1, "reading", what, -1),))
         if max(call.entries.values()) > first + count:
             return plain
     is_cut = any(
@@ -126,34 +123,22 @@ def _read_given(
     It reads as many tokens at once, its attention gets the keys and values that theirs got, and every token sees all of
     them but padding and later tokens. So an entry is what the plain model makes of what was stored before it.
     """
-    cache, positions, first = full_cache(adapter), situation.prompt_positions(), 0
-    with attention(adapter, kernel or adapter.config._attn_implementation):
-        for call in calls:
-            new = call.query[0].shape[2]
-            columns = slice(first, first + new)
-            padding = situation.attention_mask[:, columns] == 0
-            causal = torch.ones(new, new, dtype=torch.bool, device=padding.device).tril()
-            among_new = causal & (~padding.unsqueeze(1) | padding.unsqueeze(2))  # padding sees padding, or is NaN
-
-            attend = partial(_attend_to_given, adapter, call, among_new)
-            with record_pass(adapter, ForwardPass(), attend):
-                hides = (
-                    {} if not bool(padding.any()) else {"attention_mask": situation.attention_mask[:, : first + new]}
-                )
-                run_with_cache(
-                    adapter.model, situation.ids[:, columns], cache, logits_to_keep=1,
-                    position_ids=positions[:, columns], **hides,
-                )  # fmt: skip
-            first += new
-    return read_contents(adapter, cache)
+    attends = [partial(_attend_to_given, adapter, call, situation) for call in calls]
+    return read_prompts(adapter, situation, [call.query[0].shape[2] for call in calls], kernel, attends)
 
 
 def _attend_to_given(
-    adapter: Adapter, call: ForwardPass, among_new: Bool[Tensor, "row new new"], layer: int,
+    adapter: Adapter, call: ForwardPass, situation: Situation, layer: int,
     stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any,
 ) -> Any:  # fmt: skip
-    """Call the attention with the keys and values of another call, all visible but those that `among_new` hides."""
+    """Call the attention with the keys and values of another call, all visible but padding and later tokens.
+
+    A call of a part has no padding.
+    """
     query, _, _, _, *others = args
-    key, value = call.key[layer], call.value[layer]
-    shown = F.pad(among_new, (key.shape[2] - among_new.shape[1], 0), value=True).unsqueeze(1)
+    key, value, new = call.key[layer], call.value[layer], query.shape[2]
+    padding = situation.attention_mask[:, -new:] == 0
+    causal = torch.ones(new, new, dtype=torch.bool, device=padding.device).tril()
+    among_new = causal & (~padding.unsqueeze(1) | padding.unsqueeze(2))  # padding sees padding, or is NaN
+    shown = F.pad(among_new, (key.shape[2] - new, 0), value=True).unsqueeze(1)
     return stock(module, query, key, value, as_given(adapter, shown, query.dtype), *others, **kwargs)

@@ -7,7 +7,7 @@ of a prompt read in other ways.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,21 +82,28 @@ def check_attention(adapter: Adapter) -> None:
 
 
 def read_prompts(
-    adapter: Adapter, situation: Situation, parts: Sequence[int] | None = None, kernel: str | None = None
+    adapter: Adapter,
+    situation: Situation,
+    parts: Sequence[int] | None = None,
+    kernel: str | None = None,
+    attends: Sequence[Attend] = (),
 ) -> Reading:
     """Return what the plain model's cache holds after it has read the prompts.
 
     `parts` are numbers of tokens that are read at once, by default all; `kernel` is the attention that reads them.
+    `attends` replace the model's attention, one per part.
     """
     cache, positions, first = full_cache(adapter), situation.prompt_positions(), 0
     mask = None if bool(situation.attention_mask.all()) else situation.attention_mask
     with attention(adapter, kernel or adapter.config._attn_implementation):
-        for part in parts or (situation.entries,):
+        for index, part in enumerate(parts or (situation.entries,)):
             columns = slice(first, first + part)
+            recorded = record_pass(adapter, ForwardPass(), attends[index]) if attends else nullcontext()
             padding = {} if mask is None else {
                 "attention_mask": mask[:, : first + part], "position_ids": positions[:, columns]
             }  # fmt: skip
-            run_with_cache(adapter.model, situation.ids[:, columns], cache, logits_to_keep=1, **padding)
+            with recorded:
+                run_with_cache(adapter.model, situation.ids[:, columns], cache, logits_to_keep=1, **padding)
             first += part
     return read_contents(adapter, cache)
 
@@ -265,15 +272,20 @@ def logits_distance(one: Float[Tensor, "new vocab"], other: Float[Tensor, "most 
 
 
 def masked_attention(
-    adapter: Adapter, kept: Sequence[Bool[Tensor, "row kept_head entry"]], arrange: Arrange | None = None
+    adapter: Adapter,
+    kept: Sequence[Bool[Tensor, "row kept_head entry"]],
+    arrange: Arrange | None = None,
+    given: Layers | None = None,
 ) -> Attend:
     """Return an attention function in which new tokens attend to the kept entries, and causally to each other.
 
-    `kept` are masks per layer. `arrange` puts the entries into another order, which changes only the rounding.
+    `kept` are masks per layer. `arrange` puts the entries into another order, which changes only the rounding. `given`
+    are keys and values per layer instead of the model's own.
     """
 
     def attend(layer: int, stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
         query, key, value, _, *others = args
+        key, value = (key, value) if given is None else given[layer]
         heads, new = query.shape[1:3]
         causal = torch.ones(new, new, dtype=torch.bool, device=query.device).tril()
         sets = kept[layer].repeat_interleave(heads // kept[layer].shape[1], dim=1)

@@ -7,7 +7,7 @@ entries, or more, and each state as it is after the prompt. A state beside a mea
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,7 +84,7 @@ def fill_cache(adapter: Adapter, reading: Reading) -> Cache:
 
 
 def find_changes(
-    cache: Cache, rests: Sequence[UnmeasuredLayers], row: int, padding: int, least: float
+    cache: Cache, rests: Sequence[UnmeasuredLayers], row: int, padding: int, least: float, evicted: Collection[int] = ()
 ) -> Iterator[Alteration]:
     """Yield the changes to the rest in one row of an external cache, one per layer at most, before anything is decoded.
 
@@ -94,9 +94,12 @@ def find_changes(
         row: the row.
         padding: entries of padding before its prompt.
         least: the least noise floor; those of a layer are never below those of an earlier layer.
+        evicted: numbers of layers that may be changed: those of latents.
     """
     (plain, *others), floor = rests, least
     for number, known in plain.items():
+        if number in evicted:
+            continue
         expected = _parts(known, known, row, padding)
         for other in others:
             floor = max([floor, *_distances(_parts(other[number], known, row, padding), expected).values()])

@@ -118,5 +118,5 @@ def test_a_models_scaling_is_known_and_no_base_guessed(kind: str) -> None:
     assert verdicts["its own"].verdict == "exact"
     words = "keys moved to their places inside the cache without the model's scaling of long contexts"
     assert verdicts["plain"].faults[0].what == words
-    again = "keys multiplied by 1.139, which the model's rotations do already"
+    again = "keys multiplied by 1.139"
     assert [fault.what for fault in verdicts["scaled twice"].faults] == [again] * (kind == "yarn")

@@ -18,25 +18,11 @@ from tests.audit.test_planted_faults_are_told_apart import audited, model
 from tests.support.models import token_ids
 
 
-def test_a_cache_of_evicted_length_is_used_wrongly_three_times() -> None:
-    plain = audited("llama", planted.right, situations=["single"], plain_use=True).plain_use
-    assert plain is not None
-    assert (plain.position, plain.expected) == (planted.KEPT, 60)
-    assert plain.fed == 61 - planted.KEPT  # the prompt's tokens b … n − 1 again, then the new one
-    assert plain.failed == ""
-    assert plain.continued
-
-
-def test_a_full_cache_is_used_rightly() -> None:
-    plain = audited("llama", DynamicCache, situations=["single"], plain_use=True).plain_use
-    assert plain is not None
-    assert (plain.position, plain.fed, plain.failed) == (60, 1, "")
-
-
-def test_a_cache_that_counts_what_it_saw_stands_right() -> None:
-    plain = audited("llama", planted.mask_of_evicted_length, situations=["single"], plain_use=True).plain_use
-    assert plain is not None
-    assert (plain.position, plain.fed) == (60, 1)
+def test_where_plain_calls_put_the_next_token_is_what_the_cache_says() -> None:
+    for eviction, position in ((planted.right, planted.KEPT), (DynamicCache, 60), (planted.mask_of_evicted_length, 60)):
+        plain = audited("llama", eviction, situations=["single"], plain_use=True).plain_use
+        assert plain is not None
+        assert (plain.position, plain.expected) == (position, 60)
 
 
 def test_what_plain_use_gets_wrong_is_in_the_first_line() -> None:
@@ -71,7 +57,7 @@ def test_who_decodes_by_himself_is_not_asked_for_plain_use() -> None:
 
 
 @pytest.mark.slow
-def test_an_eviction_reads_once_per_situation_and_twice_for_plain_use() -> None:
+def test_an_eviction_reads_once_per_situation() -> None:
     rows: list[int] = []
 
     def counted(loaded: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> DynamicCache:
@@ -82,7 +68,7 @@ def test_an_eviction_reads_once_per_situation_and_twice_for_plain_use() -> None:
     assert (quick.verdict, quick.plain_use, rows) == ("exact", None, [1, 2])
     rows.clear()
     assert audited("llama", counted, situations=["block", "batch"], plain_use=True).plain_use is not None
-    assert rows == [1, 2, 1, 1]
+    assert rows == [1, 2]
 
 
 def sets(*places: list[int]) -> loss.Sets:

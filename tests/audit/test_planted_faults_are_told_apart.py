@@ -53,7 +53,7 @@ def test_what_is_only_lossy_is_exact_and_what_went_is_said(name: str, eviction: 
 def test_eight_bits_are_rounding_in_half_precision() -> None:
     result = audited("bfloat16", planted.quantised)
     assert result.verdict == "exact"
-    assert any(run.entries.key_distance.max() > 0 for run in result.runs if run.entries is not None)
+    assert any(run.entries.distances[0].max() > 0 for run in result.runs if run.entries is not None)
 
 
 def test_padding_shows_in_the_shorter_row_alone() -> None:

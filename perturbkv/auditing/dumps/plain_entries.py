@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Self
+from functools import partial
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -192,30 +193,34 @@ def _moved_by_rounding(adapter: Adapter, ids: Int[Tensor, " token"], full: Layer
     found = []
     for seed in range(_ROUNDINGS):
         cache = DynamicCache()
-        with _OtherRounding(seed):
+        with RoundedProducts(partial(_move_at_random, torch.Generator().manual_seed(seed))):
             run_with_cache(adapter.base, ids.unsqueeze(0), cache)
         layers = [(layer.keys, layer.values) for layer in cache.layers]
         found.append([_layer_distances(*layer).amax(dim=1) for layer in zip(layers, full, strict=True)])
     return [torch.stack(distances).amax(dim=0) for distances in zip(*found, strict=True)]
 
 
-class _OtherRounding(TorchFunctionMode):
-    """Products with weights, within the block, of numbers that are moved by up to ε/2 of themselves, at random.
+class RoundedProducts(TorchFunctionMode):
+    """Products with weights, within the block, of numbers that are rounded by a function."""
+
+    def __init__(self, rounded: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.rounded = rounded
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch; in a product, with its first argument rounded."""
+        if func is nn.functional.linear:
+            args = (self.rounded(args[0]), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+def _move_at_random(noise: torch.Generator, given: Tensor) -> Tensor:
+    """Return numbers moved by up to ε/2 of themselves.
 
     An engine rounds other numbers than the model does: its kernels do several operations at once.
     """
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.noise = torch.Generator().manual_seed(seed)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch; in a product, with its first argument moved."""
-        if func is nn.functional.linear:
-            given = args[0]
-            moves = (torch.rand(given.shape, generator=self.noise) - 0.5) * torch.finfo(given.dtype).eps
-            args = ((given.float() * (1 + moves.to(given.device))).to(given.dtype), *args[1:])
-        return func(*args, **(kwargs or {}))
+    moves = (torch.rand(given.shape, generator=noise) - 0.5) * torch.finfo(given.dtype).eps
+    return (given.float() * (1 + moves.to(given.device))).to(given.dtype)
 
 
 def _layer_distances(rounded: tuple[Tensor, Tensor], plain: tuple[Tensor, Tensor]) -> Float[Tensor, "2 kv_head token"]:
@@ -244,16 +249,12 @@ class Computation:
     Attributes:
         layers: those layers.
         angles: by how many radians queries and keys are rotated too far; None: by none.
-        regrouped: whether query head i reads key/value head i mod H_kv, where heads that stand together share one.
         copied: whether attention reads what was computed, of which only a copy was rounded and stored.
-        ratios: layer -> what stored keys, and values, are multiplied by when they are read.
     """
 
     layers: frozenset[int] = frozenset()
     angles: Float[Tensor, "token frequency"] | None = None
-    regrouped: bool = False
     copied: bool = False
-    ratios: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def rotate(self, layer: int, part: Float[Tensor, "... token width"], first: int) -> Tensor:
         """Return the queries or keys of the tokens from `first` on, rotated as far as in this layer."""
@@ -263,17 +264,12 @@ class Computation:
 
     def attention(self, adapter: Adapter) -> AbstractContextManager[None]:
         """Let the model's attention compute so inside the block, but for its keys."""
-        order = (torch.arange(adapter.heads) % adapter.kv_heads).argsort(stable=True)
-        layers = {id(module): layer for layer, module in enumerate(adapter.attentions)}
 
         def attend(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
-            """Return the attention output, of queries that are rotated or in another order of heads."""
-            layer, (query, key, *others) = layers[id(module)], args
-            query = self.rotate(layer, query, key.shape[-2] - query.shape[-2])
-            if not self.regrouped or layer not in self.layers:
-                return stock(module, query, key, *others, **kwargs)
-            output, weights = stock(module, query[:, order], key, *others, **kwargs)
-            return output[:, :, order.argsort()], weights
+            """Return the attention output of rotated queries."""
+            query, key, *others = args
+            query = self.rotate(adapter.layer_of(module), query, key.shape[-2] - query.shape[-2])
+            return stock(module, query, key, *others, **kwargs)
 
         return intercept_attention(adapter, attend)
 
@@ -306,10 +302,6 @@ class StoredEntries:
         return ((new / scale).to(self.dtype).to(new.dtype) * scale).to(new.dtype)
 
 
-class LayerReached(Exception):
-    """The forward pass has computed the keys and values that it was run for."""
-
-
 class StoredCache(DynamicCache):  # type: ignore[misc]
     """A cache whose attention reads entries that were stored before, as an engine's own does.
 
@@ -320,7 +312,6 @@ class StoredCache(DynamicCache):  # type: ignore[misc]
         stored: the entries.
         replaced: layer -> keys and values that were not there when the engine read them (kind, kv_head, token).
         computation: what the engine computes otherwise.
-        last: layer after whose keys and values the forward pass ends, with `LayerReached`; −1: none.
     """
 
     def __init__(
@@ -328,13 +319,11 @@ class StoredCache(DynamicCache):  # type: ignore[misc]
         stored: StoredEntries,
         replaced: Mapping[int, Bool[Tensor, "2 kv_head token"]],
         computation: Computation,
-        last: int = -1,
     ) -> None:
         super().__init__()
         self.stored: StoredEntries = stored
         self.replaced: Mapping[int, Tensor] = replaced
         self.computation: Computation = computation
-        self.last: int = last
         self.read: dict[int, Pair] = {}
 
     def update(
@@ -343,10 +332,7 @@ class StoredCache(DynamicCache):  # type: ignore[misc]
         """Append keys and values, and return the stored ones of the same tokens (1, kv_head, key, width)."""
         key_states = self.computation.rotate(layer_idx, key_states, self.get_seq_length(layer_idx))
         end = super().update(key_states, value_states, layer_idx, *args, **kwargs)[0].shape[2]
-        if layer_idx == self.last:
-            raise LayerReached
         first, both = end - key_states.shape[2], []
-        ratios = self.computation.ratios.get(layer_idx)
         layers = self.stored.divided if layer_idx in self.replaced else self.stored.layers
         for kind, new in enumerate((key_states[0], value_states[0])):
             stored = layers[layer_idx][kind][:, first:end]
@@ -355,7 +341,6 @@ class StoredCache(DynamicCache):  # type: ignore[misc]
                 wrong |= self.replaced[layer_idx][kind][:, first:end].to(wrong.device)
             rounded = new if self.computation.copied else self.stored.round(layer_idx, kind, new)
             read = torch.where(wrong.unsqueeze(-1) | self.computation.copied, rounded, stored)
-            read = read if ratios is None else (read * ratios[kind].to(read.device)).to(new.dtype)
             both.append(torch.cat([self.read[layer_idx][kind], read], dim=1) if first else read)
         self.read[layer_idx] = (both[0], both[1])
         return both[0].unsqueeze(0), both[1].unsqueeze(0)
@@ -397,22 +382,12 @@ def unrotate_to_tokens(entries: Entries, frequencies: Float[Tensor, " frequency"
     return replace(entries, keys=torch.stack(keys))
 
 
-class TokenLogprobs(NamedTuple):
-    """Log-probabilities of a request's tokens, each after those before it; 0 for the first.
-
-    Attributes:
-        values: they.
-        rounding: how far rounding to the model's type moves the largest logit.
-    """
-
-    values: Float[Tensor, " token"]
-    rounding: float
-
-
 def token_logprobs(
     adapter: Adapter, token_ids: Sequence[int], parts: int = 1, cache: DynamicCache | None = None
-) -> TokenLogprobs:
-    """Return each token's log-probability.
+) -> tuple[Float[Tensor, " token"], float]:
+    """Return each token's log-probability after those before it, 0 for the first; and how far rounding moves a logit.
+
+    The latter is of the largest logit, to the model's type.
 
     The n tokens are read in passes of min(n, 256) / `parts`, rounded up, through `cache`; None: a new one.
     """
@@ -428,4 +403,4 @@ def token_logprobs(
         found.append(before.log_softmax(dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1).cpu())
         last = logits[-1:]
     values = torch.cat([torch.zeros(1, dtype=torch.float64), *found])
-    return TokenLogprobs(values, largest * torch.finfo(adapter.dtype).eps / 2)
+    return values, largest * torch.finfo(adapter.dtype).eps / 2
