@@ -77,10 +77,8 @@ def find_projections(
                 recurrent_states.LAYER.reorder_cache(cached, torch.zeros(4, dtype=torch.int64))
         logits = read_tokens(model, ids.expand(4, -1), other)
     for index, output in outputs.items():
-        if index in receivers:
-            receivers[index].check_silent(index)
-        _check_alike(output.transpose(0, -3), index, LOGIT_ERRORS)
-    _check_alike(logits, None, LOGIT_ERRORS)
+        _check_alike(output.transpose(0, -3), index)
+    _check_alike(logits, None)
     return found
 
 
@@ -89,9 +87,9 @@ def _keep_layer_output(outputs: dict[int, Tensor], index: int, module: nn.Module
     outputs[index] = output[0] if isinstance(output, tuple) else output
 
 
-def _check_alike(rows: Tensor, index: int | None, errors: Mapping[torch.dtype, float]) -> None:
+def _check_alike(rows: Tensor, index: int | None) -> None:
     """Raise RefusedError unless all rows, of other heads' outputs each, are equal behind the silenced map."""
-    bound = errors[rows.dtype] * float(rows.double().abs().amax())
+    bound = LOGIT_ERRORS[rows.dtype] * float(rows.double().abs().amax())
     if not float((rows.double() - rows[:1].double()).abs().amax()) <= bound:
         raise RefusedError("projection", "lets its heads' outputs past the map that receives them", index)
 
@@ -100,13 +98,12 @@ class _Receivers:
     """The maps inside an attention module, with what they receive in the block."""
 
     def __init__(self, attention: nn.Module) -> None:
-        self.attention, self.output = attention, torch.empty(0)
+        self.attention = attention
         self.passed: dict[str, list[tuple[Tensor, Any]]] = {}  # a map's path -> what each call received and put out
 
     def __enter__(self) -> None:
         self._stack = ExitStack()
         self._stack.callback(self.attention.register_forward_pre_hook(_repeat_row_0, with_kwargs=True).remove)
-        self._stack.callback(self.attention.register_forward_hook(self._keep_output).remove)
         for name, module in self.attention.named_modules():
             if name and not isinstance(module, nn.Dropout | nn.Identity):
                 self._stack.callback(module.register_forward_hook(partial(self._keep, name)).remove)
@@ -138,12 +135,8 @@ class _Receivers:
             raise RefusedError(
                 "projection", f"calls '{names[0]}', which receives its heads' outputs, {times} times", index
             )
-        output = self.passed[names[0]][0][1]
-        outputs = output if isinstance(output, Tensor) else flat.new_empty(*flat.shape[:2], 0)
-        return Receiver(names[0], not plain, alike[names[0]][1], outputs.reshape(*flat.shape[:2], -1)[1])
-
-    def _keep_output(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.output = output[0] if isinstance(output, tuple) else output
+        output = self.passed[names[0]][0][1].reshape(*flat.shape[:2], -1)
+        return Receiver(names[0], not plain, alike[names[0]][1], output[1])
 
     def silence(self, receiver: Receiver) -> None:
         """Let this module put out row 0's output in all rows, and receive ones beside its input after a gate."""
@@ -151,10 +144,6 @@ class _Receivers:
         if receiver.has_gate:
             self._stack.callback(module.register_forward_pre_hook(lambda _, args: gates.split(args[0])[:1]).remove)
         self._stack.callback(module.register_forward_hook(lambda *about: _of_row_0(about[-1])).remove)
-
-    def check_silent(self, index: int) -> None:
-        """Raise RefusedError unless all rows, of other heads' outputs each, are equal behind the silenced map."""
-        _check_alike(self.output, index, ERRORS)
 
 
 def check_matrix(attention: nn.Module, facts: LayerFacts, index: int, dtype: torch.dtype, receiver: Receiver) -> None:
