@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator, MutableMapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -70,8 +70,7 @@ def intercept_masks(implementation: str, make: Callable[..., Any]) -> AbstractCo
 def plain_kernel(implementation: str) -> Iterator[None]:
     """Let a model run sdpa inside the block where its attention implementation, such as flash attention, is another.
 
-    What such kernels compute is the same, but their masks cannot be looked at. A name that is not registered is left to
-    `intercept`.
+    Masks of such kernels cannot be looked at. A name that is not registered is left to `intercept`.
     """
     if implementation in PLAIN_KERNELS or implementation not in ALL_ATTENTION_FUNCTIONS:
         yield
@@ -106,7 +105,8 @@ def _registered(
         yield
     finally:
         if not keeps_others or functions.get(name) is function:
-            del functions[name]
+            with suppress(KeyError):  # what was there before may be a function for every model
+                del functions[name]
             if before is not None and functions.get(name) is not before:
                 functions[name] = before
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
 
@@ -22,7 +25,7 @@ from perturbkv.models import recurrent_states
 from perturbkv.models.aliases import ALIASES
 from perturbkv.models.attention_facts import LayerFacts, RefusedError
 from perturbkv.models.loading import ByteTokenizer, open_model
-from perturbkv.models.proof import _check_measured, layers, prove, prove_evicted
+from perturbkv.models.proof import _check_measured, layers, prove
 from perturbkv.models.proof.calls import TOKENS
 from perturbkv.models.proof.masks import mask_kind
 from perturbkv.models.sanity import check_config
@@ -145,6 +148,23 @@ def past_the_map(module: Any, output: Tensor) -> Tensor:
     return module.o_proj(output) + output.flip(-1)
 
 
+def beside_the_map(module: Any, output: Tensor) -> Tensor:
+    """Times a function of the heads' outputs, which is 0 where the map puts out 0."""
+    return module.o_proj(output) * (1 + output.flip(-1))
+
+
+def keep_entries(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Any, ...]:
+    module.__dict__["read"] = key, value
+    return query, key, value, mask
+
+
+def by_mean_values(module: Any, output: Tensor) -> Tensor:
+    """Times a gate behind the map from all values up to each token's."""
+    value = module.read[1].mean(dim=(1, 3))
+    means = value.cumsum(dim=1) / torch.arange(1, value.shape[1] + 1)
+    return module.o_proj(output) * (1 + means[:, -output.shape[1] :, None])
+
+
 def of_earlier_tokens(module: Any, output: Tensor, hidden: Tensor) -> Tensor:
     """Times a gate from what stood before each token in the same pass, the first of which knows of nothing."""
     before = hidden.cumsum(dim=1) - hidden
@@ -187,6 +207,12 @@ TURN = torch.linalg.qr(torch.randn(8, 8, generator=torch.Generator().manual_seed
          "projection", "changes its heads' outputs before any map receives them"),
         ({"after": with_memory}, "projection", "changes its heads' outputs before any map receives them"),
         ({"project": past_the_map}, "projection", "lets its heads' outputs past the map that receives them"),
+        ({"project": beside_the_map}, "projection", "lets its heads' outputs past the map that receives them"),
+        ({"before": keep_entries, "project": by_mean_values}, "projection",
+         "lets its heads' outputs past the map that receives them"),
+        ({"project": lambda module, output: module.o_proj(output.flip(-1)) + module.o_proj(output)}, "projection",
+         "calls 'o_proj', which receives its heads' outputs, 2 times"),
+        ({"after": lambda module, output, hidden: output.clamp(-30, 30)}, "projection", "changes its heads' outputs"),
         ({"before": without_sinks}, "mask", "has a mask that transformers did not make from positions"),
         ({"before": without_sinks_in_place}, "mask", "has a mask that is not what its rule says"),
         ({"before": by_values}, "mask", "has a mask that transformers did not make from positions"),
@@ -203,14 +229,95 @@ TURN = torch.linalg.qr(torch.randn(8, 8, generator=torch.Generator().manual_seed
          "interface", "never calls the attention interface"),
     ],
     ids=["post-processed", "permuted", "rotated", "output-gate", "norm", "gate-of-all-outputs",
-         "gate-of-entries", "memory-of-outputs", "past-the-map", "sinks-hidden",
-         "sinks-hidden-in-place", "mask-of-values", "later-tokens", "keys-as-values", "values-moved",
+         "gate-of-entries", "memory-of-outputs", "past-the-map", "beside-the-map",
+         "values-behind-the-map", "map-called-twice", "clamped", "sinks-hidden", "sinks-hidden-in-place",
+         "mask-of-values", "later-tokens", "keys-as-values", "values-moved",
          "second-attention", "unknown-keyword", "none"],
 )  # fmt: skip
 def test_attention_that_would_be_measured_wrongly_is_refused(parts: dict[str, Any], check: str, words: str) -> None:
     found = refusal(changed_model(**parts))
     assert f"of model 'LlamaForCausalLM' {words}" in found
     assert found.endswith(f"; an eviction study would misread it (proof: {check})")
+
+
+def by_number_of_keys(module: Any, output: Tensor, hidden: Tensor) -> Tensor:
+    count = module.read[0].shape[2]
+    return output / torch.arange(1 + count - output.shape[1], 1 + count).sqrt()[:, None, None]
+
+
+def with_mean_key(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Any, ...]:
+    means = key.cumsum(dim=2) / torch.arange(1, key.shape[2] + 1)[:, None]
+    return query + means[:, :, -query.shape[2] :].repeat_interleave(2, dim=1), key, value, mask
+
+
+def averaging(store: Callable[[Any], dict[str, Any]]) -> Any:
+    """Return a model whose second layer's attention reads the mean of all tokens so far, summed in `store(cache)`."""
+
+    def forward(module: Any, hidden_states: Tensor, *args: Any, **given: Any) -> Any:
+        kept = store(cache) if (cache := given.get("past_key_values", given.get("cache"))) is not None else {}
+        total, count = kept.get("mean", (0.0, 0))
+        sums = total + hidden_states.cumsum(dim=1)
+        kept["mean"] = sums[:, -1:].clone(), count + hidden_states.shape[1]
+        counts = count + torch.arange(1, hidden_states.shape[1] + 1)[:, None]
+        return Changed.forward(module, sums / counts, *args, **given)
+
+    return changed_model(forward=forward)
+
+
+_MEANS: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: changed_model(before=keep_entries, after=by_number_of_keys),
+        lambda: changed_model(before=with_mean_key),
+        lambda: averaging(lambda cache: _MEANS.setdefault(cache, {})),
+        lambda: averaging(lambda cache: vars(cache.layers[1])),
+    ],
+    ids=["number-of-keys", "cached-keys-in-queries", "state-of-the-cache-object", "state-on-the-cache-layer"],
+)
+def test_what_depends_on_entries_that_an_evicted_cache_lacks_is_refused(make: Callable[[], Any]) -> None:
+    found = refusal(make())
+    assert "decodes from an evicted cache otherwise than with the evicted entries masked" in found
+    assert found.endswith("(proof: evicted)")
+
+
+@pytest.mark.parametrize("hides", [lambda token: token == 2, lambda token: token >= 600], ids=["special", "late"])
+def test_a_mask_of_what_tokens_are_is_refused(hides: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule that can be asked beyond the text, of which a text of early, ordinary tokens shows nothing."""
+    model = tiny_model("llama", vocab=1000, eos_token_id=2)
+    read: Any = sys.modules[type(model.model).__module__]
+    stock, given = read.create_causal_mask, dict[str, Tensor]()
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: given.update(ids=kwargs["input_ids"]), with_kwargs=True
+    )
+
+    def create(**options: Any) -> Any:
+        ids = given["ids"]
+        rule = lambda b, h, q, k: ~hides(ids[b, k % ids.shape[1]]) | (q == k)  # noqa: E731
+        return stock(**options, and_mask_function=rule)
+
+    monkeypatch.setattr(read, "create_causal_mask", create)
+    assert "sees neither all earlier entries nor a window or chunk of them" in refusal(model)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_an_attention_implementation_of_somebodys_own_is_one_if_it_computes_attention(
+    scaled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attend(module: nn.Module, query: Tensor, *given: Any, **options: Any) -> Any:
+        query = nn.functional.normalize(query, dim=-1) if scaled else query
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, *given, **options)
+
+    for functions, function in ((ALL_ATTENTION_FUNCTIONS, attend), (ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask)):
+        monkeypatch.setitem(type(functions)._global_mapping, "mine", function)
+    model = tiny_model("llama")
+    model.set_attn_implementation("mine")
+    if not scaled:
+        assert adapt(model, ByteTokenizer()).facts == adapt(tiny_model("llama"), ByteTokenizer()).facts
+    else:
+        assert "computes by its attention implementation 'mine' what attention is not" in refusal(model)
 
 
 @pytest.mark.parametrize("gate", [of_earlier_tokens, of_the_last_pass])
@@ -324,12 +431,9 @@ def test_a_latent_that_becomes_other_entries_later_is_refused(expand: Any, what:
 @of_latents
 def test_a_latent_that_becomes_entries_with_others_is_refused_as_an_evicted_cache_lacks_them() -> None:
     model = latent_model(lambda module, stock, latent, rotated: stock(before(latent), rotated))
-    facts = prove(model)
-    assert [layer.latent for layer in facts.layers] == [14, 14]
     with pytest.raises(RefusedError, match="decodes from an evicted cache otherwise"):
-        prove_evicted(model, facts)
-    plain = tiny_model("deepseek_v3", 4, 4)
-    prove_evicted(plain, prove(plain))
+        prove(model)
+    assert [layer.latent for layer in prove(tiny_model("deepseek_v3", 4, 4)).layers] == [14, 14]
 
 
 def test_entries_that_change_in_the_cache_while_decoding_are_refused() -> None:
@@ -761,6 +865,20 @@ def test_heads_outputs_that_reach_the_residual_stream_beside_the_attention_modul
     layer.register_forward_hook(add)
     assert "layer 1 of model" in (found := refusal(model))
     assert "lets its heads' outputs past the map that receives them" in found
+
+
+@pytest.mark.parametrize(("reader", "where"), [(None, "model"), (2, "layer 2 of model")])
+def test_heads_outputs_that_reach_the_residual_stream_between_layers_or_behind_them_are_refused(
+    reader: int | None, where: str
+) -> None:
+    model, received = tiny_model("llama", layers=3), list[Tensor]()
+    model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(lambda module, args: received.append(args[0]))
+    if reader is None:
+        model.model.norm.register_forward_hook(lambda module, args, output: output + received.pop())
+    else:
+        model.model.layers[reader].register_forward_pre_hook(lambda module, args: (args[0] + received.pop(), *args[1:]))
+    found = refusal(model)
+    assert found.startswith(f"{where} 'LlamaForCausalLM' lets its heads' outputs past the map that receives them")
 
 
 @pytest.mark.parametrize("kv_heads", [2, 1])

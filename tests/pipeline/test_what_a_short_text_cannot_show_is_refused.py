@@ -66,3 +66,29 @@ def test_it_is_refused_wherever_the_plain_cache_is_compared(what: str, monkeypat
     compare(fading(100, monkeypatch))
     with pytest.raises(ModelError, match="decodes otherwise from all entries of its cache than from the cache itself"):
         compare(fading(50, monkeypatch))
+
+
+@pytest.mark.parametrize("limit", [50, 100])
+@pytest.mark.parametrize("what", ["scale", "heads"])
+def test_what_the_formulas_do_not_say_of_long_prompts_is_refused(what: str, limit: int) -> None:
+    """A scale that attention is given, or an order of heads behind it, which the compact cache decodes with, too."""
+    adapter = tiny_adapter("llama")
+    attention, scale, position = adapter.attentions[1], adapter.attentions[1].scaling, [0]
+
+    def enter(module: Any, args: Any, kwargs: Any) -> None:
+        position[0] = int(kwargs["position_ids"].max())
+        attention.scaling = scale * (3 if what == "scale" and position[0] > limit else 1)
+
+    attention.register_forward_pre_hook(enter, with_kwargs=True)
+    attention.o_proj.register_forward_pre_hook(
+        lambda module, args: (args[0].flip(-1),) if what == "heads" and position[0] > limit else None, prepend=True
+    )
+
+    def compare() -> None:
+        pk.measure(adapter, [PROMPT], CONFIGS, settings=pk.Settings(steps=2), progress=False)
+
+    if limit > len(PROMPT.token_ids):
+        compare()
+    else:
+        with pytest.raises(ModelError, match="layer 1 of model 'tiny-llama' has other heads' outputs than its atten"):
+            compare()

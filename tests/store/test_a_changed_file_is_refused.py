@@ -108,6 +108,12 @@ DIMS = [
     (lambda file: file["config"].__setitem__(0, "other"), "along 'config', got ['other', "),
     (lambda file: file["config"].__setitem__(..., [SECOND, FIRST]), f"along 'config', got ['{SECOND}', '{FIRST}']"),
     (fewer_in_run, f"the run's configurations ['{FIRST}'] along 'config'"),
+    (
+        set_attribute("measured_layers", "1 5 of 6"),
+        "the attribute measured_layers '', as along 'layer', got '1 5 of 6'",
+    ),
+    (set_attribute("measured_layers", "all"), "the attribute measured_layers '', as along 'layer', got 'all'"),
+    (set_number("layer", 7), "the attribute measured_layers '0 7 2 of 3', as along 'layer', got ''"),
     (set_attribute("format_version", "three"), "the format_version 5"),
     (set_attribute("format_version", 0), "the format_version 5"),
     (set_attribute("format_version", 3), "got format 3; measure it again"),

@@ -17,12 +17,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
 from perturbkv.errors import ModelError
 from perturbkv.models import recurrent_states
 from perturbkv.models.attention_facts import Facts, LayerFacts, RefusedError, measured_layers
 from perturbkv.models.interface import implementation, plain_kernel
-from perturbkv.models.proof.calls import observe, probe_text
+from perturbkv.models.proof.calls import observe, probe_text, read_tokens
 from perturbkv.models.proof.evicted import check_evicted
 from perturbkv.models.proof.layers import layer_stack, read_layer
 from perturbkv.models.proof.parts import check_reading, check_streams
@@ -44,29 +45,19 @@ def _explain_failures() -> Iterator[None]:
 
 
 @_explain_failures()
-def prove_evicted(model: Any, facts: Facts) -> None:
-    """Check that a small model decodes from an evicted cache as a forward pass in which the evicted are masked.
-
-    Each query head of a measured layer keeps other entries; what no head of a group keeps is NaN in the cache. Raises
-    RefusedError.
-    """
-    check_evicted(model, facts)
-
-
-@_explain_failures()
 @torch.no_grad()
 def prove(model: Any) -> Facts:
     """Return the facts of a loaded causal language model in eval mode. Raises RefusedError."""
-    with plain_kernel(implementation(model)):
-        if getattr(model.config, "is_encoder_decoder", False):
-            raise RefusedError("interface", "is an encoder with a decoder, whose cross-attention is not measured")
-        ids = probe_text(model)
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise RefusedError("interface", "is an encoder with a decoder, whose cross-attention is not measured")
+    kernel, ids = implementation(model), probe_text(model)
+    by_kernel = read_tokens(model, ids, DynamicCache(config=model.config))
+    with plain_kernel(kernel):
         calls, masks, cache = observe(model, ids)
         path, attentions = layer_stack(model, calls, cache)
         modules = {index: call.module for index, (_, call) in attentions.items()}
         read = {index: read_layer(index, call, masks, cache, name) for index, (name, call) in attentions.items()}
-        stack = model.get_submodule(path)
-        receivers = find_projections(model, ids, modules, {index: stack[index] for index in read})
+        receivers = find_projections(model, ids, modules, model.get_submodule(path))
         layers = tuple(
             replace(read[index], projection=receivers[index].path, has_gate=receivers[index].has_gate)
             if index in read
@@ -75,11 +66,13 @@ def prove(model: Any) -> Facts:
         )
         measured = measured_layers(layers)
         _check_measured(layers, measured)
-        check_reading(model, ids, layers, {index: call for index, (_, call) in attentions.items()})
+        check_reading(model, ids, layers, {index: call for index, (_, call) in attentions.items()}, by_kernel)
         check_streams(model, ids, path)
         for index in measured:
             check_matrix(modules[index], layers[index], index, model.dtype, receivers[index])
-        return Facts(path, layers, find_rotary(model, ids, [modules[index] for index in measured]))
+        facts = Facts(path, layers, find_rotary(model, ids, [modules[index] for index in measured]))
+        check_evicted(model, facts)
+        return facts
 
 
 def _check_measured(layers: Sequence[LayerFacts], measured: Sequence[int]) -> None:

@@ -24,6 +24,9 @@ from perturbkv.models.proof.masks import Masks, visible
 TOKENS = 24
 """Length of the probe's text."""
 
+TEXT_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id")
+"""Keys of a configuration with special tokens that stand in texts."""
+
 ERRORS = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
 """Relative rounding error that recomputed attention may have, by dtype; eager softmax is in float32 for all."""
 
@@ -48,15 +51,21 @@ class Call:
 
 
 def probe_text(model: Any, seed: int = 0) -> Tensor:
-    """Return a random text (1, token) without the configuration's special tokens."""
+    """Return a random text (1, token) of the whole vocabulary, which has the special tokens that texts have.
+
+    Other special tokens, in whose place images or sounds are read, are left out.
+    """
     config = text_config(model)
     told = {**model.config.to_dict(), **config.to_dict()}
-    special = {told[key] for key in told if key.endswith("_token_id") and isinstance(told[key], int)}
-    tokens = range(min(config.vocab_size, 512))
-    allowed = [token for token in tokens if token not in special] or list(tokens)
+    special = {key: told[key] for key in told if key.endswith("_token_id") and isinstance(told[key], int)}
+    allowed = torch.ones(config.vocab_size, dtype=torch.bool)
+    allowed[[token for token in special.values() if 0 <= token < config.vocab_size]] = False
+    choices = allowed.nonzero()[:, 0] if allowed.any() else torch.arange(config.vocab_size)
     length = min(TOKENS, getattr(config, "max_position_embeddings", TOKENS) // 2)
-    drawn = torch.randint(len(allowed), (1, length), generator=torch.Generator().manual_seed(seed))
-    return torch.tensor(allowed)[drawn].to(model.device)
+    text = choices[torch.randint(len(choices), (1, length), generator=torch.Generator().manual_seed(seed))]
+    own = [special[key] for key in TEXT_TOKENS if 0 <= special.get(key, -1) < config.vocab_size]
+    text[0, 3 : 3 + len(own)] = torch.tensor(own)
+    return text.to(model.device)
 
 
 def observe(model: Any, ids: Tensor) -> tuple[list[Call], Masks, Cache]:

@@ -17,10 +17,13 @@ from perturbkv.models.proof.calls import ERRORS, LOGIT_ERRORS, Call, probe_text,
 from perturbkv.models.proof.layers import IGNORED_KEYWORDS, USED_KEYWORDS, check_entries, sink_parameter
 
 
-def check_reading(model: Any, ids: Tensor, layers: Sequence[LayerFacts], calls: Mapping[int, Call]) -> None:
+def check_reading(
+    model: Any, ids: Tensor, layers: Sequence[LayerFacts], calls: Mapping[int, Call], by_kernel: Tensor
+) -> None:
     """Raise RefusedError unless reading in parts equals reading at once, also where another text is read in between.
 
-    What attention is given must be the same too, keys and values among it; `calls` are those of the whole text.
+    What attention is given must be the same too, keys and values among it; `calls` are those of the whole text, and
+    `by_kernel` the logits of the attention implementation that the model is loaded with.
     """
     tail, modules = min(4, ids.shape[1] - 1), {index: call.module for index, call in calls.items()}
     whole = read_tokens(model, ids, DynamicCache(config=model.config))[0, -tail:].double()
@@ -35,6 +38,8 @@ def check_reading(model: Any, ids: Tensor, layers: Sequence[LayerFacts], calls: 
         if not (off := measure(found)) <= 1:
             raise RefusedError(name, f"{seen} (logits off by {off:.1g} bounds){recurrent_states.version_note()}")
 
+    kernel = implementation(model)
+    check("kernel", by_kernel[0, -tail:], f"computes by its attention implementation '{kernel}' what attention is not")
     check("logits", read_tokens(model, ids, logits_to_keep=1)[0, -1:], "reads a text otherwise for its last logits")
     check("random", read_tokens(model, ids)[0, -tail:], "reads the same text otherwise a second time")
     rows = torch.cat([ids, probe_text(model, seed=2), probe_text(model, seed=3)])

@@ -89,9 +89,7 @@ def try_twin(config: Any, kind: Any, kernel: str) -> Facts:
         made = twin.make_twin(config, kind=kind, kernel=plain)
     except ModelError as error:
         raise RefusedError("twin", f"cannot be tried when it is small ({error})") from error
-    facts = proof.prove(made)
-    proof.prove_evicted(made, facts)
-    return facts
+    return proof.prove(made)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from perturbkv import theory
 from perturbkv.devices import to_device, working_bytes
 from perturbkv.pipeline.progress import phase
 from perturbkv.pipeline.sample import measure
+from perturbkv.pipeline.sample.capture import FiniteCheck
 from perturbkv.pipeline.sample.compressed_spans import LaterSets, decoding_spans, sum_missed
 from perturbkv.pipeline.sample.effect import EntryEffects
 from perturbkv.pipeline.sample.full_layer import FullLayer
@@ -121,8 +122,13 @@ def config_order(groups: Sequence[AnyGroup]) -> list[int]:
     return [index for group in groups for index in group.config_indices]
 
 
-def measure_layer(sample: SampleRun, index: int, groups: Sequence[AnyGroup], later: LaterSets) -> LayerResult:
-    """Return the isolated quantities of one layer at all steps, of the kept sets in `groups` and of `later` ones."""
+def measure_layer(
+    sample: SampleRun, index: int, groups: Sequence[AnyGroup], later: LaterSets, finite: FiniteCheck
+) -> LayerResult:
+    """Return the isolated quantities of one layer at all steps, of the kept sets in `groups` and of `later` ones.
+
+    `finite` records whether the full run's heads put out what the formulas say.
+    """
     layer, configs, n, heads = sample.layer(index), sample.run.configs, sample.tokens, sample.adapter.heads
     weights = layer.weights_per_step(sample.full.steps)
     attention = [entries for entries, _ in weights]
@@ -131,6 +137,8 @@ def measure_layer(sample: SampleRun, index: int, groups: Sequence[AnyGroup], lat
         measure.layer_reference(entries, of_step, layer.slices_at(step), sink)
         for (entries, sink), of_step, step in zip(weights, summands, sample.full.steps, strict=True)
     ]
+    for step, reference in zip(sample.full.steps, references, strict=True):
+        measure.check_head_outputs(finite, layer, step, reference.whole[0])
     ranked = rank_outputs(attention[0], summands[0].norms(), n)
     quantities, evicted, missed, context = [], [], [], n + len(sample.question)
     working = working_bytes(layer.keys.device, sample.resources.chunk_bytes)

@@ -310,6 +310,22 @@ def check_everything_kept(
     )
 
 
+def check_head_outputs(
+    finite: FiniteCheck, layer: FullLayer, step: StepRecord, whole: Float[Tensor, "head d_value"]
+) -> None:
+    """Record whether a layer's projection received Σ A V, times γ, at a decode step; `whole` is Σ A V by the formulas.
+
+    A scale, a window, sinks or an order of heads that long prompts alone have show here.
+    """
+    expected, found = layer.gated(step, whole), step.head_output[layer.index][0].to(WORK)
+    number, adapter = layer.adapter.layer_indices[layer.index], layer.adapter
+    finite.check_agreement(
+        f"layer {number} of model '{adapter.name}' has other heads' outputs than its attention's formula gives",
+        (found - expected).norm() / expected.norm().clamp(min=1e-30),
+        LOGIT_ERRORS[adapter.dtype],
+    )
+
+
 def check_stored_entries(finite: FiniteCheck, layer: int, entries: KeptEntries) -> None:
     """Record whether a layer's entries are finite: 16-bit scales overflow for large numbers, and other code may err.
 

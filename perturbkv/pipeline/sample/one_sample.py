@@ -171,7 +171,9 @@ def trace_sample(
         decoder = _BatchDecoder(sample, run, groups, lengths)
         batches = [decoder.decode_batch(indices) for indices in planned.indices]
         with phase("layers"):
-            layers = [measure_layer(sample, index, own, decoder.kept_sets) for index, own in enumerate(groups)]
+            layers = [
+                measure_layer(sample, index, own, decoder.kept_sets, decoder.finite) for index, own in enumerate(groups)
+            ]
         arrays = _assemble_arrays(sample, batches, layers, lengths, decoder.kept_sets)
         if any(batch.prefills for batch in batches):
             arrays |= prefill_arrays(batches, arrays["held_share"], time_full_prefill(adapter, sample.context))

@@ -26,6 +26,7 @@ from perturbkv.schema import (
     FORMAT_VERSION,
     ISOLATED,
     KEPT,
+    MEASURED_LAYERS,
     OF_KEPT_SETS,
     STORED,
     TEXT,
@@ -85,6 +86,11 @@ def check_axes(file: StoredFile, run: RunConfig) -> None:
     stored, labels = file.read("config").tolist(), run.labels()
     if stored != labels:
         _refuse(file.path, f"the run's configurations {labels} along 'config'", stored)
+    if {"layer", "decoder_layer"} <= lengths.keys():
+        layers, total = file.read("layer").tolist(), lengths["decoder_layer"]
+        expected = "" if layers == list(range(total)) else f"{' '.join(map(str, layers))} of {total}"
+        if (told := str(file.attributes.get(MEASURED_LAYERS, ""))) != expected:
+            _refuse(file.path, f"the attribute {MEASURED_LAYERS} '{expected}', as along 'layer'", f"'{told}'")
 
 
 def check_variables(file: StoredFile) -> None:
