@@ -90,6 +90,10 @@ NEEDS: Mapping[str, Need] = {
         f"--shard, or {engines_with_option('by_configs')}",
     ),
     "effect_gradient": Need(lambda run, config: "effect" in (getattr(run, "save", None) or ()), "--save effect"),
+    "isolated_every": Need(
+        lambda run, config: bool(getattr(run, "compress_every", 0) or getattr(run, "compress_over", 0)),
+        "--compress-every or --compress-over",
+    ),
     "protect_recent": Need(_protects_more_than_window, "more entries than the window, which always stays", each=True),
     **{name: _engine_need(name) for name in ("workers", "ray_address", "cpus_per_worker", "timeout_per_sample")},
 }

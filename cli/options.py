@@ -20,7 +20,7 @@ from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import check_number
 from perturbkv.configs.resources import Resources, Workers, check_engine_values, parse_size
-from perturbkv.configs.run import BY, CACHES, EFFECT_GRADIENTS, FULL, OWN, SCENARIOS, TEXTS, Shard
+from perturbkv.configs.run import BY, CACHES, EFFECT_GRADIENTS, FULL, ISOLATED_EVERY, OWN, SCENARIOS, TEXTS, Shard
 from perturbkv.configs.selections import PRESETS
 from perturbkv.datasets.metrics import CHOICES, DEFAULT
 from perturbkv.errors import ConfigError
@@ -89,8 +89,8 @@ FRACTIONS = ("0.025", "0.05", "0.1", "0.2", "0.4")
 """The budgets of the paper's sweeps: the default of analyses that compare budgets."""
 RARE = (
     "revision", "depth", "haystack", "chat_template", "correction", "protect_first", "protect_recent", "head_scores",
-    "cache", "compress_every", "compress_over", "device_map", "text", "save", "effect_gradient", "prompts", "kept",
-    "max_memory", "chunk_mib",
+    "cache", "compress_every", "compress_over", "isolated_every", "device_map", "text", "save", "effect_gradient",
+    "prompts", "kept", "max_memory", "chunk_mib",
     "norm_kernel", "wait", "shard", "shard_by", "engine", "workers", "ray_address", "cpus_per_worker",
     "timeout_per_sample",
 )  # fmt: skip
@@ -206,6 +206,12 @@ class RunOptions(DataOptions):
     compress_over: Annotated[
         int | None, _rare_option(_EVICT, metavar="N", help="Compress what holds more than N entries")
     ] = None
+    isolated_every: Annotated[
+        int | None,
+        _rare_option(
+            _EVICT, metavar="N", help="Isolated L every N steps and where compressed", show_default=str(ISOLATED_EVERY)
+        ),
+    ] = None
     text: Annotated[str, _rare_option(_RUN, metavar="NAME", help=f"Text that the steps read: {', '.join(TEXTS)}")] = OWN
     steps: Annotated[
         int | None,
@@ -283,7 +289,11 @@ class RunOptions(DataOptions):
         check_number("--chunk-mib", self.chunk_mib, _MOST_MIB)
         if self.chunk_mib < 1:
             raise ConfigError(f"--chunk-mib must be at least 1, got {self.chunk_mib}")
-        for flag, least in (("--compress-every", self.compress_every), ("--compress-over", self.compress_over)):
+        for flag, least in (
+            ("--compress-every", self.compress_every),
+            ("--compress-over", self.compress_over),
+            ("--isolated-every", self.isolated_every),
+        ):
             if least is not None and least < 1:
                 raise ConfigError(f"{flag} must be at least 1, got {least}")
         check_choice("scenario", self.scenario, tuple(SCENARIOS))

@@ -320,6 +320,7 @@ def plan(
         leave_out_unfit=leave_out_unfit,
         compress_every=options.compress_every or 0,
         compress_over=options.compress_over or 0,
+        isolated_every=options.isolated_every,
     )
     prompts = encode_prompts(options, files.tokenizer, int(files.config.max_position_embeddings), metric)
     has_steps = cache_contents.default_steps([config.policy for config in configs]) > 1

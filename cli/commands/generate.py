@@ -97,7 +97,7 @@ _KIND = FileKind("a file of answers", ConfigError, 2 * 2**30, "move it away, or 
 
 
 @show_options("compress_every", "compress_over")
-@without_options("text", "steps", "save", "effect_gradient", "prompts", "kept", "shard", "shard_by")
+@without_options("isolated_every", "text", "steps", "save", "effect_gradient", "prompts", "kept", "shard", "shard_by")
 @with_options
 def generate(
     run: RunOptions,
@@ -259,7 +259,6 @@ def _answer_missing(
     """Answer the prompts without a row, and append each row to `rows` and the file; `failed` gets sample -> reason."""
     from perturbkv.engines import engine_choice
     from perturbkv.pipeline.answers.answer_rows import AnsweredPrompt
-    from perturbkv.pipeline.answers.generation import AnswerOptions
 
     names = {row["sample"] for row in rows}
     todo = [prompt for prompt in planned.prompts if prompt.sample_id not in names]
@@ -278,9 +277,8 @@ def _answer_missing(
         failed[prompt.sample_id] = reason
         bar.advance()
 
-    options = AnswerOptions(first_line.get("divergence", False))
     with (
         engine_choice.open_engine(run.engine_config, [planned]) as engine,
         console.progress("samples", len(planned.prompts), len(rows), engine.describe_workers) as bar,
     ):
-        engine.answer(planned, options, todo, on_answer, on_failure)
+        engine.answer(planned, first_line.get("divergence", False), todo, on_answer, on_failure)

@@ -27,6 +27,8 @@ METRICS = "metrics"
 DTYPES = ("float32", "bfloat16", "float16")
 SAVES = ("outputs", "effect")
 FULL, MEAN = "full", "mean"
+ISOLATED_EVERY = 16
+"""Stride of the steps at which isolated quantities are measured where caches are compressed again; elsewhere 1."""
 EFFECT_GRADIENTS = {FULL: "the full run's", MEAN: "the mean of the full and the evicted run's"}
 """Gradient of the text's log p by which effects are measured (METHOD: effect on the text)."""
 SCENARIOS = {
@@ -50,7 +52,7 @@ _TYPES: dict[str, Any] = {
     **dict.fromkeys(
         ("model", "revision", "dataset", "dtype", "device", "scenario", "cache", "text", "effect_gradient"), str
     ),
-    **dict.fromkeys(("samples", "seed", "steps", "generate", "compress_every", "compress_over"), int),
+    **dict.fromkeys(("samples", "seed", "steps", "generate", "compress_every", "compress_over", "isolated_every"), int),
     **dict.fromkeys(("dataset_options", "plugins"), dict),
     **dict.fromkeys(("save", "head_scores"), list),
     "max_tokens": int | None,
@@ -85,6 +87,8 @@ class Settings:
             never.
         compress_over: a cache that holds more entries than this, at the prompt's end or later, is compressed to its
             budget; 0: it is compressed once, at the prompt's end.
+        isolated_every: where caches are compressed again, isolated quantities are measured at each compression, at
+            every so many steps and at the last; None: 16.
     """
 
     steps: int | None = None
@@ -101,6 +105,7 @@ class Settings:
     leave_out_unfit: bool = False
     compress_every: int = 0
     compress_over: int = 0
+    isolated_every: int | None = None
 
 
 @dataclass(frozen=True)
@@ -130,6 +135,7 @@ class RunConfig:
         text: text that the decode steps read, a key of `TEXTS`.
         plugins: external score or policy -> digest of its version.
         compress_every, compress_over: when caches are compressed again, as in `Settings`; 0: never.
+        isolated_every: at which steps isolated quantities are measured, as in `Settings`; 1: at all.
     """
 
     model: str
@@ -155,11 +161,13 @@ class RunConfig:
     plugins: dict[str, str] = dataclasses.field(default_factory=dict)
     compress_every: int = 0
     compress_over: int = 0
+    isolated_every: int = 1
 
     def __post_init__(self) -> None:
-        for field in ("samples", "seed", "steps", "max_tokens", "generate", "compress_every", "compress_over"):
+        compressions = ("compress_every", "compress_over", "isolated_every")
+        for field in ("samples", "seed", "steps", "max_tokens", "generate", *compressions):
             option.check_number(field, getattr(self, field) or 0)
-        for field in ("compress_every", "compress_over"):
+        for field in compressions:
             option.check_whole(field, getattr(self, field))
         for value, least, expected in (
             (self.samples, 1, "a run needs at least 1 sample"),
@@ -168,6 +176,7 @@ class RunConfig:
             (self.generate, 0, "a run generates at least 0 tokens"),
             (self.compress_every, 0, "compress_every must be at least 0"),
             (self.compress_over, 0, "compress_over must be at least 0"),
+            (self.isolated_every, 1, "isolated_every must be at least 1"),
         ):
             if value is not None and value < least:
                 raise ConfigError(f"{expected}, got {value}")
@@ -210,6 +219,11 @@ class RunConfig:
     def averages_gradients(self) -> bool:
         """True if effects are measured by the mean of both runs' gradients."""
         return self.effect_gradient == MEAN
+
+    @property
+    def largest_window(self) -> int:
+        """The largest window of the configurations, in tokens."""
+        return max(config.window for config in self.configs)
 
     def labels(self) -> list[str]:
         """Return the labels of the configurations, the `config` coordinate of the trace."""

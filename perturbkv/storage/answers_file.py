@@ -9,10 +9,10 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from perturbkv.configs.option import is_number
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError
 from perturbkv.storage import json_lines
@@ -135,7 +135,7 @@ def _has_valid_divergence(row: Mapping[str, Any]) -> bool:
 
 def _is_divergence(value: Any) -> bool:
     """Return whether a value is a possible KL divergence: a finite, nonnegative number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value) and value >= 0
+    return is_number(value) and value >= 0
 
 
 def _has_fields(document: Any, fields: Mapping[str, type]) -> bool:
