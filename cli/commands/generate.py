@@ -240,8 +240,6 @@ def _stored_header(document: dict[str, Any]) -> dict[str, Any]:
         run = RunConfig.from_json(json.dumps(document.get("run", {})))
     except ConfigError:
         return {}
-    if document.get("compress_every") is not None:  # answers of an earlier version, compressed again
-        return {}
     return {
         "run": json.loads(run.to_json()),
         "divergence": document.get("divergence", False),

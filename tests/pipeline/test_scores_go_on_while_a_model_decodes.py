@@ -49,12 +49,14 @@ class Summed(Followed):
 
     def _votes(self, layer: int) -> tuple[np.ndarray, np.ndarray, int]:
         _, norms, longest = super()._votes(layer)
-        rows = zip(self.had[layer], self.held[layer], strict=True)
-        votes = [[had[place] / self.decoder.position for place in held[:-WINDOW]] for had, held in rows]
-        return np.array(votes), norms, longest
+        votes = np.zeros_like(norms)
+        for row, had, held in zip(votes, self.had[layer], self.held[layer], strict=True):
+            row[longest - len(held) :] = [had[place] / self.decoder.position for place in held[:-WINDOW]]
+        return votes, norms, longest
 
     def _budgets(self, pooled: list[list[float]], longest: int) -> list[int]:
-        return [BUDGET - WINDOW] * len(pooled)
+        even = [BUDGET - WINDOW] * len(pooled)
+        return even if self.config.policy.name == "h2o" else super()._budgets(pooled, longest)
 
 
 class Centred(Followed):
@@ -111,6 +113,13 @@ def test_h2o_goes_on_with_its_sums(family: str, policy: str, recent: int, monkey
     adapter, chosen = exact_adapter(family, 4, 2, seed=1), config(policy)
     found = kept_by(adapter, chosen, monkeypatch)
     assert_sets_equal(Summed(adapter, replace(chosen, protect_recent=recent)), found)
+
+
+def test_sums_go_on_where_heads_keep_unequal_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = exact_adapter("llama", 4, 2, seed=1)
+    found = kept_by(adapter, config("adakv(by=h2o())"), monkeypatch)
+    assert len({int(mask.sum()) for mask in found[28][0]}) > 1
+    assert_sets_equal(Summed(adapter, config("adakv(pool=none)")), found)
 
 
 def test_an_answer_goes_on_with_the_sums_of_its_prompt() -> None:

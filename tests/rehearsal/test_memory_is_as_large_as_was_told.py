@@ -127,8 +127,8 @@ def test_numbers_change_no_size() -> None:
 @pytest.mark.slow
 def test_masks_of_compressions_take_what_was_told() -> None:
     """Against a run that is compressed at the prompt's end alone, at equally many steps."""
-    shapes = {"d_head": 32, "layers": 2, "positions": 4096, "dtype": torch.bfloat16}
-    configs, tokens, steps = pk.grid((16, 24), window=8, selection=("attention", "random")), 1200, 24
+    shapes = {"d_head": 32, "layers": 1, "positions": 4096, "dtype": torch.bfloat16}
+    configs, tokens, steps = pk.grid((16, 24, 32, 40), window=8, selection="attention"), 1500, 12
     prompt = pk.Prompt("p", token_ids(tokens), 0, text_tokens=token_ids(steps + 1, seed=2))
     found, estimates = [], []
     for every in (2, 1000):
@@ -138,6 +138,5 @@ def test_masks_of_compressions_take_what_was_told() -> None:
             trace_sample(adapter, prompt, resolved_run(configs, **fields))
         found.append(counted.peaks)
         estimates.append(told(adapter.config, tokens, configs, **fields))
-    for stage in ("layer", "decoding"):
-        more = getattr(estimates[0], stage) - getattr(estimates[1], stage)
-        assert found[0][stage] - found[1][stage] == pytest.approx(more, rel=0.2), stage
+    more = {stage: getattr(estimates[0], stage) - getattr(estimates[1], stage) for stage in ("layer", "decoding")}
+    assert {stage: found[0][stage] - found[1][stage] for stage in more} == pytest.approx(more, rel=0.25)

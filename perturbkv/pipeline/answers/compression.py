@@ -210,7 +210,6 @@ class Compressor:
                 Compression(index, 1 + read, before, after, *layers.unbind(dim=1))
                 for (index, before, after), layers in zip(sizes, by_row, strict=True)
             ]
-
         if self.attention:
             counted = max(self.window, *(tokens - before for before in self.read_before.values()))
             self.queries = [queries[:, :, -counted:] for queries in self.queries]

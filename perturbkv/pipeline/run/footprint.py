@@ -142,19 +142,16 @@ def estimate_memory(planned: Plan) -> Memory:
     requests = {request for config in ranked for request in config.requests}
     if run.compresses:
         requests |= {accumulated_request(config) for config in ranked if config.accumulates}
-    later = (
-        2
-        * (tokens + run.steps)
-        * shape.measured
-        * sum(_count_sets(config, shape) * _count_compressions(run, config, tokens) for config in run.configs)
-    )  # kept and stage 1
+    sets = [_count_sets(config, shape) * _count_compressions(run, config, tokens) for config in run.configs]
+    later = 2 * (tokens + run.steps) * shape.measured * sum(sets)  # masks of compressions: kept and stage 1
+    placed = 2 * WORK.itemsize * (tokens + run.steps) * shape.heads if later else 0  # ranks while such a mask is made
     norm_bytes = 4 * (1 + any(config.euclidean for config in planned.configs))  # of an entry and head, in float32
     rankings = _RANK_BYTES * _ranking_entries(ranked, shape, tokens)
     codes = sum(_count_sets(config, shape) for config in run.configs) * shape.measured * mask_bytes(tokens)
     working = working_bytes(planned.placement.device, planned.resources.chunk_bytes)
     projection = _projection_bytes(shape)
     copied = working if copies_each_pass(planned.resolved) else 0
-    decoding = rankings + codes + later + planned.batches.largest_bytes + max(copied, projection)
+    decoding = rankings + codes + later + placed + planned.batches.largest_bytes + max(copied, projection)
     backward = _backward_bytes(run, shape, longest, longest - tokens) if "effect" in run.save else 0
     if run.averages_gradients:
         backward = max(backward, decoding + _evicted_backward_bytes(planned, shape, tokens, longest - tokens))
@@ -230,7 +227,8 @@ def _measured_layer_bytes(run: RunConfig, shape: Shape, tokens: int, working: in
     if run.compresses:
         most = max(_count_compressions(run, config, tokens) for config in run.configs)
         sums += len(run.configs) * shape.heads * tokens * (PLACE_BYTES + SPAN_BYTES * (1 + most))
-        weights = run.steps + run.steps // run.isolated_every + most  # largest sums stand at measured steps alone
+        stacked = run.steps // (1 + most)  # weights of a span once more; largest sums stand at measured steps alone
+        weights = run.steps + run.steps // run.isolated_every + most + stacked
     entries = WORK.itemsize * shape.kv_heads * max(shape.d_key, shape.d_value) * tokens
     return (4 + weights) * row + entries + max(entries, _projection_bytes(shape) + min(working, sums))
 
@@ -238,8 +236,8 @@ def _measured_layer_bytes(run: RunConfig, shape: Shape, tokens: int, working: in
 def _count_compressions(run: RunConfig, config: EvictionConfig, tokens: int) -> int:
     """Return how often a configuration's cache is compressed while the steps are decoded, after `tokens` entries."""
     if run.compress_over:
-        return run.steps // max(1, run.compress_over - config.budget.tokens(tokens))
-    return run.steps // run.compress_every if run.compress_every else 0
+        return (run.steps - 1) // max(1, run.compress_over - config.budget.tokens(tokens))
+    return (run.steps - 1) // run.compress_every if run.compress_every else 0
 
 
 def _projection_bytes(shape: Shape) -> int:
