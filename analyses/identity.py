@@ -53,6 +53,7 @@ class RunIdentity:
         effect_gradient: gradient by which effects on the text are measured.
         unevicted: budgets, or configurations, that leave the cache whole in some samples, with the number of these.
         compressed_again: when caches are compressed again while they are decoded from, as text; empty for never.
+        isolated_steps: at which steps, and how many, isolated quantities were measured, as text; empty for all.
     """
 
     model: str
@@ -75,6 +76,7 @@ class RunIdentity:
     effect_gradient: str = FULL
     unevicted: tuple[tuple[str, int], ...] = ()
     compressed_again: str = ""
+    isolated_steps: str = ""
 
     @cached_property
     def names(self) -> list[str]:
@@ -122,6 +124,8 @@ class RunIdentity:
         notes = [f"{', '.join(names)}: {note}" for note, names in named.items() if names]
         if self.compressed_again:
             notes.append(f"Cache shares are those at the start; caches are compressed again {self.compressed_again}.")
+        if self.isolated_steps:
+            notes.append(f"Isolated numbers are measured at {self.isolated_steps}.")
         return " ".join(notes)
 
     def lines(self) -> list[str]:
@@ -238,7 +242,9 @@ def _choices_text(words: dict[str, str], of_side: bool) -> str:
 
 def identity_at(trace: Trace, configs: Sequence[EvictionConfig], step: int | None) -> RunIdentity:
     """Return the identity of a run whose numbers are those of one decode step, or, for None, means over all."""
-    return replace(identity(trace, configs, step or 0), steps=_steps_in_words(trace, step))
+    found = identity(trace, configs, step or 0)
+    isolated = found.isolated_steps if step is None else ""
+    return replace(found, steps=_steps_in_words(trace, step), isolated_steps=isolated)
 
 
 def identity(trace: Trace, configs: Sequence[EvictionConfig], step: int = 0) -> RunIdentity:
@@ -261,7 +267,21 @@ def identity(trace: Trace, configs: Sequence[EvictionConfig], step: int = 0) -> 
         effect_gradient=trace.run.effect_gradient,
         unevicted=_unevicted_counts(trace, configs, step),
         compressed_again=trace.run.compressed_again,
+        isolated_steps=_isolated_steps(trace),
     )
+
+
+def _isolated_steps(trace: Trace) -> str:
+    """Return at which steps isolated quantities were measured, and how many of a sample's steps; empty for all."""
+    if trace.run.isolated_every == 1:
+        return ""
+    known = ~np.isnan(trace.arrays["perturbation_isolated"][trace.ok][..., 0, 0])  # (sample, config, step)
+    counts = known.sum(axis=2)[:, known.any(axis=(0, 2))]
+    if not counts.size:
+        return ""
+    ends = ({int(numbers.min()), int(numbers.max())} for numbers in (counts, measured_steps(trace)))
+    told = " of ".join("–".join(map(str, sorted(each))) for each in ends)
+    return f"compressions, every {trace.run.isolated_every} steps and at the last: {told} steps"
 
 
 def _steps_in_words(trace: Trace, step: int | None) -> str:

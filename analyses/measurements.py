@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import plural
 from perturbkv.errors import ConfigError, TraceError
-from perturbkv.schema import ISOLATED, OF_KEPT_SETS, TOKEN_KINDS, VARIABLES
+from perturbkv.schema import AT_CHOSEN_STEPS, ISOLATED, OF_KEPT_SETS, TOKEN_KINDS, VARIABLES, isolated_steps
 from perturbkv.storage.trace.trace_file import LazyArrays
 from perturbkv.trace import Trace
 
@@ -30,7 +30,8 @@ _UNBOUNDED = frozenset({"theta_hat", "theta_hat_relax"})
 class Measurements:
     """A trace's complete samples, read as float64 arrays: means over the decode steps of each, or one step, or all.
 
-    Samples whose text ends before the step are left out.
+    Samples whose text ends before the step are left out. Where caches are compressed again, isolated quantities are
+    means over the steps at which they were measured, and NaN at others.
 
     Attributes:
         trace: with the complete samples that have the step.
@@ -39,7 +40,8 @@ class Measurements:
         by_step: whether arrays have all steps, on their axis.
         kinds: kinds of decoded tokens, of `TOKEN_KINDS`, whose steps alone count; samples without any are left out.
 
-    Raises TraceError where no sample is complete, ConfigError where the trace, or every sample of it, lacks the step.
+    Raises TraceError where no sample is complete, ConfigError where the trace, or every sample of it, lacks the step,
+    or where isolated quantities that are read were not measured at it.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class Measurements:
         self.kinds: Sequence[str] = kinds
         self._arrays: dict[str, Floats] = {}
         if kinds != TOKEN_KINDS:
-            self.trace = _select_samples(self.trace, np.asarray(self.counted.any(axis=1)))
+            self.trace = _select_samples(self.trace, np.asarray((self.counted & self._chosen).any(axis=1)))
 
     def __getitem__(self, name: str) -> Floats:
         """Return a variable over the complete samples: (sample, config?, layer?, head?), with steps if `by_step`.
@@ -98,6 +100,12 @@ class Measurements:
             numbers = [TOKEN_KINDS.index(kind) for kind in self.kinds]
             counted &= np.isin(self.trace.get("token_kind", self.analysis), numbers)
         return np.asarray(counted)
+
+    @property
+    def _chosen(self) -> NDArray[np.bool_]:
+        """(sample, step) True where the isolated quantities of all configurations were measured."""
+        measured = np.arange(self.trace.run.steps) < measured_steps(self.trace)[:, None]
+        return isolated_steps(measured, self.trace.run.isolated_every)
 
     @property
     def samples(self) -> int:
@@ -170,19 +178,29 @@ class Measurements:
         if "step" not in dims:
             _check_numbers(self.trace, name, array)
             return array
-        axis, measured = 1 + dims.index("step"), self.counted
+        axis, measured, chosen = 1 + dims.index("step"), self.counted, name in AT_CHOSEN_STEPS
+        expected = measured & self._chosen if chosen else measured
         if self.step is not None and not self.by_step:
             array, measured = array.take([self.step], axis=axis), measured[:, [self.step]]
+            expected = measured
         by_step = np.moveaxis(array, axis, 1)
-        _check_numbers(self.trace, name, by_step[measured])
+        _check_numbers(self.trace, name, by_step[expected])
+        where = measured.reshape(*measured.shape, *[1] * (by_step.ndim - 2))
+        if chosen and self.trace.run.isolated_every > 1:
+            where = where & known_steps(by_step)
         if threshold is not None:
             by_step = (by_step > threshold).astype(np.float64)
         if self.by_step:
             return np.moveaxis(by_step, 1, axis)
-        where = measured.reshape(*measured.shape, *[1] * (by_step.ndim - 2))
         if least:
             return np.asarray(by_step.min(axis=1, where=where, initial=np.inf))
         return np.asarray(by_step.mean(axis=1, where=where))
+
+
+def known_steps(by_step: Floats) -> NDArray[np.bool_]:
+    """Return the mask of an isolated variable's numbers (sample, step, …); True at all steps where it has none."""
+    known = ~np.isnan(by_step)
+    return np.asarray(known | ~known.any(axis=1, keepdims=True))
 
 
 def _drop_ended_samples(trace: Trace, analysis: str, step: int) -> Trace:
@@ -258,11 +276,17 @@ def only_evicts(trace: Trace) -> NDArray[np.bool_]:
 
 
 def _check_numbers(trace: Trace, name: str, numbers: Floats) -> None:
-    """Raise TraceError for NaN, or for infinity in a variable that must be finite.
+    """Raise TraceError for NaN, or for infinity in a variable that must be finite; ConfigError at an unmeasured step.
 
     Numbers of kept sets, and isolated ones, may be unknown of somebody's caches: NaN.
     """
     may_lack = name in (*OF_KEPT_SETS, *ISOLATED) and "own_entries" in trace.arrays
+    every = trace.run.isolated_every
+    if name in AT_CHOSEN_STEPS and every > 1 and np.isnan(numbers).any() and not may_lack:
+        raise ConfigError(
+            f"expected a step at which isolated numbers are measured, one of compressions, of every {every} or the "
+            "last, got another; leave the step out for their mean"
+        )
     nothing, infinite = np.isnan(numbers) & (not may_lack), np.isinf(numbers) & (name not in _UNBOUNDED)
     if (nothing | infinite).any():
         got = "NaN" if nothing.any() else "infinity"

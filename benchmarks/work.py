@@ -25,15 +25,15 @@ from benchmarks.subprocesses import measure_memory
 from perturbkv.cache.entries import encode_kept_sets, pack_bits
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
-from perturbkv.configs.run import RunConfig, Settings
+from perturbkv.configs.run import ISOLATED_EVERY, RunConfig, Settings
 from perturbkv.datasets.encode import Prompt
 from perturbkv.datasets.prompts import Prompts
 from perturbkv.devices import synchronise
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.forward import run_with_cache
 from perturbkv.models.loading import ModelFiles, load_model
+from perturbkv.pipeline.answers.compression import Compressor
 from perturbkv.pipeline.answers.generation import generate, prefill_and_evict
-from perturbkv.pipeline.answers.recompression import Compressor
 from perturbkv.pipeline.progress import time_phases
 from perturbkv.pipeline.run.plan import Placement, plan
 from perturbkv.pipeline.sample.one_sample import Finisher, trace_sample
@@ -163,7 +163,7 @@ def time_decoding(model: str, tokens: int, repeats: int, dtype: str, device: str
     adapter.tokenizer.eos_token = adapter.model.generation_config.eos_token_id = None
     prompt = Prompt("benchmark", tuple(token_ids), 0)
     configs = grid((128, 256), policy=("snapkv", "tova"), selection=("attention", "random"), granularity="kv")
-    run = replace(resolved_run(adapter, configs), steps=steps, compress_every=every)
+    run = replace(resolved_run(adapter, configs), steps=steps, compress_every=every, isolated_every=ISOLATED_EVERY)
 
     def decode() -> None:
         read = prefill_and_evict(adapter, prompt, run, with_full=True)

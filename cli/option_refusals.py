@@ -73,6 +73,10 @@ NEEDS: Mapping[str, Need] = {
     "head_scores": Need(lambda run, config: config.policy.name == "headkv", "--policy headkv"),
     "window": Need(lambda run, config: not config.is_external, "a policy of ours: a press has a window of its own"),
     "effect_gradient": Need(lambda run, config: "effect" in (getattr(run, "save", None) or ()), "--save effect"),
+    "isolated_every": Need(
+        lambda run, config: bool(getattr(run, "compress_every", 0) or getattr(run, "compress_over", 0)),
+        "--compress-every or --compress-over",
+    ),
     "protect_recent": Need(_protects_more_than_window, "more entries than the window, which always stays", each=True),
 }
 """Option -> condition. Options of a policy, a selection or a granularity declare their conditions themselves."""

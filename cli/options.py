@@ -19,7 +19,7 @@ from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import check_number
 from perturbkv.configs.resources import Resources, Workers, parse_size
-from perturbkv.configs.run import BY, CACHES, FULL, OWN, SCENARIOS, TEXTS, Settings, Shard
+from perturbkv.configs.run import BY, CACHES, FULL, ISOLATED_EVERY, OWN, SCENARIOS, TEXTS, Settings, Shard
 from perturbkv.configs.selections import PRESETS
 from perturbkv.datasets.metrics import CHOICES, DEFAULT
 from perturbkv.errors import ConfigError
@@ -88,8 +88,8 @@ FRACTIONS = ("0.025", "0.05", "0.1", "0.2", "0.4")
 """The budgets of the paper's sweeps: the default of analyses that compare budgets."""
 RARE = (
     "revision", "depth", "haystack", "chat_template", "correction", "protect_first", "protect_recent", "head_scores",
-    "cache", "compress_every", "compress_over", "device_map", "text", "save", "effect_gradient", "prompts", "kept",
-    "max_memory", "chunk_mib",
+    "cache", "compress_every", "compress_over", "isolated_every", "device_map", "text", "save", "effect_gradient",
+    "prompts", "kept", "max_memory", "chunk_mib",
     "norm_kernel", "wait", "shard", "shard_by", "engine", "workers", "ray_address", "cpus_per_worker",
     "timeout_per_sample",
 )  # fmt: skip
@@ -202,6 +202,12 @@ class RunOptions(DataOptions):
     compress_over: Annotated[
         int | None, _rare_option(_EVICT, metavar="N", help="Compress what holds more than N entries")
     ] = None
+    isolated_every: Annotated[
+        int | None,
+        _rare_option(
+            _EVICT, metavar="N", help="Isolated L every N steps and where compressed", show_default=str(ISOLATED_EVERY)
+        ),
+    ] = None
     text: Annotated[str, _rare_option(_RUN, metavar="NAME", help=f"Text that the steps read: {', '.join(TEXTS)}")] = OWN
     steps: Annotated[
         int | None,
@@ -278,6 +284,13 @@ class RunOptions(DataOptions):
         check_number("--chunk-mib", self.chunk_mib, _MOST_MIB)
         if self.chunk_mib < 1:
             raise ConfigError(f"--chunk-mib must be at least 1, got {self.chunk_mib}")
+        for flag, least in (
+            ("--compress-every", self.compress_every),
+            ("--compress-over", self.compress_over),
+            ("--isolated-every", self.isolated_every),
+        ):
+            if least is not None and least < 1:
+                raise ConfigError(f"{flag} must be at least 1, got {least}")
         check_choice("device map", self.device_map, ("none", "auto"))
         check_choice("way to share a run out", self.shard_by, BY)
         _ = self.parsed_shard, self.engine_config, self.settings  # refuse what is invalid before anything else is done
@@ -307,7 +320,7 @@ class RunOptions(DataOptions):
         return Settings(
             self.steps, self.scenario, self.cache, tuple(self.save or ()), self.effect_gradient, text=self.text,
             prompts=self.prompts, kept=self.kept, compress_every=self.compress_every or 0,
-            compress_over=self.compress_over or 0,
+            compress_over=self.compress_over or 0, isolated_every=self.isolated_every,
         )  # fmt: skip
 
     @property

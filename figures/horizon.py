@@ -80,10 +80,11 @@ def _draw_config(panels: Any, config: ConfigHorizon, colour: Any, line: str) -> 
     curves = {kind: (config.curves[kind].relative, config.curves[kind].relative_interval) for kind in KINDS}
     for axes, (kind, (values, band)) in zip(panels, {**curves, "kl": (config.kl, config.kl_interval)}.items(),
                                             strict=True):  # fmt: skip
-        steps = np.arange(len(values))
-        axes.plot(steps, values, line, color=colour, gid=kind)
+        steps = np.flatnonzero(~np.isnan(values))  # isolated ones may be known at some steps alone
+        axes.plot(steps, values[steps], line, color=colour, gid=kind)
         if band is not None:
-            axes.fill_between(steps, band.low, band.high, color=colour, alpha=0.15, linewidth=0, gid=f"{kind} band")
+            low, high = band.low[steps], band.high[steps]
+            axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0, gid=f"{kind} band")
 
 
 def _finish_panels(axes: Any, result: Horizon, rows: Sequence[Sequence[ConfigHorizon]], stacked: bool) -> None:

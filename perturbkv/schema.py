@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from perturbkv.errors import TraceError
 
@@ -406,6 +407,12 @@ OF_KEPT_SETS = (
 ISOLATED = ("perturbation_isolated", "perturbation_isolated_l2", "perturbation_isolated_cosine", "effect_isolated")
 """Variables that are NaN for entries of their own whose prompt was read otherwise, or whose attention is their own."""
 
+AT_CHOSEN_STEPS = (
+    *OF_KEPT_SETS, *(name for name in ISOLATED if name != "effect_isolated"), "noise_floor_isolated",
+    "noise_floor_isolated_l2", "noise_floor_isolated_cosine",
+)  # fmt: skip
+"""Variables that are NaN at the steps that `isolated_steps` leaves out, unless the cache was compressed there."""
+
 APART = ("perturbation_eviction", "perturbation_change")
 """Parts of the isolated perturbation, in runs of configurations that do more than evict."""
 
@@ -420,6 +427,15 @@ PREFILLS = ("prefill_seconds", "prefill_seconds_full")
 
 SUMS = ("cache_bytes", "cache_padding_bytes")
 """Variables summed over all configurations; undefined for a subset of them."""
+
+
+def isolated_steps(measured: NDArray[np.bool_], every: int) -> NDArray[np.bool_]:
+    """Return (sample, step) where the isolated quantities of all configurations are measured.
+
+    These are every `every`-th of the `measured` steps (sample, step), from the first on, and each sample's last.
+    """
+    following = np.pad(measured, ((0, 0), (0, 1)))[:, 1:]
+    return np.asarray(measured & ((np.arange(measured.shape[1]) % every == 0) | ~following))
 
 
 def axis_lengths(sample_id: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:

@@ -33,7 +33,7 @@ CHECKED = (  # not kernels: Triton compiles a function's source in its module's 
     "pipeline.sample",
     "pipeline.variants.given_sets",
     "pipeline.answers.generation",
-    "pipeline.answers.recompression",
+    "pipeline.answers.compression",
     "pipeline.answers.answer_heads",
 )
 

@@ -20,7 +20,7 @@ from perturbkv.analyses import text
 from perturbkv.analyses.columns import Record, column, derived, interval, record
 from perturbkv.analyses.conclusions import Case
 from perturbkv.analyses.horizon.compressions import Compressions, compressions_of, factor_of
-from perturbkv.analyses.measurements import Floats, Measurements, measured_steps
+from perturbkv.analyses.measurements import Floats, Measurements, known_steps, measured_steps
 from perturbkv.analyses.names import PairRecord
 from perturbkv.analyses.sides import Pair, pairs
 from perturbkv.analyses.stats import intervals, permutation
@@ -54,20 +54,22 @@ class Steps:
         """True for samples of three steps or more, (sample,)."""
         return np.asarray(self.measured.sum(axis=1) >= LEAST_STEPS)
 
-    def thirds(self, *arrays: Floats) -> tuple[list[Floats], list[Floats]]:
-        """Return means of (sample, step, …) arrays over the first and the last third of each long sample's steps."""
+    def thirds(self, *arrays: Floats, known: NDArray[np.bool_] | None = None) -> tuple[list[Floats], list[Floats]]:
+        """Return means of (sample, step, …) arrays over the first and the last third of each long sample's steps.
+
+        Of these, only steps that are `known` (sample, step) count, by default all; the first and the last must be.
+        """
+        counts = self.measured.sum(axis=1)[:, None]
+        step, third = np.arange(self.measured.shape[1]), counts // 3
+        masks = (step < third, (step >= counts - third) & (step < counts))
         first, last = (
-            [np.einsum("st,st...->s...", third, array[self.long_enough]) for array in arrays]
-            for third in self._third_weights()
+            [
+                np.einsum("st,st...->s...", mask / mask.sum(axis=1, keepdims=True), array[self.long_enough])
+                for array in arrays
+            ]
+            for mask in ((mask if known is None else mask & known)[self.long_enough] for mask in masks)
         )
         return first, last
-
-    def _third_weights(self) -> tuple[Floats, Floats]:
-        """Return the weights of steps for means over the first and over the last third, (long sample, step)."""
-        counts = self.measured[self.long_enough].sum(axis=1)
-        step, third = np.arange(self.measured.shape[1]), (counts // 3)[:, None]
-        last = (step >= counts[:, None] - third) & (step < counts[:, None])
-        return (step < third) / third, last / third
 
 
 def steps_of(trace: Trace) -> Steps:
@@ -98,7 +100,10 @@ class Curve(Record):
     SECTION: ClassVar[str] = "curve over steps"
 
     kind: str = column("propagated or isolated", heading="kind")
-    relative: Floats = column("Σ L / Σ ‖o_h‖₁ over all heads and the samples that have the step", dims=STEP)
+    relative: Floats = column(
+        "Σ L / Σ ‖o_h‖₁ over all heads and the samples that have the step; null where isolated L is not measured",
+        dims=STEP,
+    )
     relative_interval: Band = column(
         "over the samples that have the step; null ends where these are fewer than two, null of one sample"
     )
@@ -287,8 +292,10 @@ def taken_in_a_row(taken: Floats, steps: Steps) -> Floats:
 
 
 def _curve(kind: str, perturbation: Floats, norm: Floats, floor: Floats, steps: Steps) -> Curve:
-    """Return the curve of one kind of perturbation from (sample, step, layer, head) arrays."""
-    early, late = steps.thirds(perturbation, norm, floor)
+    """Return the curve of one kind of perturbation from (sample, step, layer, head) arrays; NaN at unmeasured steps."""
+    known = steps.measured & known_steps(np.where(steps.measured, perturbation[..., 0, 0], np.nan))
+    perturbation, norm, floor = (np.where(known[..., None, None], each, 0.0) for each in (perturbation, norm, floor))
+    early, late = steps.thirds(perturbation, norm, floor, known=known)
     total = _Growth.from_thirds(early, late, np.sum)
     by_head = _Growth.from_thirds(early, late, partial(np.sum, axis=0))
     by_sample = _Growth.from_thirds(early, late)
@@ -297,7 +304,7 @@ def _curve(kind: str, perturbation: Floats, norm: Floats, floor: Floats, steps: 
     return Curve(
         kind=kind,
         relative=relative_perturbation(perturbation, norm),
-        relative_interval=step_intervals(perturbation.sum(axis=(2, 3)), norm.sum(axis=(2, 3)), steps.measured, RATIO),
+        relative_interval=step_intervals(perturbation.sum(axis=(2, 3)), norm.sum(axis=(2, 3)), known, RATIO),
         first=float(total.first),
         last=float(total.last),
         growth=float(total.factor),
@@ -319,7 +326,7 @@ def step_intervals(numerators: Floats, denominators: Floats, measured: NDArray[n
     `numerators`, `denominators` and `measured` are (sample, step).
     """
     each = [
-        intervals.of_ratio(top[rows], bottom[rows], kind)
+        intervals.of_ratio(top[rows], bottom[rows], kind) if rows.any() else None
         for top, bottom, rows in zip(numerators.T, denominators.T, measured.T, strict=True)
     ]
     first = each[0]

@@ -203,7 +203,7 @@ _HORIZON_STEPS, _LEAST_HORIZON_STEPS = 32, 3
 
 
 @show_defaults(steps=str(_HORIZON_STEPS))
-@show_options("compress_every", "compress_over")
+@show_options("compress_every", "compress_over", "isolated_every")
 @without_options("step")
 @analysis
 def horizon(run: RunOptions, look: LookOptions, compare: CompareOption = DEFAULT_COMPARE) -> Analysis:

@@ -33,7 +33,6 @@ from perturbkv.storage.output import OutputFolder, resumable_file
 if TYPE_CHECKING:
     from perturbkv.datasets.encode import Prompt
     from perturbkv.pipeline.answers.answer_rows import AnsweredPrompt
-    from perturbkv.pipeline.answers.generation import AnswerOptions
     from perturbkv.pipeline.run.plan import Plan
     from perturbkv.storage.json_lines import SampleLines
 
@@ -95,7 +94,7 @@ def shorten(answer: str) -> str:
 
 
 @show_options("compress_every", "compress_over")
-@without_options("text", "steps", "save", "effect_gradient", "prompts", "kept", "shard", "shard_by")
+@without_options("isolated_every", "text", "steps", "save", "effect_gradient", "prompts", "kept", "shard", "shard_by")
 @with_options
 def generate(
     run: RunOptions,
@@ -119,7 +118,7 @@ def generate(
     configs = run.configs(selection or DEFAULT_SELECTIONS)
     option_refusals.check_effects("generate", configs, run)
     from perturbkv.datasets.prompts import metrics_of
-    from perturbkv.pipeline.answers.generation import AnswerOptions, check_answer_options
+    from perturbkv.pipeline.answers.generation import check_answer_options
     from perturbkv.pipeline.run.running import provenance
 
     check_answer_options(configs, max_new_tokens)
@@ -135,7 +134,7 @@ def generate(
     header = {"run": json.loads(planned.run.to_json()), "divergence": divergence}
     made_with = provenance_object(provenance(planned))
     with open_sample_lines(path, header, run.overwrite, run.wait, made_with) as lines:
-        failed = _answer_missing(run, planned, lines, AnswerOptions(divergence))
+        failed = _answer_missing(run, planned, lines, divergence)
         lines.sort(planned.prompts.ids)
     if not lines.rows:
         raise FailedRunError(str(path), failed)
@@ -160,7 +159,7 @@ def _show_answers(rows: list[dict[str, Any]], run: RunConfig, path: Path) -> Non
     console.say(f"written to {path}, every answer whole")
 
 
-def _answer_missing(run: RunOptions, planned: Plan, lines: SampleLines, options: AnswerOptions) -> dict[str, str]:
+def _answer_missing(run: RunOptions, planned: Plan, lines: SampleLines, divergence: bool) -> dict[str, str]:
     """Answer the prompts without a line, and add a line for each; return failed sample -> reason.
 
     Raises InterruptedRunError after a Ctrl-C.
@@ -187,7 +186,7 @@ def _answer_missing(run: RunOptions, planned: Plan, lines: SampleLines, options:
             engine_choice.open_engine(run.engine_config, [planned]) as engine,
             console.progress("samples", len(planned.prompts), len(lines.rows), engine.describe_workers) as bar,
         ):
-            engine.answer(planned, options, todo, on_answer, on_failure)
+            engine.answer(planned, divergence, todo, on_answer, on_failure)
     except KeyboardInterrupt:
         raise InterruptedRunError(len(lines.rows), len(planned.prompts), lines.path or Path()) from None
     return failed

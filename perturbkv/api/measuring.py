@@ -18,7 +18,7 @@ from perturbkv.errors import ConfigError, WorkerError
 from perturbkv.models import user_model
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers.answer_rows import AnsweredPrompt, Generation
-from perturbkv.pipeline.answers.generation import AnswerOptions, check_answer_options
+from perturbkv.pipeline.answers.generation import check_answer_options
 from perturbkv.pipeline.progress import bar
 from perturbkv.pipeline.run.plan import Plan
 from perturbkv.pipeline.run.running import provenance, run_in_memory, run_to_file
@@ -146,13 +146,13 @@ def generate(
     ready = make_plan(model, prompts, chosen, settings, resources)
     metrics_of(ready.prompts)
     with user_model.eval_mode(model.model):
-        answered = _answer_prompts(ready, AnswerOptions(divergence), workers, progress)
+        answered = _answer_prompts(ready, divergence, workers, progress)
     made_with = provenance_object(provenance(ready))
     written = WrittenAnswers(ready.run, tuple(one.row for one in answered), made_with=made_with)
     return Generation(tuple(one.answers for one in answered), written)
 
 
-def _answer_prompts(ready: Plan, options: AnswerOptions, workers: Workers, progress: bool) -> list[AnsweredPrompt]:
+def _answer_prompts(ready: Plan, divergence: bool, workers: Workers, progress: bool) -> list[AnsweredPrompt]:
     """Return the answers to all prompts in order, except prompts that workers gave up."""
     answered: dict[str, AnsweredPrompt] = {}
     failed: dict[str, str] = {}
@@ -169,7 +169,7 @@ def _answer_prompts(ready: Plan, options: AnswerOptions, workers: Workers, progr
         engine_choice.open_engine(workers, [ready]) as engine,
         bar("samples", len(ready.prompts), shown=progress, status=engine.describe_workers) as progress_bar,
     ):
-        engine.answer(ready, options, ready.prompts, on_answer, on_failure)
+        engine.answer(ready, divergence, ready.prompts, on_answer, on_failure)
     for why in failed.values():
         _log.warning("left out: %s", why)
     if not answered:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import Any, TypeGuard
 
 from perturbkv.configs.choice import UNNAMED, Choice, as_choice
 from perturbkv.errors import ConfigError, UnknownNameError
@@ -21,6 +21,11 @@ MOST_CONFIGURATIONS = 10_000
 MOST_SAMPLES = 100_000
 LONGEST_PROMPT = 2_000_000
 """Limit of tokens of a synthetic prompt: longer than every model's context, and still generated in seconds."""
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Return whether a value, such as one of JSON, is a finite number and no truth value."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def check_number(what: str, value: float, most: float = LARGEST) -> None:

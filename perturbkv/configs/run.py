@@ -26,6 +26,8 @@ METRICS = "metrics"
 """Dataset option: names of the metrics that grade answers, where any are generated."""
 SAVES = ("outputs", "effect")
 FULL, MEAN = "full", "mean"
+ISOLATED_EVERY = 16
+"""Stride of the steps at which isolated quantities are measured where caches are compressed again; elsewhere 1."""
 EFFECT_GRADIENTS = {FULL: "the full run's", MEAN: "the mean of the full and the evicted run's"}
 """Gradient of the text's log p by which effects are measured (METHOD: effect on the text)."""
 SCENARIOS = {
@@ -72,6 +74,8 @@ class Settings:
             never.
         compress_over: a cache that holds more entries than this, at the prompt's end or later, is compressed to its
             budget; 0: it is compressed once, at the prompt's end.
+        isolated_every: where caches are compressed again, isolated quantities are measured at each compression, at
+            every so many steps and at the last; None: 16.
 
     Raises UnknownNameError for an unknown choice, ConfigError for a number out of range.
     """
@@ -90,9 +94,16 @@ class Settings:
     leave_out_unfit: bool = False
     compress_every: int = 0
     compress_over: int = 0
+    isolated_every: int | None = None
 
     def __post_init__(self) -> None:
-        for field, least in (("steps", 1), ("generate", 0), ("compress_every", 0), ("compress_over", 0)):
+        for field, least in (
+            ("steps", 1),
+            ("generate", 0),
+            ("compress_every", 0),
+            ("compress_over", 0),
+            ("isolated_every", 1),
+        ):
             number = getattr(self, field)
             if number is not None:
                 option.check_whole(field, number)
@@ -136,6 +147,7 @@ class RunConfig:
         text: text that the decode steps read, a key of `TEXTS`.
         plugins: external score or policy -> digest of its version.
         compress_every, compress_over: when caches are compressed again, as in `Settings`; 0: never.
+        isolated_every: at which steps isolated quantities are measured, as in `Settings`; 1: at all.
     """
 
     model: str
@@ -161,6 +173,7 @@ class RunConfig:
     plugins: dict[str, str] = dataclasses.field(default_factory=dict)
     compress_every: int = 0
     compress_over: int = 0
+    isolated_every: int = 1
 
     def __post_init__(self) -> None:
         if self.effect_gradient != FULL and "effect" not in self.save:
@@ -193,6 +206,11 @@ class RunConfig:
     def averages_gradients(self) -> bool:
         """True if effects are measured by the mean of both runs' gradients."""
         return self.effect_gradient == MEAN
+
+    @property
+    def largest_window(self) -> int:
+        """The largest window of the configurations, in tokens."""
+        return max(config.window for config in self.configs)
 
     def labels(self) -> list[str]:
         """Return the labels of the configurations, the `config` coordinate of the trace."""

@@ -19,7 +19,6 @@ from perturbkv.engines.worker import ModelSpec
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.loading import pick_device
 from perturbkv.pipeline.answers.answer_rows import answer_prompt
-from perturbkv.pipeline.answers.generation import AnswerOptions
 from perturbkv.pipeline.run.plan import Plan
 from perturbkv.pipeline.run.running import Engine, Finished, Missing
 from perturbkv.pipeline.sample.one_sample import trace
@@ -48,12 +47,10 @@ class LocalEngine:
 
         trace(self._load(planned), prompts, planned.resolved, planned.resources, pass_on, configs)
 
-    def answer(
-        self, planned: Plan, options: AnswerOptions, prompts: Sequence[Prompt], done: Done, failed: Failed
-    ) -> None:
+    def answer(self, planned: Plan, divergence: bool, prompts: Sequence[Prompt], done: Done, failed: Failed) -> None:
         """Answer prompts in their order; `done` is called with every prompt and its answers."""
         for prompt in prompts:
-            done(prompt, answer_prompt(self._load(planned), prompt, planned.resolved, options, planned.resources))
+            done(prompt, answer_prompt(self._load(planned), prompt, planned.resolved, divergence, planned.resources))
 
     def describe_workers(self) -> str:
         """Return the progress bar's text on living workers: empty, as there are none."""
@@ -84,11 +81,9 @@ class WorkerEngine:
         """Measure the missing samples, longest prompts first. Raises the workers' exceptions, and WorkerError."""
         self._scheduler.run(measure_work(planned, self._model, missing, finished, self._shares), self._timeout)
 
-    def answer(
-        self, planned: Plan, options: AnswerOptions, prompts: Sequence[Prompt], done: Done, failed: Failed
-    ) -> None:
+    def answer(self, planned: Plan, divergence: bool, prompts: Sequence[Prompt], done: Done, failed: Failed) -> None:
         """Answer prompts, longest first; `done` or `failed` is called for every prompt. Raises as `measure`."""
-        self._scheduler.run(answer_work(planned, self._model, options, prompts, done, failed), self._timeout)
+        self._scheduler.run(answer_work(planned, self._model, divergence, prompts, done, failed), self._timeout)
 
     def describe_workers(self) -> str:
         """Return the progress bar's text on living workers: `7 of 8 workers`."""
@@ -98,9 +93,7 @@ class WorkerEngine:
 class AnsweringEngine(Engine, Protocol):
     """An engine that also answers prompts and counts its living workers."""
 
-    def answer(
-        self, planned: Plan, options: AnswerOptions, prompts: Sequence[Prompt], done: Done, failed: Failed
-    ) -> None:
+    def answer(self, planned: Plan, divergence: bool, prompts: Sequence[Prompt], done: Done, failed: Failed) -> None:
         """Answer prompts; `done` is called with a prompt and its answers, `failed` with a prompt and the reason."""
 
     def describe_workers(self) -> str:

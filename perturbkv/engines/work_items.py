@@ -18,7 +18,6 @@ from perturbkv.engines.scheduler import Work
 from perturbkv.engines.worker import Do, ModelSpec, WorkerModel
 from perturbkv.errors import ConfigError, PluginError
 from perturbkv.pipeline.answers.answer_rows import AnsweredPrompt, answer_prompt
-from perturbkv.pipeline.answers.generation import AnswerOptions
 from perturbkv.pipeline.run.plan import Plan
 from perturbkv.pipeline.run.running import Finished, Missing
 from perturbkv.pipeline.sample.one_sample import trace
@@ -151,11 +150,11 @@ Failed = Callable[[Prompt, str], None]
 
 @dataclass(frozen=True)
 class AnswerTask:
-    """The task of answering the prompts of a run, with the attributes of `MeasureTask` and the answers' options."""
+    """The task of answering the prompts of a run, with attributes of `MeasureTask`; `divergence` as `answer` has it."""
 
     model: ModelSpec
     run: RunConfig
-    options: AnswerOptions
+    divergence: bool
     resources: Resources
     modules: tuple[str, ...]
 
@@ -165,18 +164,18 @@ class AnswerTask:
         adapter, run = model.get(self.model), ResolvedRun.from_run(self.run)
 
         def answer(prompt: Prompt) -> AnsweredPrompt:
-            return answer_prompt(adapter, prompt, run, self.options, self.resources)
+            return answer_prompt(adapter, prompt, run, self.divergence, self.resources)
 
         return answer
 
 
 def answer_work(
-    planned: Plan, model: ModelSpec, options: AnswerOptions, prompts: Sequence[Prompt], done: Done, failed: Failed
+    planned: Plan, model: ModelSpec, divergence: bool, prompts: Sequence[Prompt], done: Done, failed: Failed
 ) -> Work:
     """Return the work of answering the given prompts of a run; `done` or `failed` is called for each."""
     run = replace(planned.run, dataset_options={})
     return Work(
-        AnswerTask(model, run, options, planned.resources, registered_modules(planned.run)),
+        AnswerTask(model, run, divergence, planned.resources, registered_modules(planned.run)),
         [len(prompt.token_ids) for prompt in prompts],
         lambda index: prompts[index],
         lambda index, answers: done(prompts[index], answers),

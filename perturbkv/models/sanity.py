@@ -7,7 +7,6 @@ transformers would fill the gaps with random weights and say nothing.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from perturbkv.configs import layer_types
+from perturbkv.configs.option import is_number
 from perturbkv.errors import ModelError
 from perturbkv.models import quantisers
 from perturbkv.models.sources import Source, explain_errors
@@ -115,7 +115,7 @@ def _each(value: Any) -> list[Any]:
 def _check_numbers(config: Any, name: str) -> None:
     """Raise ModelError for a negative epsilon, or for a scaling factor or rotary parameter that is not positive."""
     epsilon = getattr(config, "rms_norm_eps", None)  # None in a family that has another norm
-    if epsilon is not None and not (_is_number(epsilon) and epsilon >= 0):
+    if epsilon is not None and not (is_number(epsilon) and epsilon >= 0):
         _refuse(name, "rms_norm_eps", "a finite number of at least 0", epsilon)
     rotations = _rotations(getattr(config, "rope_parameters", None))
     positive = [
@@ -123,7 +123,7 @@ def _check_numbers(config: Any, name: str) -> None:
         *((f"{key} (of rope_parameters)", value) for key, value in rotations if key in _POSITIVE),
     ]
     for key, value in positive:
-        if value is not None and not (_is_number(value) and value > 0):
+        if value is not None and not (is_number(value) and value > 0):
             _refuse(name, key, "a finite number above 0", value)
 
 
@@ -136,11 +136,6 @@ def _rotations(parameters: Any) -> Iterator[tuple[str, Any]]:
 def _is_whole(value: Any, low: int, high: int) -> bool:
     """Return whether a value is an integer from `low` to `high`, excluding booleans."""
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-
-
-def _is_number(value: Any) -> bool:
-    """Return whether a value is a finite number, excluding booleans."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _refuse(name: str, key: str, expected: str, value: Any) -> None:

@@ -37,6 +37,7 @@ from perturbkv.reporting.sides import (
     with_band,
     with_interval,
 )
+from perturbkv.schema import AT_CHOSEN_STEPS
 from perturbkv.trace import Trace
 
 
@@ -203,11 +204,13 @@ def _noise_floor(trace: Trace, measure: Measure) -> Floats:
 def put_steps(measured: TraceMeasures, blocks: Blocks, lacks: dict[str, str]) -> dict[str, Any]:
     """Store the means of every decode step; return the JSON field `stepped`, the keys of their measures.
 
-    Nothing is stored or returned for a single step, and where they do not fit: then `lacks` gets the reason.
+    Measures that are known at some steps alone are left out. Nothing is stored or returned for a single step, and where
+    they do not fit: then `lacks` gets the reason.
     """
     if int(measured_steps(measured.trace).max()) < 2:
         return {}
-    stepped = [one for one in measured.measures if one.key in STEPPED]
+    left_out = AT_CHOSEN_STEPS if measured.trace.run.isolated_every > 1 else ()
+    stepped = [one for one in measured.measures if one.key in STEPPED and one.variable not in left_out]
     means = [means_by_step(measured.trace, one) for one in stepped]
     scales = [one.scale(part) for one, part in zip(stepped, means, strict=True)]
     if blocks.put_codes("step_mean", means, scales, _MOST_STEPS) > 1:

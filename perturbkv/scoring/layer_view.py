@@ -161,7 +161,7 @@ NEEDS = {
     "replay": "the context, run once more over its own full cache: scored by `score_replay`, pass by pass",
 }
 """Names that `Score.needs` may list -> shape and meaning."""
-PROMPT_ALONE = ("queries", "hidden", "unrotated", "rotations", "replay")
+PROMPT_ALONE = ("queries", "hidden", "unrotated", "replay")
 """Data that exist only during the prefill, and not when a cache that decoding has filled is compressed again."""
 OF_WINDOW = frozenset({"attention", "logits", "outputs", "distances", "left_out"})
 """Data with a row per query of the window that votes: w of them, fewer where `window_queries` is `text`."""
@@ -183,6 +183,7 @@ class LayerView:
         layer, layers: index of the layer, and number of layers.
         sample: the sample's id, for seeds.
         window: w.
+        position: number of tokens that were read, the position of the next: n, or more once entries are evicted.
         attention_input: (n, d_model); None where no score needs `hidden`.
         rotary: function from a range of positions to their rotation; None where no score needs `unrotated` or
             `rotations`.
@@ -200,6 +201,7 @@ class LayerView:
     layers: int
     sample: str
     window: int
+    position: int
     attention_input: Float[Tensor, "key d_model"] | None = None
     rotary: Callable[[range], Rotation] | None = None
     template: range = range(0)

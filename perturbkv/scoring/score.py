@@ -41,6 +41,7 @@ class Score(WithOptions):
         holds_norms: whether it includes value norms already.
         plain_logits: why it needs logits without a soft cap, as a clause of a message; empty where it does not.
         whole_layer: whether it depends on several key/value heads, and so needs all of them at once.
+        accumulates: whether it is a mean over all queries that were read, which goes on while a cache decodes.
         reduces: reduction over a group's query heads for a shared kept set, after pooling: `mean` or `max`; empty: the
             granularity's reduction, before pooling.
         pools_inside: whether `score` applies `pool` and `kernel` itself, so that its result is not pooled again.
@@ -60,6 +61,7 @@ class Score(WithOptions):
     holds_norms: ClassVar[bool] = False
     plain_logits: ClassVar[str] = ""
     whole_layer: ClassVar[bool] = False
+    accumulates: ClassVar[bool] = False
     reduces: ClassVar[str] = ""
     pools_inside: ClassVar[bool] = False
     pool: str = option("none", "pooling of the score over positions: max, average or none",
@@ -103,10 +105,10 @@ class Score(WithOptions):
             return f"expected needs to name some of {', '.join(NEEDS)}, got {cls.needs!r}"
         return "" if cls.score is not Score.score else "expected a method score(self, layer), got none"
 
-    @classmethod
-    def carries_history(cls) -> bool:
-        """Return whether the score uses prefill data, and so cannot recompress a cache during decoding."""
-        return not set(cls.needs).isdisjoint(PROMPT_ALONE)
+    @property
+    def needs_prompt(self) -> bool:
+        """True if the score uses data of the prefill alone, and so cannot compress a cache again while it decodes."""
+        return not self.accumulates and not set(self.needs).isdisjoint(PROMPT_ALONE)
 
     def pooling(self, pooled: bool = True) -> tuple[str, int]:
         """Return (kind, width) of the pooling after `score`; ("none", 1) without pooling or unless `pooled`."""

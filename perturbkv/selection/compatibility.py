@@ -217,6 +217,11 @@ def check_compressions(run: ResolvedRun, measured: bool) -> None:
     """
     if run.compress_every and run.compress_over:
         raise ConfigError("compress_every and compress_over (--compress-every, --compress-over) exclude each other")
+    if run.isolated_every > 1 and not run.compresses:
+        raise ConfigError(
+            "isolated_every (--isolated-every) chooses steps where caches are compressed again: add --compress-every "
+            "or --compress-over, or leave it out"
+        )
     if run.compresses and "effect" in run.save:
         raise ConfigError("effects (--save effect) are of one kept set, and caches that are compressed again have many")
     if run.compresses and all(has_own_code(config.policy.name) for config in run.configs):
@@ -288,8 +293,8 @@ def check_compressible(config: EvictionConfig) -> None:
             "window_queries=text leaves out tokens of the prompt's end, and compressing again goes on from there; "
             "leave one of them out"
         )
-    if not _can_recompress(resolved.system):
-        suitable = ", ".join(name for name in names() if _can_recompress(build(Choice(name))))
+    if not _can_compress_again(resolved.system):
+        suitable = ", ".join(name for name in names() if _can_compress_again(build(Choice(name))))
         raise ConfigError(
             f"policy '{config.policy.name}' looks at what decoding forgets, or at all layers at once, or has a stage 1 "
             f"of its own; caches are compressed again by {suitable}"
@@ -319,9 +324,9 @@ def check_searchable(config: EvictionConfig) -> None:
         )
 
 
-def _can_recompress(policy: Policy) -> bool:
+def _can_compress_again(policy: Policy) -> bool:
     """Return whether a policy evicts by its score alone, without prefill data and the other layers' scores."""
-    needs_more = policy.score.carries_history() or policy.whole_model or policy.first_stage is not None
+    needs_more = policy.score.needs_prompt or policy.whole_model or policy.first_stage is not None
     return not needs_more and policy.name not in WITHOUT_EVICTION
 
 

@@ -170,6 +170,11 @@ class ResolvedConfig(EvictionConfig):
         return super().block
 
     @property
+    def accumulates(self) -> bool:
+        """True if it ranks by a score that goes on while a cache is decoded from."""
+        return bool(self.requests) and self.score.accumulates
+
+    @property
     def has_own_stages(self) -> bool:
         """True if a stage 1 of the policy itself precedes the selection's ranking."""
         return self.first_stage is not None and self.selection.name == "attention"

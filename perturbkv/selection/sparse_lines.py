@@ -79,7 +79,7 @@ class ChosenLines:
 
 def choose_lines(config: ResolvedConfig, queries: LastQueries) -> ChosenLines:
     """Return the chosen lines of a configuration, for a budget below the prompt's length."""
-    policy = _policy(config)
+    policy = line_policy(config)
     kept_heads, n = _kept_heads(config, queries), queries.attention.shape[-1]
     free = config.kept_entries(n) - config.window - policy.first
     verticals = int(round_down_entries(policy.vertical * free))
@@ -151,7 +151,7 @@ def _summed_attention(
     config: ResolvedConfig, attention: Float[Tensor, "head query key"]
 ) -> Float[Tensor, "head query key"]:
     """Return the attention to sum along lines, with 0 on the always-kept first entries and local band, if excluded."""
-    policy = _policy(config)
+    policy = line_policy(config)
     if policy.sums == "all":
         return attention
     queries, n = attention.shape[1:]
@@ -199,9 +199,9 @@ _NO_LAYER = -1
 """Layer index for the seed of positions, which are the same in all layers."""
 
 
-def last_positions(config: ResolvedConfig, prompt_tokens: int) -> Positions:
-    """Return the positions of the last queries, whose attention decides the lines."""
-    return tuple(range(max(0, prompt_tokens - _policy(config).last), prompt_tokens))
+def last_positions(count: int, prompt_tokens: int) -> Positions:
+    """Return the positions of a prompt's last `count` queries."""
+    return tuple(range(max(0, prompt_tokens - count), prompt_tokens))
 
 
 def measured_positions(config: ResolvedConfig, prompt_tokens: int, sample: str) -> Positions:
@@ -210,7 +210,7 @@ def measured_positions(config: ResolvedConfig, prompt_tokens: int, sample: str) 
     They are drawn with a seed, and are the same for all budgets. None lies within the first entries and the band after
     them, where a query attends to everything whatever is chosen. A short prompt has fewer than 32.
     """
-    policy = _policy(config)
+    policy = line_policy(config)
     begin = min(config.window + policy.first, prompt_tokens - 1)
     parts = min(PROMPT_QUERIES, prompt_tokens - begin)
     ends = [begin + part * (prompt_tokens - begin) // parts for part in range(parts + 1)]
@@ -223,12 +223,12 @@ def remembered_positions(configs: Iterable[ResolvedConfig], prompt_tokens: int, 
     positions: set[Positions] = set()
     for config in configs:
         if config.has_sparse_prefill:
-            positions.add(last_positions(config, prompt_tokens))
+            positions.add(last_positions(line_policy(config).last, prompt_tokens))
             positions.add(measured_positions(config, prompt_tokens, sample))
     return positions
 
 
-def _policy(config: ResolvedConfig) -> VerticalSlash:
+def line_policy(config: ResolvedConfig) -> VerticalSlash:
     """Return the policy object of a configuration with a sparse prefill."""
     return cast("VerticalSlash", config.system)
 

@@ -19,7 +19,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.loading import ByteTokenizer
-from perturbkv.pipeline.answers.generation import AnswerOptions, answer
+from perturbkv.pipeline.answers.generation import answer
 from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.selection.grid import grid
 from perturbkv.selection.policies import registry
@@ -123,8 +123,7 @@ def _check_answers(name: str, device: torch.device, compress_over: int) -> list[
     configs = [*_configs(), *_configs(policy="adakv"), *_configs(policy="streaming-llm", selection="position")]
     run = _run(configs, generate=_ANSWER, compress_over=compress_over)
     expected, found = (
-        answer(_model("llama", place), random_prompt(_TOKENS), run, AnswerOptions())
-        for place in (torch.device("cpu"), device)
+        answer(_model("llama", place), random_prompt(_TOKENS), run) for place in (torch.device("cpu"), device)
     )
     pairs = [(found.full, expected.full), *zip(found.evicted, expected.evicted, strict=True)]
     differs = sum(

@@ -98,10 +98,9 @@ def _parse_run(path: Path, header: Mapping[str, Any]) -> RunConfig:
     if not isinstance(header.get("run"), dict):
         raise _KIND.refusal(path, "a first line without its run")
     try:
-        run = RunConfig.from_json(json.dumps(header["run"]))
+        return RunConfig.from_json(json.dumps(header["run"]))
     except ConfigError as error:
         raise _KIND.refusal(path, f"a first line whose run cannot be read ({error})") from None
-    return run
 
 
 def _has_fields(document: Any, fields: Mapping[str, type]) -> bool:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from perturbkv.analyses.horizon import horizon
+from perturbkv.analyses.measurements import Measurements
+from perturbkv.errors import ConfigError, TraceError
 from perturbkv.figures import horizon as figure_of
-from perturbkv.schema import PLACES
+from perturbkv.schema import AT_CHOSEN_STEPS, PLACES, TOKEN_KINDS, VARIABLES
+from perturbkv.storage.trace.trace_file import read_trace
 from perturbkv.trace import SampleTrace, Trace
-from tests.support.artists import artist, render, words
+from tests.support.artists import artist, artists, render, words
 from tests.support.measured import config
 from tests.support.traces import sample_trace, trace
 
@@ -95,6 +100,72 @@ def test_a_run_that_compresses_once_has_none() -> None:
     result = horizon.horizon(once)
     assert result.configs[0].compressions is None
     assert "compressed again" not in repr(result)
+
+
+def chosen_trace(every: int = 4) -> Trace:
+    """The trace with isolated quantities at compressions, every fourth step and the last alone."""
+    made = cut_trace()
+    arrays = {name: np.array(array) for name, array in made.arrays.items()}
+    arrays["perturbation_isolated"] = np.broadcast_to(RISING[:, None, None], (2, 2, STEPS, 2, 2)).copy()
+    arrays["retained_mass"] = np.broadcast_to(np.arange(STEPS)[:, None, None] / 10, (2, 2, STEPS, 2, 2)).copy()
+    for name in AT_CHOSEN_STEPS:
+        if name in arrays:
+            by_step = np.moveaxis(arrays[name], VARIABLES[name].axes.index("step"), -1)
+            by_step[..., [step for step in range(STEPS) if step not in MEASURED]] = np.nan
+    return Trace(replace(made.run, isolated_every=every), made.sample_ids, arrays)
+
+
+MEASURED = (0, 3, 4, 6, 8)
+
+
+def test_isolated_numbers_are_means_over_the_steps_that_were_measured() -> None:
+    made = chosen_trace()
+    measured = Measurements(made, "test")
+    assert measured["perturbation_isolated"] == pytest.approx(RISING[list(MEASURED)].mean())
+    assert measured["perturbation_propagated"][0] == pytest.approx(RISING.mean())
+    assert measured.least("retained_mass") == pytest.approx(0.0)
+    assert measured.share_above("retained_mass", 0.35) == pytest.approx(3 / 5)
+    assert np.isfinite(measured["noise_floor_isolated"]).all()
+    assert Measurements(made, "test", 3)["perturbation_isolated"] == pytest.approx(RISING[3])
+    with pytest.raises(ConfigError, match="a step at which isolated numbers are measured"):
+        Measurements(made, "test", 1)["perturbation_isolated"]
+    with pytest.raises(TraceError, match="got NaN in 'perturbation_isolated'"):
+        Measurements(Trace(replace(made.run, isolated_every=1), made.sample_ids, made.arrays), "test")[
+            "perturbation_isolated"
+        ]
+
+
+def test_steps_of_one_kind_count_where_isolated_numbers_were_measured() -> None:
+    made = chosen_trace()
+    kinds = np.full((2, STEPS), TOKEN_KINDS.index("word"), dtype=np.uint8)
+    kinds[0, [4, 5]] = kinds[1, [1, 2]] = TOKEN_KINDS.index("name")
+    arrays = {**made.arrays, "token_kind": kinds}
+    measured = Measurements(Trace(made.run, made.sample_ids, arrays), "test", kinds=("name",))
+    assert measured.sample_ids == ("s0",)  # the other has no such step that is measured
+    assert measured["perturbation_isolated"] == pytest.approx(RISING[4])
+    assert measured["perturbation_propagated"] == pytest.approx(RISING[[4, 5]].mean())
+
+
+def test_a_curve_of_isolated_numbers_stands_where_they_were_measured() -> None:
+    result = horizon.horizon(chosen_trace())
+    curve = result.configs[0].curves["isolated"]
+    assert np.flatnonzero(~np.isnan(curve.relative)).tolist() == list(MEASURED)
+    np.testing.assert_allclose(curve.relative[list(MEASURED)], RISING[list(MEASURED)] / NORM)
+    assert curve.first == pytest.approx(RISING[0] / NORM)
+    assert curve.last == pytest.approx(RISING[[6, 8]].mean() / NORM)
+    assert np.isfinite(result.configs[0].curves["propagated"].relative).all()
+    assert "compressions, every 4 steps and at the last: 5 of 9 steps" in " ".join(repr(result).split())
+    for line in artists(figure_of.draw(result), 1, "isolated"):
+        np.testing.assert_array_equal(line.get_xdata(), MEASURED)
+
+
+def test_a_file_lacks_isolated_numbers_at_no_chosen_step(tmp_path: Path) -> None:
+    made = chosen_trace()
+    path = made.save(tmp_path / "t.h5")
+    assert np.isnan(read_trace(path).arrays["theta"][:, :, 1]).all()
+    made.arrays["theta"][:, :, 4] = np.nan  # type: ignore[index]
+    with pytest.raises(TraceError, match="a number everywhere in theta"):
+        read_trace(made.save(tmp_path / "other.h5"))
 
 
 @pytest.mark.parametrize("width", [84, 174])

@@ -55,7 +55,7 @@ _COUNT, _INDEX, _FRACTION = Range(1), Range(0), Range(0, 1, whole=False)
 _OPEN_FRACTION = Range(0, 1, whole=False, open=True)
 RANGES: Mapping[str, Range] = {
     **dict.fromkeys(("--samples", "--window", "--steps", "--chunk-mib", "--max-new-tokens", "--compress-every",
-            "--compress-over", "--tokens",
+            "--compress-over", "--isolated-every", "--tokens",
                      "--repeats", "--entries", "--for-length", "--for-batch"), _COUNT),
     **dict.fromkeys(("--step", "--sample", "--layer", "--head"), _INDEX),
     **dict.fromkeys(("--depth", "--alpha"), _FRACTION), **dict.fromkeys(("--lost", "--min-top1"), _OPEN_FRACTION),
@@ -106,6 +106,8 @@ def line(command: str, option: str, *values: str) -> tuple[str, ...]:
     given = {name: options[name] for name in names.get(command, " ".join(options)).split()} | others.get(command, {})
     if option.startswith("--compress-") and command == "generate":
         given["--max-new-tokens"] = "4"
+    if option == "--isolated-every":
+        given["--compress-every"] = "2"
     words = [word for name, value in given.items() if name != option for word in (name, value)]
     return (
         *command.split(),

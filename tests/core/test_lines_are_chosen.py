@@ -17,6 +17,7 @@ from perturbkv.selection.sparse_lines import (
     choose_lines,
     diagonal_sums,
     last_positions,
+    line_policy,
     measured_positions,
     remembered_positions,
 )
@@ -178,11 +179,15 @@ def test_the_queries_that_are_measured_are_the_same_on_every_machine() -> None:
 def test_short_prompts_have_fewer_queries() -> None:
     config = lined()
     assert measured_positions(config, 10, "s") == (5, 6, 7, 8, 9) and measured_positions(config, 4, "s") == (3,)
-    assert last_positions(config, 10) == (5, 6, 7, 8, 9) and last_positions(config, 3) == (0, 1, 2)
+    last = line_policy(config).last
+    assert last_positions(last, 10) == (5, 6, 7, 8, 9) and last_positions(last, 3) == (0, 1, 2)
 
 
 def test_nothing_is_remembered_where_nobody_looks_along_lines() -> None:
     others = every([configuration(128), configuration(128, policy="quest", selection="attention")])
     assert remembered_positions(others, 1000, "s") == set()
     both = [lined(), lined("two-stage")]
-    assert remembered_positions(both, N, "s") == {last_positions(both[0], N), measured_positions(both[0], N, "s")}
+    assert remembered_positions(both, N, "s") == {
+        last_positions(line_policy(both[0]).last, N),
+        measured_positions(both[0], N, "s"),
+    }

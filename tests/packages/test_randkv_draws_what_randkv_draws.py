@@ -9,7 +9,7 @@ import torch
 from randkv import RandKVConfig, RandomEvictionPolicy
 
 import perturbkv as pk
-from perturbkv.pipeline.answers import recompression
+from perturbkv.pipeline.answers import compression
 from perturbkv.scoring.compute import layer_scores
 from perturbkv.selection.layer_statistics import LayerStatistics
 from tests.packages.conftest import tiny
@@ -67,14 +67,14 @@ def test_while_a_model_decodes_it_keeps_what_randkv_keeps(monkeypatch: pytest.Mo
     """Every compression is randkv's of the positions that the one before left."""
     prompt, budget, buffer, tokens = 20, 26, 6, 60
     masks: list[Any] = []
-    plain = recompression.select
+    plain = compression.select
 
     def watched(*given: Any) -> Any:
         found = plain(*given)
         masks.append(found.kept)
         return found
 
-    monkeypatch.setattr(recompression, "select", watched)
+    monkeypatch.setattr(compression, "select", watched)
     monkeypatch.setattr("perturbkv.pipeline.answers.generation.end_tokens", lambda adapter: set())
     adapter, chosen = tiny(), config(prompt, budget, buffer)
     found = answer(adapter, pk.Prompt("p", token_ids(prompt), 0), [chosen], tokens, compress_over=budget + 2 * buffer)
@@ -84,12 +84,12 @@ def test_while_a_model_decodes_it_keeps_what_randkv_keeps(monkeypatch: pytest.Mo
     theirs = RandomEvictionPolicy(RandKVConfig(budget=budget, buffer_size=buffer))
     held = {(layer, head): tuple(range(prompt)) for layer in range(layers) for head in range(adapter.kv_heads)}
     seen = 0
-    for place, compression in enumerate(found.compressions):
+    for place, one in enumerate(found.compressions):
         for (layer, head), positions in held.items():
             last = max(positions)
             grown = (*positions, *range(last + 1, last + 1 + len(masks[layers * place][0]) - len(positions)))
             expected = theirs.select(
-                grown, prompt_length=prompt, layer=layer, kv_head=head, request_id=f"p/{compression.generated}/0"
+                grown, prompt_length=prompt, layer=layer, kv_head=head, request_id=f"p/{one.generated}/0"
             )
             kept = masks[layers * place + layer][head].nonzero().flatten().tolist()
             held[layer, head] = tuple(grown[entry] for entry in kept)

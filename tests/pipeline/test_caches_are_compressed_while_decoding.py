@@ -21,7 +21,7 @@ from perturbkv.errors import PerturbkvError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample import one_sample
 from perturbkv.pipeline.sample.capture import intercept_attention
-from perturbkv.schema import PLACES
+from perturbkv.schema import AT_CHOSEN_STEPS, PLACES, VARIABLES
 from perturbkv.selection.kept_sets import kept_masks_of
 from tests.oracle import theory
 from tests.oracle.decoder import Decoder, Step
@@ -160,6 +160,27 @@ def test_every_quantity_equals_the_naive_runs(family: str, policy: str, fields: 
                     )
 
 
+@pytest.mark.parametrize("family", ["llama", GATED])
+def test_isolated_quantities_stand_at_compressions_and_chosen_steps(family: str) -> None:
+    small, large = config("snapkv"), replace(config("adakv"), budget=Budget(BUDGET + 4))
+    adapter, prompt = exact_adapter(family, 4, 2, seed=1), given(30)
+    whole = run(small, large, text="given", compress_over=BUDGET + 8)
+    every = trace_sample(adapter, prompt, whole).arrays
+    found = trace_sample(adapter, prompt, replace(whole, isolated_every=9)).arrays
+    cut = every["went_entries"].sum(axis=(2, 3, 4)) > 0
+    assert not np.array_equal(*cut)
+    chosen = np.isin(np.arange(30), [0, 9, 18, 27, 29])
+    for name, array in every.items():
+        if name not in AT_CHOSEN_STEPS:
+            np.testing.assert_array_equal(found[name], array, err_msg=name)
+        elif "config" in VARIABLES[name].dims:
+            measured = np.where((chosen | cut)[..., None, None], array, np.nan)
+            np.testing.assert_array_equal(found[name], measured, err_msg=name)
+        else:
+            measured = np.where((chosen | cut.any(axis=0))[:, None, None], array, np.nan)
+            np.testing.assert_array_equal(found[name], measured, err_msg=name)
+
+
 def missed_of(naive: Followed, notes: list[dict[str, Any]], heads: int, layers: int) -> np.ndarray:
     missed = np.zeros(len(notes))
     for note in notes:
@@ -270,10 +291,10 @@ def test_beside_recurrent_layers_caches_are_compressed_likewise(family: str, mon
     whole: list[Any] = []
     original = one_sample.measure_layer
 
-    def watched(sample: Any, index: int, groups: Any, later: Any) -> Any:
+    def watched(sample: Any, index: int, groups: Any, later: Any, finite: Any) -> Any:
         seen_sets[:] = [later]
         whole.append(kept_masks_of(groups)[0])
-        return original(sample, index, groups, later)
+        return original(sample, index, groups, later, finite)
 
     monkeypatch.setattr(one_sample, "measure_layer", watched)
     found = trace_sample(adapter, prompt, run(chosen, steps=24, text="given", compress_every=7)).arrays
@@ -305,6 +326,8 @@ def test_beside_recurrent_layers_caches_are_compressed_likewise(family: str, mon
             "protects: the 14 entries of sample 's' and the last",
         ),
         ({"selection": "hindsight"}, {"compress_every": 4}, "'hindsight' looks at the next query"),
+        ({}, {"isolated_every": 4}, "isolated_every .* chooses steps where caches are compressed again"),
+        ({}, {"compress_every": 4, "isolated_every": 0}, "isolated_every must be at least 1, got 0"),
         ({}, {"compress_every": 2.5}, "compress_every must be a whole number, got 2.5"),
         ({"precision": "quantise"}, {"compress_every": 4}, "stores other entries than the prompt's"),
         ({"policy": "snapkv(positions=in-cache)"}, {"compress_every": 4}, "stores other entries than the prompt's"),

@@ -14,7 +14,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ActivationError, ConfigError
-from perturbkv.pipeline.answers.recompression import Compressor
+from perturbkv.pipeline.answers.compression import Compressor
 from perturbkv.selection import compatibility
 from perturbkv.selection.grid import configuration
 from tests.support.models import HEADS, exact_adapter, token_ids

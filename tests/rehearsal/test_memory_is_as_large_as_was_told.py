@@ -34,7 +34,7 @@ def told(config: Any, tokens: int, configs: list[EvictionConfig], **settings: An
     """What is estimated for a model of these shapes in bfloat16, on a GPU of 80 GiB."""
     files = ModelFiles("paper", None, config, None, "", WeightStorage("unknown"), True)
     placement = Placement(torch.bfloat16, torch.device("meta"))
-    prompts = collect([pk.Prompt("p", (5,) * tokens, 0)])
+    prompts = collect([pk.Prompt("p", (5,) * tokens, 0, text_tokens=(5,) * 100)])
     with mock.patch.object(footprint, "block_bytes", lambda device: MEMORY // 64):
         return footprint.estimate_memory(plan(files, placement, prompts, configs, Settings(**settings), Resources()))
 
@@ -122,3 +122,21 @@ def test_numbers_change_no_size() -> None:
     paper = on_paper(tiny_model(**shapes).to("meta"), 1500, configs)
     for stage in ("layer", "decoding"):
         assert found.peaks[stage] == pytest.approx(paper.peaks[stage], rel=0.05), stage
+
+
+@pytest.mark.slow
+def test_masks_of_compressions_take_what_was_told() -> None:
+    """Against a run that is compressed at the prompt's end alone, at equally many steps."""
+    shapes = {"d_head": 32, "layers": 1, "positions": 4096, "dtype": torch.bfloat16}
+    configs, tokens, steps = pk.grid((16, 24, 32, 40), window=8, selection="attention"), 1500, 12
+    prompt = pk.Prompt("p", token_ids(tokens), 0, text_tokens=token_ids(steps + 1, seed=2))
+    found, estimates = [], []
+    for every in (2, 1000):
+        fields = {"steps": steps, "compress_every": every, "isolated_every": 16, "text": "given"}
+        with counting_gpu() as counted:
+            adapter = tiny(devices=ONE, **shapes)
+            trace_sample(adapter, prompt, resolved_run(configs, **fields))
+        found.append(counted.peaks)
+        estimates.append(told(adapter.config, tokens, configs, **fields))
+    more = {stage: getattr(estimates[0], stage) - getattr(estimates[1], stage) for stage in ("layer", "decoding")}
+    assert {stage: found[0][stage] - found[1][stage] for stage in more} == pytest.approx(more, rel=0.25)

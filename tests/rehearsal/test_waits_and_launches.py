@@ -11,7 +11,7 @@ import torch
 
 import perturbkv as pk
 from perturbkv.configs.resources import CHUNK_BYTES, Resources
-from perturbkv.pipeline.answers import recompression
+from perturbkv.pipeline.answers import compression
 from perturbkv.selection.policies import adakv
 from tests.rehearsal.models import WITH_COMPILER, counted, rehearsal
 from tests.rehearsal.pretend_gpu import Rehearsal
@@ -91,10 +91,10 @@ def test_a_compression_while_decoding_waits_for_a_row_and_for_what_it_measured()
 
     def compressed(configs: list[pk.EvictionConfig], layers: int) -> tuple[int, int]:
         counts = counted(answered(configs, 9, compress_over=4), layers)
-        return sum(n for place, n in counts.waits.items() if "recompression.py" in place), len(configs)
+        return sum(n for place, n in counts.waits.items() if "compression.py" in place), len(configs)
 
     with mock.patch.object(
-        recompression.Compressor, "compress", autospec=True, side_effect=recompression.Compressor.compress
+        compression.Compressor, "compress", autospec=True, side_effect=compression.Compressor.compress
     ) as event:
         for configs, layers in ((one, 1), (one, 3), (five, 3)):
             event.reset_mock()

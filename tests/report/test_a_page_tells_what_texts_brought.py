@@ -15,6 +15,7 @@ from perturbkv.reporting.html import page
 from perturbkv.reporting.page_blocks import Blocks
 from perturbkv.reporting.payload import payload
 from perturbkv.reporting.text_parts import missed_part
+from perturbkv.schema import AT_CHOSEN_STEPS, VARIABLES
 from perturbkv.trace import Trace
 from tests.support.decoded import array, inflated, trace_of
 from tests.support.paged import compressed_again, configs, paged
@@ -198,6 +199,18 @@ def test_what_was_missed_is_told_of_every_sample_whose_text_may_end_early(with_t
             ("gone", arrays["gone_attention"][sample, :, steps].mean(axis=(1, 2, 3), dtype=np.float64)),
         ):
             np.testing.assert_allclose(read[name], expected, rtol=1e-5)
+
+
+def test_heads_of_each_step_are_those_that_every_step_has() -> None:
+    held = compressed_again(trace())
+    known = {name: held.arrays[name].copy() for name in AT_CHOSEN_STEPS if name in held.arrays}
+    for name, numbers in known.items():
+        np.moveaxis(numbers, VARIABLES[name].axes.index("step"), 0)[1] = np.nan
+    chosen = having(dataclasses.replace(held, run=dataclasses.replace(held.run, isolated_every=2)), **known)
+    stepped = trace_of(payload([held]))["stepped"]
+    assert {"isolated", "propagated"} <= {*stepped}
+    made = trace_of(payload([chosen]))
+    assert made["stepped"] == [key for key in stepped if key not in ("isolated", "retained_mass", "sigma_stage1")]
 
 
 def test_what_was_missed_leaves_no_box_without_compressions_and_no_block_without_room() -> None:

@@ -14,7 +14,7 @@ from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.run.sharding import ShardDone
 from perturbkv.pipeline.sample import one_sample
 from perturbkv.pipeline.variants import readers
-from perturbkv.schema import ANSWER_TEXT, KEPT, SUMS
+from perturbkv.schema import ANSWER_TEXT, AT_CHOSEN_STEPS, KEPT, SUMS
 from perturbkv.selection.policies import registry
 from perturbkv.storage.run.sample_parts import _FLOORS
 from perturbkv.trace import Trace
@@ -108,13 +108,18 @@ def test_shards_give_the_answers_of_one_process(adapter: Adapter, tmp_path: Path
 def test_shards_give_the_text_of_decoded_tokens(adapter: Adapter, tmp_path: Path, by: str) -> None:
     text = "The quick brown fox jumps over it. " * 2
     prompts = [pk.Prompt.from_text(f"{place} {text}", adapter, id=f"p{place}") for place in range(2)]
-    asked: tuple[Any, ...] = (adapter, prompts, pk.grid(24, window=6, selection=["attention", "two-stage"]))
-    settings = pk.Settings(steps=4, compress_every=2)
+    asked: tuple[Any, ...] = (adapter, prompts, pk.grid((20, 24), window=6, selection=["attention", "two-stage"]))
+    settings = pk.Settings(steps=8, compress_over=25)
     alone = pk.measure(*asked, path=tmp_path / "one.h5", settings=settings, progress=False)
     last = list(in_shards(tmp_path / "t.h5", *asked, count=2, by=by, settings=settings))[-1]
     assert isinstance(last, Trace)
     assert "".join(alone.arrays["token_text"].ravel()) != ""
     assert last.arrays["token_text"].tolist() == alone.arrays["token_text"].tolist()
+    measured = ~np.isnan(alone.arrays["retained_mass"][..., 0, 0])
+    assert measured[:, 0].sum() < measured[:, -1].sum() < measured[:, -1].size
+    for name in AT_CHOSEN_STEPS:
+        if name in alone.arrays:
+            assert_close_where_rounded(last.arrays[name], alone.arrays[name], name)
 
 
 @pytest.mark.slow

@@ -39,5 +39,6 @@ def layer_view(
     slices = projection.T.reshape(heads, d_value, 10)
     norms = (values.repeat_interleave(heads // kv_heads, dim=0) @ slices).abs().sum(dim=-1)
     held = {"queries": queries, "keys": keys, "values": values, "norms": norms, "projection": projection}
-    where = {"softmax": Softmax(SCALE, cap, sinks), "layer": 0, "layers": 1, "sample": "s", "window": window}
+    where = {"softmax": Softmax(SCALE, cap, sinks), "layer": 0, "layers": 1, "sample": "s", "window": window,
+             "position": n}  # fmt: skip
     return LayerView(**held | where | given)

@@ -34,9 +34,9 @@ def answer(
     adapter: Any, prompt: Any, configs: Iterable[EvictionConfig], most: int, resources: Resources = _DEFAULT,
     **named: Any,
 ) -> Any:  # fmt: skip
-    options = {name: named.pop(name) for name in ("divergence",) if name in named}
+    divergence = named.pop("divergence", False)
     run = resolved_run(configs, generate=most, **named)
-    return generation.answer(adapter, prompt, run, generation.AnswerOptions(**options), resources)
+    return generation.answer(adapter, prompt, run, resources, divergence=divergence)
 
 
 def prefill_and_evict(

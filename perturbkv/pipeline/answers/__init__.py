@@ -1,1 +1,1 @@
-"""Longer answers from evicted caches: generation and recompression."""
+"""Longer answers from evicted caches: generation, and compression while decoding."""

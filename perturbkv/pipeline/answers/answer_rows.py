@@ -13,7 +13,7 @@ from perturbkv.datasets.prompts import Decode, decode_answer, grade, metrics_of
 from perturbkv.display import Table, as_html
 from perturbkv.escaping import escape_line
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline.answers.generation import AnswerOptions, Answers, answer
+from perturbkv.pipeline.answers.generation import Answers, answer
 from perturbkv.selection.resolved_config import ResolvedRun
 from perturbkv.storage.answers_file import WrittenAnswers
 
@@ -208,28 +208,9 @@ class AnsweredPrompt:
 
 
 def answer_prompt(
-    adapter: Adapter, prompt: Prompt, run: ResolvedRun, options: AnswerOptions, resources: Resources
+    adapter: Adapter, prompt: Prompt, run: ResolvedRun, divergence: bool, resources: Resources
 ) -> AnsweredPrompt:
     """Return the answers to a prompt from the full cache and from every configuration's. Raises as `answer`."""
-    answers = answer(adapter, prompt, run, options, resources)
+    answers = answer(adapter, prompt, run, resources, divergence=divergence)
     row = answer_row(prompt, answers, run.labels(), adapter.tokenizer.decode, metrics_of([prompt]))
-    return AnsweredPrompt(_move_to_cpu(answers), row)
-
-
-def _move_to_cpu(answers: Answers) -> Answers:
-    """Return the answers with all tensors on the CPU, as they outlive the model and go to other processes."""
-    compressions = [
-        replace(
-            compression,
-            perturbation=compression.perturbation.cpu(),
-            output_norm=compression.output_norm.cpu(),
-            retained_mass=compression.retained_mass.cpu(),
-        )
-        for compression in answers.compressions
-    ]
-    divergence = answers.divergence
-    if divergence is not None:
-        divergence = replace(
-            divergence, kl=divergence.kl.cpu(), top1=divergence.top1.cpu(), noise_floor=divergence.noise_floor.cpu()
-        )
-    return replace(answers, compressions=compressions, divergence=divergence)
+    return AnsweredPrompt(answers, row)

@@ -24,20 +24,22 @@ from perturbkv.devices import full_precision, to_device
 from perturbkv.errors import ConfigError
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.forward import run_with_cache
-from perturbkv.pipeline.answers.recompression import CacheSize, Compression, Compressor, EvictedPrompt
+from perturbkv.pipeline.answers.compression import CacheSize, Compression, Compressor, EvictedPrompt, held_attention
 from perturbkv.pipeline.answers.teacher_forcing import Divergence, check_first_row, teacher_force
 from perturbkv.pipeline.run.plan import plan_prompt_batches
 from perturbkv.pipeline.sample import measure
 from perturbkv.pipeline.sample.capture import LOGITS, FiniteCheck, Observer, capture, decode_from
 from perturbkv.pipeline.sample.full_layer import FullLayer
-from perturbkv.pipeline.sample.prefill import Prefill, Statistics, free_entries, prefill, window_positions
+from perturbkv.pipeline.sample.prefill import Prefill, Statistics, free_entries, prefill
 from perturbkv.pipeline.variants.external_caches import ExternalCache, read_plain_caches
 from perturbkv.pipeline.variants.given_sets import sources
 from perturbkv.pipeline.variants.readers import maker_of
 from perturbkv.scoring.layer_view import LayerView
 from perturbkv.selection import compatibility
+from perturbkv.selection.kept_sets import kept_masks_of
 from perturbkv.selection.policies.registry import has_own_code
 from perturbkv.selection.resolved_config import ResolvedConfig, ResolvedRun
+from perturbkv.selection.sparse_lines import last_positions
 
 _DEFAULT = Resources()
 
@@ -75,8 +77,8 @@ def prefill_and_evict(
     cache = CompactCache(join_layers(adapter, rows.layers, prefilled.states))
     full = prefilled.cache if adapter.shape.latent else None
     statistics = prefilled.statistics
-    queries = statistics.queries[window_positions(run.configs, len(context))] if run.compresses else []
-    return EvictedPrompt(cache, prefilled.logits, queries, rows.sizes, statistics.gates, full)
+    queries = statistics.queries[last_positions(run.largest_window, len(context))] if run.compresses else []
+    return EvictedPrompt(cache, prefilled.logits, queries, rows.sizes, statistics.gates, full, rows.attention)
 
 
 class _RowBuilder:
@@ -91,7 +93,7 @@ class _RowBuilder:
     Attributes:
         needs_full_cache: whether layers are evicted after the whole prefill, as in `Visitor`.
         layers: the compact layers that are built.
-        sizes: as in `EvictedPrompt`.
+        sizes, attention: as in `EvictedPrompt`.
         finite: whether the stored entries are finite.
     """
 
@@ -104,6 +106,9 @@ class _RowBuilder:
         )
         self.layers: list[CompactLayer] = []
         self.sizes: list[list[CacheSize]] = []
+        self.attention: dict[int, list[Tensor]] = {
+            index: [] for index, config in enumerate(run.configs) if run.compresses and config.accumulates
+        }
         self.finite = FiniteCheck()
 
     def use(self, caches: Mapping[ResolvedConfig, ExternalCache]) -> None:
@@ -148,6 +153,10 @@ class _RowBuilder:
             evicting = [index for group in groups for index in group.config_indices]
             (counts,) = kept_lengths([groups], len(self._configs), layer.keys.device)
             sets = gather_kept(groups, evicting, counts, layer.keys, layer.values, layer.latent).sets()
+            masks = kept_masks_of(groups)
+            for index, own in self.attention.items():
+                held = self._configs[index], layer.index, self._adapter.heads, masks[index], max(counts[index])
+                own.append(held_attention(layer.statistics, *held))
         everything = GatheredSet.of_all(layer.keys, layer.values, layer.latent)
         return [maker.make(layer, sets.get(index, everything)) for index, maker in enumerate(self._makers)]
 
@@ -235,24 +244,14 @@ class Answers:
     stored: list[float] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class AnswerOptions:
-    """The options of generation besides a run's own settings.
-
-    Attributes:
-        divergence: whether divergence is measured while every cache reads the full cache's answer.
-    """
-
-    divergence: bool = False
-
-
 @memory.translate_allocation_errors()
 @full_precision()
 def answer(
-    adapter: Adapter, prompt: Prompt, run: ResolvedRun, options: AnswerOptions, resources: Resources = _DEFAULT
+    adapter: Adapter, prompt: Prompt, run: ResolvedRun, resources: Resources = _DEFAULT, *, divergence: bool = False
 ) -> Answers:
     """Read a prompt, and return the answers from the full cache and every configuration's cache.
 
+    `divergence`: it is also measured while every cache reads the full cache's answer.
     All caches are decoded in one batch. Those that exceed `resources.max_bytes` are decoded in several, and each batch
     reads the prompt anew.
 
@@ -265,7 +264,9 @@ def answer(
     batches: list[Answers] = []
     for batch in indices:
         part = run.select_configs(run.configs[index] for index in batch)
-        batches.append(_answer_batch(adapter, prompt, part, options, resources, batches[0].full if batches else None))
+        batches.append(
+            _answer_batch(adapter, prompt, part, divergence, resources, batches[0].full if batches else None)
+        )
     joined = _join_batches(indices, batches)
     return replace(joined, stored=[]) if all(config.in_16_bits for config in run.configs) else joined
 
@@ -274,7 +275,7 @@ def _answer_batch(
     adapter: Adapter,
     prompt: Prompt,
     run: ResolvedRun,
-    options: AnswerOptions,
+    with_divergence: bool,
     resources: Resources,
     full_answer: list[int] | None,
 ) -> Answers:
@@ -286,7 +287,7 @@ def _answer_batch(
         [[size.entries for size in layer] for layer in evicted.sizes], unmeasured / adapter.shape.stored_entries[1]
     )
     byte_shares = _shares_of_full([[size.bits for size in layer] for layer in evicted.sizes], FULL_BITS * unmeasured)
-    forked = replace(evicted, cache=evicted.cache.fork()) if options.divergence else None
+    forked = replace(evicted, cache=evicted.cache.fork()) if with_divergence else None
 
     def make_compressor(evicted_prompt: EvictedPrompt) -> Compressor | None:
         if not run.compresses:

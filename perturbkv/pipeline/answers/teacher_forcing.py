@@ -20,7 +20,7 @@ from perturbkv.cache.compact import CompactCache, SharedCache, rebuild_cache
 from perturbkv.devices import to_device
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.forward import run_with_cache
-from perturbkv.pipeline.answers.recompression import Compressor, EvictedPrompt
+from perturbkv.pipeline.answers.compression import Compressor, EvictedPrompt
 from perturbkv.pipeline.sample.capture import LOGITS, FiniteCheck, Observer, capture, decode_from, decode_shared
 from perturbkv.pipeline.sample.measure import check_everything_kept
 from perturbkv.pipeline.sample.prefill import free_entries

@@ -26,7 +26,9 @@ from perturbkv.configs.selections import STAGED, UNION
 from perturbkv.devices import block_bytes, working_bytes
 from perturbkv.kept_codec import mask_bytes
 from perturbkv.pipeline.run.plan import Plan, copies_each_pass
+from perturbkv.pipeline.sample.compressed_spans import PLACE_BYTES, SPAN_BYTES
 from perturbkv.pipeline.sample.layer import LOST_ENTRIES
+from perturbkv.pipeline.sample.prefill import accumulated_request
 from perturbkv.schema import DIGEST, KEPT, OF_COMPRESSIONS, PLACES, TEXTS, VARIABLES
 from perturbkv.selection.resolved_config import ResolvedConfig
 from perturbkv.theory import WORK
@@ -138,13 +140,18 @@ def estimate_memory(planned: Plan) -> Memory:
     tokens = max(len(prompt.parts(run.scenario)[0]) for prompt in planned.prompts)
     ranked = [config for config in planned.configs if config.requests]
     requests = {request for config in ranked for request in config.requests}
+    if run.compresses:
+        requests |= {accumulated_request(config) for config in ranked if config.accumulates}
+    sets = [_count_sets(config, shape) * _count_compressions(run, config, tokens) for config in run.configs]
+    later = 2 * (tokens + run.steps) * shape.measured * sum(sets)  # masks of compressions: kept and stage 1
+    placed = 2 * WORK.itemsize * (tokens + run.steps) * shape.heads if later else 0  # ranks while such a mask is made
     norm_bytes = 4 * (1 + any(config.euclidean for config in planned.configs))  # of an entry and head, in float32
     rankings = _RANK_BYTES * _ranking_entries(ranked, shape, tokens)
     codes = sum(_count_sets(config, shape) for config in run.configs) * shape.measured * mask_bytes(tokens)
     working = working_bytes(planned.placement.device, planned.resources.chunk_bytes)
     projection = _projection_bytes(shape)
     copied = working if copies_each_pass(planned.resolved) else 0
-    decoding = rankings + codes + planned.batches.largest_bytes + max(copied, projection)
+    decoding = rankings + codes + later + placed + planned.batches.largest_bytes + max(copied, projection)
     backward = _backward_bytes(run, shape, longest, longest - tokens) if "effect" in run.save else 0
     if run.averages_gradients:
         backward = max(backward, decoding + _evicted_backward_bytes(planned, shape, tokens, longest - tokens))
@@ -154,6 +161,7 @@ def estimate_memory(planned: Plan) -> Memory:
         statistics=tokens * shape.layers * shape.heads * (norm_bytes + WORK.itemsize * len(requests)),
         prefill=_prefill_bytes(planned, shape, tokens, _loop_bytes(planned)),
         layer=rankings
+        + later
         + max(_measured_layer_bytes(run, shape, tokens, working), _joined_bytes(ranked, shape, tokens, norm_bytes)),
         decoding=decoding,
         backward=backward,
@@ -215,9 +223,21 @@ def _loop_bytes(planned: Plan) -> int:
 def _measured_layer_bytes(run: RunConfig, shape: Shape, tokens: int, working: int) -> int:
     """Return the bytes of one layer's entries, projection and sums in float64, with `working` bytes for the sums."""
     row = WORK.itemsize * shape.heads * tokens  # a number per entry and query head
-    sums = (1 + len(run.configs)) * row
+    sums, weights = (1 + len(run.configs)) * row, 2 * run.steps
+    if run.compresses:
+        most = max(_count_compressions(run, config, tokens) for config in run.configs)
+        sums += len(run.configs) * shape.heads * tokens * (PLACE_BYTES + SPAN_BYTES * (1 + most))
+        stacked = run.steps // (1 + most)  # weights of a span once more; largest sums stand at measured steps alone
+        weights = run.steps + run.steps // run.isolated_every + most + stacked
     entries = WORK.itemsize * shape.kv_heads * max(shape.d_key, shape.d_value) * tokens
-    return (4 + 2 * run.steps) * row + entries + max(entries, _projection_bytes(shape) + min(working, sums))
+    return (4 + weights) * row + entries + max(entries, _projection_bytes(shape) + min(working, sums))
+
+
+def _count_compressions(run: RunConfig, config: EvictionConfig, tokens: int) -> int:
+    """Return how often a configuration's cache is compressed while the steps are decoded, after `tokens` entries."""
+    if run.compress_over:
+        return (run.steps - 1) // max(1, run.compress_over - config.budget.tokens(tokens))
+    return (run.steps - 1) // run.compress_every if run.compress_every else 0
 
 
 def _projection_bytes(shape: Shape) -> int:

@@ -16,7 +16,7 @@ from perturbkv.configs.layer_types import measured_layers, reading_layers, soft_
 from perturbkv.configs.option import check_configurations
 from perturbkv.configs.precision import check_precisions
 from perturbkv.configs.resources import Batches, Resources, Shape, plan_batches
-from perturbkv.configs.run import METRICS, RunConfig, Settings
+from perturbkv.configs.run import ISOLATED_EVERY, METRICS, RunConfig, Settings
 from perturbkv.datasets.encode import Prompt, check_length, check_vocabulary
 from perturbkv.datasets.prompts import Prompts, check_answers, metrics_of
 from perturbkv.devices import dtype_name
@@ -56,7 +56,7 @@ def plan_prompt_batches(prompt: Prompt, run: ResolvedRun, shape: Shape, resource
 _log = logging.getLogger(__name__)
 _RUN_SETTINGS = (
     "steps", "scenario", "cache", "save", "effect_gradient", "generate", "head_scores", "text", "compress_every",
-    "compress_over",
+    "compress_over", "isolated_every",
 )  # fmt: skip
 """Settings that a run records."""
 
@@ -188,6 +188,7 @@ def plan(
         plugins={name: version for config in configs for name, version in registry.plugin_digests(config).items()},
         compress_every=settings.compress_every,
         compress_over=settings.compress_over,
+        isolated_every=_isolated_every(settings),
     )
     for name in compatibility.scores_with_norms_counted_twice(fit):
         _log.info("value norms are in %s already; the selection two-stage multiplies ν in again", name)
@@ -206,6 +207,13 @@ def plan(
     planned = [plan_prompt_batches(prompt, resolved_run, shape, resources) for prompt in prompts]
     batches = max(planned, key=lambda each: (len(each.indices), each.largest_bytes))
     return Plan(files, placement, prompts, run, fit, resources, batches, settings.prompts, settings.kept, loaded)
+
+
+def _isolated_every(settings: Settings) -> int:
+    """Return the stride of the steps at which isolated quantities are measured."""
+    if settings.isolated_every is not None:
+        return settings.isolated_every
+    return ISOLATED_EVERY if settings.compress_every or settings.compress_over else 1
 
 
 def _answer_length(prompts: Prompts) -> int:

@@ -22,12 +22,12 @@ from perturbkv.datasets.decoded_tokens import token_kinds
 from perturbkv.datasets.metrics import leading_digits
 from perturbkv.datasets.prompts import decode_answer, grade, metrics_of
 from perturbkv.devices import move_to_first_device, stack_on_device
-from perturbkv.pipeline.answers.recompression import CacheSize
-from perturbkv.pipeline.sample.compressed_spans import LaterSets
+from perturbkv.pipeline.answers.compression import CacheSize
+from perturbkv.pipeline.sample.compressed_spans import LaterSets, measured_steps
 from perturbkv.pipeline.sample.layer import LayerEffects, LayerResult, config_order, measure_effects
 from perturbkv.pipeline.sample.measure import CHANGED_VARIABLES, Arrays, isolated_floors, to_numpy
 from perturbkv.pipeline.sample.sample_run import SampleRun
-from perturbkv.schema import APART, ISOLATED, OF_COMPRESSIONS, OF_KEPT_SETS, VARIABLES
+from perturbkv.schema import APART, AT_CHOSEN_STEPS, ISOLATED, OF_COMPRESSIONS, OF_KEPT_SETS, VARIABLES
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,11 @@ def isolated_arrays(layers: Sequence[LayerResult | LayerEffects], device: torch.
     return arrays
 
 
-def compression_arrays(sample: SampleRun, layers: Sequence[LayerResult], arrays: Arrays) -> Arrays:
+def compression_arrays(sample: SampleRun, layers: Sequence[LayerResult], arrays: Arrays, later: LaterSets) -> Arrays:
     """Return the variables of runs that compress again; of caches that others compress they hold no numbers.
+
+    Those of chosen steps are NaN at others where the configuration was not compressed, so that they do not depend on
+    the other configurations of the run; `later` is what all later compressions keep.
 
     `missed_attention` is the attention on each of the text's tokens while it is gone (config, step), mean over layers.
     `arrays` are those of `isolated_arrays`.
@@ -134,7 +137,15 @@ def compression_arrays(sample: SampleRun, layers: Sequence[LayerResult], arrays:
     external = [index for index, config in enumerate(sample.run.configs) if config.is_external]
     for array in result.values() if external else ():
         array[external] = np.nan if array.dtype.kind == "f" else -1
-    return result
+    own = np.zeros((len(sample.run.configs), len(sample.full.steps)), dtype=bool)
+    own[:, measured_steps(sample.run, own.shape[1], {})] = True
+    for step, rows in later.items():
+        own[list(rows), step] = True
+    return result | {
+        name: np.where(own[:, :, np.newaxis, np.newaxis], arrays[name], np.nan)
+        for name in AT_CHOSEN_STEPS
+        if name in arrays and "config" in VARIABLES[name].dims
+    }
 
 
 def changed_isolated_arrays(batches: Sequence[BatchResult], arrays: Arrays) -> Arrays:

@@ -2,6 +2,7 @@
 
 Kept sets hold between two compressions, a span of steps. At each compression stands what the entries gone before cost
 (carried), what it adds, and where the entries stood that go; at every step the attention that falls on what is gone.
+Perturbations and bounds stand at the steps of compressions and at chosen ones.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -17,14 +19,17 @@ from torch import Tensor
 from perturbkv import theory
 from perturbkv.pipeline.sample import measure
 from perturbkv.pipeline.sample.measure import LayerMasks, Reference
-from perturbkv.schema import PLACES
+from perturbkv.schema import PLACES, isolated_steps
 from perturbkv.selection.kept_sets import KeptSets
+from perturbkv.selection.resolved_config import ResolvedRun
 from perturbkv.theory import WORK
 
 LaterSets = Mapping[int, Mapping[int, Sequence[KeptSets]]]
 """Tokens of the text that are read -> index of a configuration -> per layer what its row then holds of all entries."""
 SINKS, RECENT = 4, 64
 """First entries of a prompt that count as sinks, and last entries before a compression that count as recent."""
+SPAN_BYTES, PLACE_BYTES = 5, 64
+"""Working bytes per entry, head and configuration: masks and places of each span; places as numbers, and a copy."""
 _SINK, _PROMPT, _OWN, _RECENT = range(len(PLACES))
 _HELD = -1
 
@@ -35,7 +40,8 @@ class Span:
 
     Attributes:
         first: the first of its steps.
-        references: the full run's quantities at each.
+        attention: the full run's at each step.
+        references: step -> the full run's quantities, of the steps that are measured; the first is one.
         masks: what rows hold, of the entries before the first step, or at the prompt's end of the prompt's.
         before: likewise what they held before the compression.
         compressed: configurations that were compressed right before the first step.
@@ -45,7 +51,8 @@ class Span:
     """
 
     first: int
-    references: Sequence[Reference]
+    attention: Sequence[Float[Tensor, "head _"]]
+    references: Mapping[int, Reference]
     masks: LayerMasks
     before: Bool[Tensor, "config head key"]
     compressed: Bool[Tensor, " config"]
@@ -56,21 +63,23 @@ class Span:
     def measure(self, alphas: Float[Tensor, "config head"]) -> list[dict[str, Tensor]]:
         """Return, per step, name -> isolated quantity (config, head, …), or noise floor (head,).
 
-        `alphas` are the stage-1 shares α.
+        `alphas` are the stage-1 shares α. Steps that are not measured hold NaN.
         """
-        quantities = measure.isolated_quantities(self.references, self.masks, alphas)
-        nothing = {name: torch.full_like(quantities[0]["retained_mass"], torch.nan) for name in _AT_COMPRESSIONS}
-        none_went = dict.fromkeys(_WENT, self.references[0].attention.new_zeros(*self.went.shape[:2], len(PLACES)))
-        entries = self.context + self.first + 1 + torch.arange(len(self.references), device=self.place.device)
-        gone = (self.place != _HELD).sum(dim=-1)
-        for step, (known, attention) in enumerate(zip(quantities, self._gone_attention(), strict=True)):
-            known |= (nothing | none_went) if step else self._at_compression()
-            known |= {"gone_attention": attention, "held_entries": (entries[step] - gone).to(WORK)}
+        measured = measure.isolated_quantities(list(self.references.values()), self.masks, alphas)
+        by_step = dict(zip(self.references, measured, strict=True))
+        unknown = {name: torch.full_like(tensor, torch.nan) for name, tensor in measured[0].items()}
+        nothing = dict.fromkeys(_AT_COMPRESSIONS, unknown["retained_mass"])
+        none_went = dict.fromkeys(_WENT, self.attention[0].new_zeros(*self.went.shape[:2], len(PLACES)))
+        gone, quantities = (self.place != _HELD).sum(dim=-1), []
+        for step, gone_attention in enumerate(self._gone_attention(), start=self.first):
+            known = by_step.get(step, unknown) | (nothing | none_went if step > self.first else self._at_compression())
+            held = (self.context + step + 1 - gone).to(WORK)
+            quantities.append(known | {"gone_attention": gone_attention, "held_entries": held})
         return quantities
 
     def _at_compression(self) -> dict[str, Tensor]:
         """Return what the compression before the first step did; NaN for configurations that had none."""
-        step = self.references[0]
+        step = self.references[self.first]
         earlier, later = (
             theory.kept_sums(step.attention, step.summands, self._padded(mask).to(WORK), step.sink)
             for mask in (self.before, self.masks.kept)
@@ -94,20 +103,20 @@ class Span:
     def _gone_attention(self) -> Float[Tensor, "step config head place"]:
         """Return, at each step, the attention on what is gone, by the place where it stood."""
         configs, heads, keys = self.place.shape
-        attention = torch.stack([step.attention[:, :keys] for step in self.references], dim=-1)  # (head, key, step)
+        attention = torch.stack([weights[:, :keys] for weights in self.attention], dim=-1)  # (head, key, step)
         masks = torch.stack([self.place == place for place in range(len(PLACES))], dim=1).to(WORK)
         sums = masks.permute(2, 0, 1, 3).reshape(heads, -1, keys) @ attention
         return sums.view(heads, configs, len(PLACES), -1).permute(3, 1, 0, 2)
 
     def _padded(self, mask: Bool[Tensor, "config head key"]) -> Bool[Tensor, "config head seen"]:
         """Return a mask over all entries that the first step sees; the last ones are held."""
-        missing = self.references[0].attention.shape[-1] - mask.shape[-1]
+        missing = self.attention[0].shape[-1] - mask.shape[-1]
         return torch.nn.functional.pad(mask, (0, missing), value=True)
 
     def missed(self) -> Float[Tensor, "config token"]:
         """Return the attention on each of the text's tokens that are gone, mean over heads, sum over the steps."""
         keys = self.place.shape[-1]
-        attention = torch.stack([step.attention[:, :keys] for step in self.references]).sum(dim=0)
+        attention = torch.stack([weights[:, :keys] for weights in self.attention]).sum(dim=0)
         return (attention * (self.place != _HELD)).mean(dim=1)[:, self.context :]
 
 
@@ -115,12 +124,20 @@ _AT_COMPRESSIONS = ("perturbation_carried", "perturbation_added")
 _WENT = ("went_entries", "went_output")
 
 
+def measured_steps(run: ResolvedRun, steps: int, later: LaterSets) -> list[int]:
+    """Return the steps at which isolated quantities are measured: chosen ones, and those of compressions."""
+    return sorted(
+        {*np.flatnonzero(isolated_steps(np.ones((1, steps), dtype=bool), run.isolated_every)).tolist(), *later}
+    )
+
+
 def decoding_spans(
     masks: LayerMasks,
     configs: Sequence[int],
     later: LaterSets,
     layer: int,
-    references: Sequence[Reference],
+    attention: Sequence[Float[Tensor, "head _"]],
+    references: Mapping[int, Reference],
     context: int,
 ) -> list[Span]:
     """Return the spans of one layer between the compressions of some configurations.
@@ -130,14 +147,15 @@ def decoding_spans(
         configs: their indices in the run.
         later: what all later compressions keep.
         layer: the layer's index.
-        references: the full run's quantities, one per step.
+        attention: the full run's at each step.
+        references: step -> the full run's quantities, of the steps that `measured_steps` returns.
         context: number of entries before the text, of prompt and question.
     """
     starts = sorted({0, *(read for read, rows in later.items() if rows.keys() & {*configs})})
     before, kept, stage1 = torch.ones_like(masks.kept), masks.kept, masks.stage1
     place = _places_of_gone(before & ~kept, masks.kept.shape[-1])
     compressed, spans = (~kept).flatten(1).any(dim=-1), []
-    for first, end in pairwise([*starts, len(references)]):
+    for first, end in pairwise([*starts, len(attention)]):
         if rows := later.get(first, {}):
             entries = context + first
             kept, stage1, place = (
@@ -155,8 +173,9 @@ def decoding_spans(
                     stage1[index] = sets.stage1.repeat_interleave(heads // len(sets.kept), dim=0)
                     compressed[index] = True
             place = _places_of_gone(before & ~kept, context).where(place == _HELD, place)
-        span = LayerMasks(kept, stage1)
-        spans.append(Span(first, references[first:end], span, before, compressed, place, before & ~kept, context))
+        of_span = {step: reference for step, reference in references.items() if first <= step < end}
+        held, went = LayerMasks(kept, stage1), before & ~kept
+        spans.append(Span(first, attention[first:end], of_span, held, before, compressed, place, went, context))
     return spans
 
 
@@ -173,6 +192,6 @@ def _places_of_gone(gone: Bool[Tensor, "config head key"], context: int) -> Int[
 
 def sum_missed(spans: Sequence[Span]) -> Float[Tensor, "config step"]:
     """Return the attention of later steps on each step's token while it is gone, mean over heads, sum over steps."""
-    steps = sum(len(span.references) for span in spans)
+    steps = sum(len(span.attention) for span in spans)
     padded = [torch.nn.functional.pad(each, (0, steps - each.shape[-1])) for each in (span.missed() for span in spans)]
     return torch.stack(padded).sum(dim=0)

@@ -36,7 +36,7 @@ from perturbkv.pipeline.sample.prefill import EntriesRead, Prefill
 
 @runtime_checkable
 class Compresses(Protocol):
-    """A compressor of the rows of a cache on the way through a text: `recompression.Compressor`."""
+    """A compressor of the rows of a cache on the way through a text: `compression.Compressor`."""
 
     def store_queries(self, layer: int, query: Float[Tensor, "row head query d_key"]) -> None:
         """Take a layer's newest queries."""

@@ -20,7 +20,15 @@ from perturbkv.devices import to_device, working_bytes
 from perturbkv.pipeline.progress import phase
 from perturbkv.pipeline.sample import measure
 from perturbkv.pipeline.sample.capture import FiniteCheck
-from perturbkv.pipeline.sample.compressed_spans import LaterSets, decoding_spans, sum_missed
+from perturbkv.pipeline.sample.compressed_spans import (
+    PLACE_BYTES,
+    SPAN_BYTES,
+    LaterSets,
+    decoding_spans,
+    measured_steps,
+    sum_missed,
+)
+from perturbkv.pipeline.sample.decoding import StepRecord
 from perturbkv.pipeline.sample.effect import EntryEffects
 from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.measure import LayerMasks
@@ -130,36 +138,40 @@ def measure_layer(
     `finite` records whether the full run's heads put out what the formulas say.
     """
     layer, configs, n, heads = sample.layer(index), sample.run.configs, sample.tokens, sample.adapter.heads
-    weights = layer.weights_per_step(sample.full.steps)
+    steps = sample.full.steps
+    weights = layer.weights_per_step(steps)
     attention = [entries for entries, _ in weights]
-    summands = _summands(sample, layer)
-    references = [
-        measure.layer_reference(entries, of_step, layer.slices_at(step), sink)
-        for (entries, sink), of_step, step in zip(weights, summands, sample.full.steps, strict=True)
-    ]
-    for step, reference in zip(sample.full.steps, references, strict=True):
-        measure.check_head_outputs(finite, layer, step, reference.whole[0])
-    ranked = rank_outputs(attention[0], summands[0].norms(), n)
+    chosen = measured_steps(sample.run, len(steps), later)
+    references = {
+        step: measure.layer_reference(weights[step][0], of_step, layer.slices_at(steps[step]), weights[step][1])
+        for step, of_step in zip(chosen, _summands(sample, layer, [steps[step] for step in chosen]), strict=True)
+    }
+    for step, reference in references.items():
+        measure.check_head_outputs(finite, layer, steps[step], reference.whole[0])
+    ranked = rank_outputs(attention[0], references[0].summands.norms(), n)
     quantities, evicted, missed, context = [], [], [], n + len(sample.question)
     working = working_bytes(layer.keys.device, sample.resources.chunk_bytes)
     at_steps = [group for group in groups if not isinstance(group, SparsePrefillGroup)]
     in_prompt = [group for group in groups if isinstance(group, SparsePrefillGroup)]
-    for group, rows in _split_groups(at_steps, heads * layer.keys.shape[1], working):
+    of_spans = PLACE_BYTES + SPAN_BYTES * (1 + len(later)) if sample.run.compresses else 0
+    for group, rows in _split_groups(at_steps, heads * layer.keys.shape[1], working, _ENTRY_BYTES + of_spans):
         masks = [_repeat_per_query_head(sets, heads) for sets in group.kept_sets_per_step(rows)]
         alphas = _alpha_per_head(layer, configs, group, rows)
         evicted.append(largest_evicted_outputs(ranked, masks[0].kept))
         if sample.run.compresses:
-            spans = decoding_spans(masks[0], group.config_indices[rows], later, index, references, context)
+            own = group.config_indices[rows]
+            spans = decoding_spans(masks[0], own, later, index, attention, references, context)
             quantities.append([step for span in spans for step in span.measure(alphas)])
             missed.append(sum_missed(spans))
         else:
-            steps = [references] if len(masks) == 1 else [[step] for step in references]  # at which each mask holds
-            measured = [measure.isolated_quantities(*each, alphas) for each in zip(steps, masks, strict=True)]
+            every = [*references.values()]
+            held_at = [every] if len(masks) == 1 else [[step] for step in every]  # the steps at which each mask holds
+            measured = [measure.isolated_quantities(*each, alphas) for each in zip(held_at, masks, strict=True)]
             quantities.append(list(chain.from_iterable(measured)))
     for lines in in_prompt:  # measured once, at queries of the prompt
         alphas = _alpha_per_head(layer, configs, lines, slice(None))
         seen = lines.decoding_mask(heads)
-        quantities.append([readers.isolated_along_lines(layer, lines, summands[0], alphas)])
+        quantities.append([readers.isolated_along_lines(layer, lines, references[0].summands, alphas)])
         evicted.append(largest_evicted_outputs(ranked, seen))
     isolated = [_join_configs(step) for step in zip(*quantities, strict=True)]
     if in_prompt:
@@ -202,9 +214,9 @@ def measure_effects(
     return LayerEffects(groups, isolated, entries)
 
 
-def _summands(sample: SampleRun, layer: FullLayer) -> list[Summands]:
+def _summands(sample: SampleRun, layer: FullLayer, steps: Sequence[StepRecord]) -> list[Summands]:
     """Return the summands of the entries that each step sees; ν of a step is under its own gate, where there is one."""
-    steps, n, resources = sample.full.steps, sample.tokens, sample.resources
+    n, resources = sample.tokens, sample.resources
     if sample.adapter.has_gate(layer.index):
         seen = [layer.values[:, : step.entries] for step in steps]
         projections = map(layer.projection_at, steps)
@@ -235,12 +247,14 @@ def select_groups(sample: SampleRun, layer: FullLayer) -> list[AnyGroup]:
 _Group = TypeVar("_Group", bound=AnyGroup)
 
 
-def _split_groups(groups: Sequence[_Group], entries: int, working: int) -> Iterator[tuple[_Group, slice]]:
+def _split_groups(
+    groups: Sequence[_Group], entries: int, working: int, entry_bytes: int = _ENTRY_BYTES
+) -> Iterator[tuple[_Group, slice]]:
     """Yield (group, slice of its configurations) pairs, each slice small enough for `working` bytes of memory.
 
-    `entries` is the number of entries times heads.
+    `entries` is the number of entries times heads, `entry_bytes` what each takes per configuration.
     """
-    size = max(1, working // (_ENTRY_BYTES * entries))
+    size = max(1, working // (entry_bytes * entries))
     return (
         (group, slice(start, start + size)) for group in groups for start in range(0, len(group.config_indices), size)
     )

@@ -33,8 +33,8 @@ from perturbkv.datasets.encode import Prompt
 from perturbkv.devices import full_precision, stack_on_device, to_device
 from perturbkv.errors import ActivationError
 from perturbkv.models.adapter import Adapter
+from perturbkv.pipeline.answers.compression import CacheSize, Compressor, EvictedPrompt, held_attention
 from perturbkv.pipeline.answers.generation import generate
-from perturbkv.pipeline.answers.recompression import CacheSize, Compressor, EvictedPrompt
 from perturbkv.pipeline.progress import phase
 from perturbkv.pipeline.run.plan import copies_each_pass, plan_prompt_batches
 from perturbkv.pipeline.sample import measure
@@ -62,7 +62,6 @@ from perturbkv.pipeline.sample.compressed_spans import LaterSets
 from perturbkv.pipeline.sample.decoding import StepRecord, decode_evicted, join_rows
 from perturbkv.pipeline.sample.effect import average_gradients, propagated_effects
 from perturbkv.pipeline.sample.layer import LayerResult, measure_layer, select_groups
-from perturbkv.pipeline.sample.prefill import window_positions
 from perturbkv.pipeline.sample.sample_run import SampleRun
 from perturbkv.pipeline.variants.given_sets import KeptMasks
 from perturbkv.pipeline.variants.readers import time_full_prefill
@@ -70,6 +69,7 @@ from perturbkv.schema import VARIABLES
 from perturbkv.selection.kept_sets import ExternalGroup, KeptSets, RankingGroup, kept_masks_of
 from perturbkv.selection.page_selection import AnyGroup
 from perturbkv.selection.resolved_config import ResolvedRun
+from perturbkv.selection.sparse_lines import last_positions
 from perturbkv.trace import FailedSample, SampleTrace
 
 _MOST_WAITING = 2
@@ -210,7 +210,7 @@ def _assemble_arrays(
         arrays |= cached_bytes(batches, adapter.shape, n)
         arrays |= own_entries_arrays(sample, arrays)
         if run.compresses:
-            arrays |= compression_arrays(sample, layers, arrays)
+            arrays |= compression_arrays(sample, layers, arrays, later)
         arrays |= first_token_arrays(sample, batches)
         arrays |= step_arrays(batches) | kept_arrays(batches, lengths, layers, adapter.heads)
         if run.generate:
@@ -363,16 +363,26 @@ class _BatchDecoder:
         if not self.run.compresses:
             return None
         statistics = self.sample.prefill.statistics
-        queries = statistics.queries[window_positions(self.later.configs, self.sample.tokens)]
-        prompt = EvictedPrompt(cache, self.sample.prefill.logits, queries, gates=statistics.gates)
+        queries = statistics.queries[last_positions(self.later.largest_window, self.sample.tokens)]
         later = replace(self.later, configs=tuple(self.later.configs[index] for index in indices))
-        held = []
-        for groups in self.groups if told else ():
+        held, heads = [], self.adapter.heads
+        for groups in self.groups:
             masks = kept_masks_of([group for group in groups if isinstance(group, RankingGroup | ExternalGroup)])
             held.append([masks[index] for index in indices])
+        attention = {
+            place: [
+                held_attention(statistics, config, layer, heads, masks[place], max(self.lengths[layer][indices[place]]))
+                for layer, masks in enumerate(held)
+            ]
+            for place, config in enumerate(later.configs)
+            if config.accumulates
+        }
+        prompt = EvictedPrompt(cache, self.sample.prefill.logits, queries, gates=statistics.gates, attention=attention)
         sample = self.sample
         question = len(sample.question)
-        return Compressor(self.adapter, prompt, later, sample.prompt.sample_id, sample.resources, held, question)
+        return Compressor(
+            self.adapter, prompt, later, sample.prompt.sample_id, sample.resources, held if told else (), question
+        )
 
     def _first_logp(self, question_logits: Float[Tensor, "row vocab"], indices: Sequence[int]) -> Tensor:
         """Return log p of the text's first token (config,), after the question."""

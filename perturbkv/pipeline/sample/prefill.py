@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol, cast, runtime_checkable
@@ -36,7 +36,7 @@ from perturbkv.selection.layer_statistics import LayerStatistics, join_layers
 from perturbkv.selection.policies.registry import has_own_code
 from perturbkv.selection.ranking import Scores
 from perturbkv.selection.resolved_config import PrefixCounts, ResolvedConfig, ResolvedRun, ScoreRequest
-from perturbkv.selection.sparse_lines import Positions, remembered_positions
+from perturbkv.selection.sparse_lines import Positions, last_positions, remembered_positions
 from perturbkv.theory import WORK
 
 ROTATION_NEEDS = ("unrotated", "rotations")
@@ -274,7 +274,8 @@ def prefill(
     statistics.queries.update((positions, []) for positions in remembered_positions(configs, len(token_ids), sample))
     if run.compresses:
         adapter.check_own_caches("compressing caches again (--compress-every, --compress-over)")
-        statistics.queries[window_positions(configs, len(token_ids))] = []
+        statistics.scored.update({accumulated_request(config): [] for config in configs if config.accumulates})
+        statistics.queries[last_positions(run.largest_window, len(token_ids))] = []
     euclidean = any(config.euclidean for config in configs)
     reader = _PromptReader(adapter, statistics, resources, visitor, euclidean, prompt.template_tail)
     ids = torch.tensor([list(token_ids)], device=adapter.device)
@@ -286,9 +287,9 @@ def prefill(
     return Prefill(reader.cache, logits[0, -1], statistics, reader.finite, states, reader.read, reader.final)
 
 
-def window_positions(configs: Sequence[ResolvedConfig], tokens: int) -> Positions:
-    """Return the positions of a prompt's last queries, the largest window's, by which caches are compressed again."""
-    return tuple(range(max(0, tokens - max(config.window for config in configs)), tokens))
+def accumulated_request(config: ResolvedConfig) -> ScoreRequest:
+    """Return the request of a score that goes on while decoding, of all entries: the window's had attention, too."""
+    return replace(config.requests[0], window=0)
 
 
 def _own_head_scores(adapter: Adapter, run: ResolvedRun) -> Sequence[Sequence[float]]:
@@ -450,6 +451,7 @@ class _PromptReader:
             layers=self.statistics.layers,
             sample=self.statistics.sample,
             window=0,
+            position=key.shape[1],
             attention_input=self.input,
             rotary=None if self.needs.isdisjoint(ROTATION_NEEDS) else partial(self.rotations, device=query.device),
             template=self.template,

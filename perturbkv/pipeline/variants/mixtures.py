@@ -24,8 +24,8 @@ from perturbkv.datasets.prompts import decode_answer, grade, metrics_of
 from perturbkv.devices import full_precision
 from perturbkv.errors import ActivationError, ConfigError
 from perturbkv.models.adapter import Adapter
+from perturbkv.pipeline.answers.compression import EvictedPrompt
 from perturbkv.pipeline.answers.generation import generate
-from perturbkv.pipeline.answers.recompression import EvictedPrompt
 from perturbkv.pipeline.run.plan import Plan, copies_each_pass
 from perturbkv.pipeline.sample import measure
 from perturbkv.pipeline.sample.capture import FiniteCheck

@@ -54,6 +54,7 @@ from perturbkv.selection.sparse_lines import (
     Positions,
     SparsePrefillGroup,
     last_positions,
+    line_policy,
     lines_for_budget,
     sparse_prefill_groups,
 )
@@ -155,7 +156,7 @@ def line_groups(layer: FullLayer, configs: Sequence[ResolvedConfig]) -> list[Spa
     statistics = layer.statistics
 
     def last_queries(config: ResolvedConfig) -> LastQueries:
-        positions = last_positions(config, statistics.tokens)
+        positions = last_positions(line_policy(config).last, statistics.tokens)
         if (key := (positions, config.euclidean)) not in weights:
             queries = statistics.queries[positions][layer.index]
             norms = (statistics.euclidean if config.euclidean else statistics.norms)[0][layer.index]
@@ -305,7 +306,7 @@ class _LineAttention:
             norms = euclidean_value_norms(value, projection, self.resources.chunk_bytes)
         else:
             norms = layer_value_norms(value, projection, self.resources)
-        queries = query[:, to_device(last_positions(self.config, n), query.device)]
+        queries = query[:, to_device(last_positions(line_policy(self.config).last, n), query.device)]
         last_queries = last_query_weights(self.adapter, layer, queries, key, norms, self.sample)
         return lines_for_budget(self.config, last_queries, n).lines
 

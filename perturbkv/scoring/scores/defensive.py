@@ -46,9 +46,9 @@ class Defensive(Score):
                        known=("max", "average", "none"))  # fmt: skip
     kernel: int = option(5, "odd width of the pooling", low=1, high=65_535, odd=True)
 
-    @classmethod
-    def carries_history(cls) -> bool:
-        """Return True, as norms are normalised over heads at equal position, where evicted kept sets differ."""
+    @property
+    def needs_prompt(self) -> bool:
+        """True, as norms are normalised over heads at equal position, where evicted kept sets differ."""
         return True
 
     def score(self, layer: LayerView) -> Float[Tensor, "rows prefix"]:

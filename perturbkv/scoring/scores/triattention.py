@@ -12,13 +12,13 @@ before the window. `farthest` = 65536 and `normalise` are as released. Component
 distance and no length beside the mean.
 
 Centres come from a file that `studies/triattention.py` makes of a model and prompts, `{"layer-head": {"mean": [d_key],
-"size": [rotary pairs]}}`. Without one they are those of the prompt's own queries. A score may be below 0.
+"size": [rotary pairs]}}`. Without one they are those of the prompt's own queries, and a cache is compressed once,
+at its end; with a file also while it is decoded from, n then being the number of tokens read. A score may be below 0.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from perturbkv.configs.option import option
+from perturbkv.configs.option import is_number, option
 from perturbkv.errors import ConfigError
 from perturbkv.scoring.layer_view import LayerView, Rotation
 from perturbkv.scoring.score import Score
@@ -61,10 +61,15 @@ class TriAttention(Score):
         if self.file:
             read_centres(self.file)
 
+    @property
+    def needs_prompt(self) -> bool:
+        """True without a file of centres: those are then of the prompt's own queries."""
+        return not self.file
+
     def score(self, layer: LayerView) -> Float[Tensor, "rows prefix"]:
         """Return the mean logit of the centre from later positions, and of what queries stray, per query head."""
         ahead = [1 << power for power in range(self.farthest.bit_length())]
-        rotations = [layer.rotations(range(layer.entries + t, layer.entries + t + 1)) for t in ahead]
+        rotations = [layer.rotations(range(layer.position + t, layer.position + t + 1)) for t in ahead]
         cosine, sine = (torch.cat([getattr(one, part) for one in rotations]) for part in ("cosine", "sine"))
         keys = layer.keys[:, : layer.prefix]
         keys = keys.to(torch.promote_types(keys.dtype, torch.float32))
@@ -134,10 +139,5 @@ def _is_centre(value: Any) -> bool:
     return (
         isinstance(value, dict)
         and value.keys() == {"mean", "size"}
-        and all(isinstance(part, list) and part and all(map(_is_number, part)) for part in value.values())
+        and all(isinstance(part, list) and part and all(map(is_number, part)) for part in value.values())
     )
-
-
-def _is_number(value: Any) -> bool:
-    """Return whether a JSON value is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

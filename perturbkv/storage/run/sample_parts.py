@@ -62,9 +62,9 @@ def join_parts(parts: Sequence[tuple[SampleTrace, Sequence[str]]], labels: Seque
     """Join the parts of a sample into one with its configurations in the order of `labels`.
 
     Each part comes with the labels along its `config` axis. Noise floors are the maximum over the parts: differences
-    below count as rounding, so the maximum is conservative. Bytes of caches are added. Every other variable without a
-    `config` axis is the first part's. A variable that some part lacks is left out, except kept positions and prefill
-    times, which stay where any part has them.
+    below count as rounding, so the maximum is conservative, of those parts that have one. Bytes of caches
+    are added. Every other variable without a `config` axis is the first part's. A variable that some part lacks is left
+    out, except kept positions and prefill times, which stay where any part has them.
 
     Raises TraceError where the parts do not hold each of `labels` once, or their full-cache runs differ.
     """
@@ -171,7 +171,7 @@ def _merge_variable(name: str, values: Sequence[NDArray[Any]], order: NDArray[An
     if VARIABLES[name].dims[:1] == ("config",):
         return np.asarray(np.concatenate(values)[order])
     if name in _FLOORS:
-        return np.asarray(np.maximum.reduce(values))
+        return np.asarray(np.fmax.reduce(values))
     if name in SUMS:
         return np.asarray(np.add.reduce(values))
     if name == "prefill_seconds_full":  # of the first part that has one

@@ -20,6 +20,7 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.errors import PerturbkvError, TraceError
 from perturbkv.schema import (
     ANSWER_TEXT,
+    AT_CHOSEN_STEPS,
     AXES,
     FLAGS,
     FORMAT,
@@ -31,6 +32,7 @@ from perturbkv.schema import (
     STORED,
     TEXT,
     VARIABLES,
+    isolated_steps,
 )
 from perturbkv.storage.run.journal import Journal, journal_path
 from perturbkv.storage.run.shards import find_shards
@@ -113,12 +115,13 @@ def _axis_lengths(file: StoredFile, names: Collection[str]) -> dict[str, int]:
     return {axis: int(np.prod(file.shape(axis))) for axis in AXES if axis in names}
 
 
-def check_numbers(path: Path, arrays: Arrays, measured: NDArray[np.bool_]) -> None:
+def check_numbers(path: Path, arrays: Arrays, measured: NDArray[np.bool_], isolated_every: int) -> None:
     """Raise TraceError for impossible counts, and for NaN in place of a measured number.
 
-    `measured` (sample, step): True where a step has numbers. Variables that `arrays` lacks are not checked. Somebody's
-    caches may lack numbers of kept sets, and isolated ones.
+    `measured` (sample, step): True where a step has numbers; isolated ones as the run's `isolated_every` says.
+    Variables that `arrays` lacks are not checked. Somebody's caches may lack numbers of kept sets, and isolated ones.
     """
+    chosen = isolated_steps(measured, isolated_every)
     for name in _MEASURED:
         if name not in arrays:
             continue
@@ -126,7 +129,7 @@ def check_numbers(path: Path, arrays: Arrays, measured: NDArray[np.bool_]) -> No
         if name in (*OF_KEPT_SETS, *ISOLATED) and "own_entries" in arrays:
             unknown[arrays["own_entries"] > 0] = False  # (sample, config, …)
         by_step = np.moveaxis(unknown, VARIABLES[name].axes.index("step"), 1)  # (sample, step, …)
-        if by_step[measured].any():
+        if by_step[chosen if name in AT_CHOSEN_STEPS else measured].any():
             _refuse(path, f"a number everywhere in {name} where a step was measured", "NaN")
     if {"prompt_tokens", "kept_count", "stage1_count"} <= arrays.keys():
         ok = measured.any(axis=1)
@@ -206,7 +209,7 @@ def read_trace(path: str | Path) -> Trace:
         attrs = _provenance(file)
     digest = sha256(path).hex()[:12]
     trace = Trace(run, ids, LazyArrays(arrays, later, _variable_reader(path)), failures, attrs, str(path), digest)
-    check_numbers(path, arrays, trace.measured)
+    check_numbers(path, arrays, trace.measured, trace.run.isolated_every)
     return trace
 
 

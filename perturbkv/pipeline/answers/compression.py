@@ -7,8 +7,9 @@ and the row's next token follows them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -24,10 +25,17 @@ from perturbkv.configs.resources import Resources
 from perturbkv.devices import move_to_first_device, to_device
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample.capture import Observer
-from perturbkv.pipeline.sample.prefill import layer_value_norms, mean_size
+from perturbkv.pipeline.sample.prefill import (
+    Rotations,
+    Statistics,
+    accumulated_request,
+    layer_value_norms,
+    mean_size,
+)
 from perturbkv.pipeline.variants.readers import maker_of
 from perturbkv.scoring.compute import layer_scores
-from perturbkv.scoring.layer_view import LayerView
+from perturbkv.scoring.layer_view import LayerView, Rotation
+from perturbkv.scoring.score import Score
 from perturbkv.scoring.value_norms import euclidean_value_norms
 from perturbkv.selection.kept_sets import KeptSets, move_rankings, rankings, select
 from perturbkv.selection.layer_statistics import LayerStatistics, join_layers
@@ -83,6 +91,7 @@ class EvictedPrompt:
         sizes: per layer that of the full cache, then of each configuration's; empty where they are not asked for.
         gates: layer -> γ of the last queries (query, head · d_value), of the layers with a gate.
         full: the full cache, where it holds latents; else its entries are those of a row that keeps everything.
+        attention: index of a configuration whose score accumulates -> per layer what `held_attention` returns.
     """
 
     cache: CompactCache
@@ -91,6 +100,20 @@ class EvictedPrompt:
     sizes: list[list[CacheSize]] = field(default_factory=list)
     gates: Mapping[int, Tensor] = field(default_factory=dict)
     full: Cache | None = None
+    attention: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
+
+
+def held_attention(
+    statistics: Statistics, config: ResolvedConfig, layer: int, heads: int, kept: Tensor, longest: int
+) -> Float[Tensor, "head longest"]:
+    """Return the attention of all queries of the prompt on what a configuration keeps, by a score that accumulates.
+
+    `kept` (kept_head, n) is its mask, `longest` the length of its longest kept set; shorter ones are padded by zeros at
+    the start.
+    """
+    mean = statistics.scored[accumulated_request(config)][layer]
+    total = (mean * statistics.tokens).repeat_interleave(heads // len(mean), dim=0)
+    return _take_kept(total, kept.repeat_interleave(heads // len(kept), dim=0), longest)
 
 
 class Compressor:
@@ -109,6 +132,9 @@ class Compressor:
 
     Attributes:
         compressions: what was measured of each compression.
+        attention: row whose score accumulates -> per layer the attention that what it held after its last compression
+            had had till then (head, longest).
+        read_before: row whose score accumulates -> number of tokens read before its last compression.
         kept_sets: tokens read -> index of a configuration -> per layer what its row then holds of all entries so far,
             as masks (kept_set, key); empty without `held`.
     """
@@ -135,7 +161,7 @@ class Compressor:
         self.sample = sample
         self.resources = resources
         self.head_scores: tuple[tuple[float, ...], ...] = run.head_scores
-        self.window: int = max(config.window for config in run.configs)
+        self.window: int = run.largest_window
         rows = prompt.cache.rows
         self.queries: list[Tensor] = [
             last[:, -self.window :].unsqueeze(0).expand(rows, -1, -1, -1) for last in prompt.queries
@@ -143,6 +169,9 @@ class Compressor:
         self.gates: dict[int, Tensor] = {
             layer: last[-self.window :].expand(rows, -1, -1) for layer, last in prompt.gates.items()
         }
+        self.attention: dict[int, Sequence[Tensor]] = {1 + index: own for index, own in prompt.attention.items()}
+        self.read_before: dict[int, int] = dict.fromkeys(self.attention, compressed)
+        self.rotations = Rotations(adapter)
         self.compressions: list[Compression] = []
         self.held: list[dict[int, Tensor]] = [dict(enumerate(masks, start=1)) for masks in held]
         self.kept_sets: dict[int, dict[int, list[KeptSets]]] = {}
@@ -154,8 +183,9 @@ class Compressor:
         )
 
     def store_queries(self, layer: int, query: Float[Tensor, "row head query d_key"]) -> None:
-        """Store the newest queries of a layer."""
-        self.queries[layer] = torch.cat([self.queries[layer], query], dim=2)[:, :, -self.window :]
+        """Store the newest queries of a layer: the window's, and all since the last compression that sums count."""
+        newest = torch.cat([self.queries[layer], query], dim=2)
+        self.queries[layer] = newest if self.attention else newest[:, :, -self.window :]
 
     def store_gates(self, layer: int, gate: Float[Tensor, "row query head_d_value"]) -> None:
         """Store γ of a layer's newest queries."""
@@ -166,12 +196,13 @@ class Compressor:
 
         Waits for the device once per row, for the sizes of its kept sets, and once for what was measured.
         """
+        tokens = self.cache.evicted_layers[0].seen + self.cache.evicted_layers[0].length
         measured: list[Tensor] = []
         sizes: list[tuple[int, float, float]] = []
         for row in self.rows:
             before = mean_entries(self.cache, row)
             if self._is_due(row, read, before):
-                measured += self._compress_row(row, read)
+                measured += self._compress_row(row, read, tokens)
                 sizes.append((row - 1, before, mean_entries(self.cache, row)))
         if measured:
             by_row = torch.stack(move_to_first_device(measured)).cpu().view(len(sizes), len(self.queries), 3, -1)
@@ -179,6 +210,9 @@ class Compressor:
                 Compression(index, 1 + read, before, after, *layers.unbind(dim=1))
                 for (index, before, after), layers in zip(sizes, by_row, strict=True)
             ]
+        if self.attention:
+            counted = max(self.window, *(tokens - before for before in self.read_before.values()))
+            self.queries = [queries[:, :, -counted:] for queries in self.queries]
 
     def _is_due(self, row: int, read: int, entries: float) -> bool:
         """Return whether a row that holds `entries` per kept set is compressed after `read` tokens."""
@@ -193,14 +227,17 @@ class Compressor:
         fullest = max((mean_entries(self.cache, row) for row in self.rows), default=0.0)
         return max(1, int(self.over - fullest) + 1)
 
-    def _compress_row(self, row: int, read: int) -> list[Tensor]:
+    def _compress_row(self, row: int, read: int, tokens: int) -> list[Tensor]:
         """Compress one row after `read` tokens, and return per layer what was measured, stacked: (3, head).
 
-        These are the perturbation, the output norm and the retained mass.
+        These are the perturbation, the output norm and the retained mass; `tokens` is the number of all tokens read,
+        prompt and question among them.
         """
         config = self.configs[row - 1]
-        views = [self._view(layer, row, config, 1 + read) for layer in range(len(self.queries))]
-        layers = [view.statistics(config, self.head_scores) for view in views]
+        views = [self._view(layer, row, config, 1 + read, tokens) for layer in range(len(self.queries))]
+        sums = self._attention_sums(row, views, tokens)
+        means = [total / tokens for total in sums] if sums else [view.scores(config) for view in views]
+        layers = [view.statistics(config, self.head_scores, mean) for view, mean in zip(views, means, strict=True)]
         shared = {config: rankings(config, Scores(join_layers(layers)))} if config.shares_layers else {}
         sets = [
             select(config, layer, view.longest, move_rankings(shared, layer.norms.device))
@@ -213,9 +250,25 @@ class Compressor:
             frequencies = self.adapter.frequencies if config.in_cache else torch.empty(0)
             remaining = maker_of(config).make_compressed(view.take(indices), indices, view.lengths, frequencies)
             self.cache.evicted_layers[view.layer].replace_rows({row: remaining})
+        if sums:
+            self.read_before[row] = tokens
+            self.attention[row] = [
+                _take_kept(total, masks.repeat_interleave(view.group, dim=0), max(lengths))
+                for total, view, masks, lengths in zip(sums, views, kept, counts, strict=True)
+            ]
         if self.held:
             self.kept_sets.setdefault(read, {})[row - 1] = self._sets_of_all(row, sets)
         return [torch.stack(view.perturbation(masks)) for view, masks in zip(views, kept, strict=True)]
+
+    def _attention_sums(self, row: int, views: Sequence[_RowView], tokens: int) -> list[Tensor]:
+        """Return, per layer, the attention that what a row holds has had (head, longest); empty if no score sums it."""
+        if row not in self.attention:
+            return []
+        score, since = self.configs[row - 1].requests[0].score, tokens - self.read_before[row]
+        return [
+            torch.nn.functional.pad(before, (0, view.longest - before.shape[-1])) + view.attention_sums(score, since)
+            for before, view in zip(self.attention[row], views, strict=True)
+        ]
 
     def _sets_of_all(self, row: int, sets: Sequence[KeptSets]) -> list[KeptSets]:
         """Return a row's kept sets as masks over all entries so far; `sets` are masks of what it held, per layer."""
@@ -228,7 +281,7 @@ class Compressor:
             held[row] = found[-1].kept
         return found
 
-    def _view(self, layer: int, row: int, config: ResolvedConfig, generated: int) -> _RowView:
+    def _view(self, layer: int, row: int, config: ResolvedConfig, generated: int, tokens: int) -> _RowView:
         """Return the entries of one row in one layer, with a kept set per query head where the configuration has."""
         sets = self.cache.evicted_layers[layer].entries(row).sets()
         if config.granularity.name == "query":
@@ -240,7 +293,8 @@ class Compressor:
             theory.gated_projection(w_o, mean_size(gate, config.gate_window)),
             theory.gated_projection(w_o, None if gate is None else gate[-1]),
         )
-        return _RowView(self.adapter, sets, self.queries[layer][row], projections, layer, sample, self.resources)
+        queries, rotations = self.queries[layer][row], partial(self.rotations, device=sets[0][0].device)
+        return _RowView(self.adapter, sets, queries, projections, layer, sample, tokens, rotations, self.resources)
 
 
 class _RowView:
@@ -253,6 +307,8 @@ class _RowView:
         projections: the output projection under the gates' mean size, for ν, and under the last query's gate.
         layer: index of the layer.
         sample: the sample's id, for seeds.
+        tokens: number of all tokens read.
+        rotations: the model's rotation of ranges of positions.
         resources: memory and kernel for value norms.
 
     Attributes:
@@ -272,9 +328,12 @@ class _RowView:
         projections: tuple[Tensor, Tensor],
         layer: int,
         sample: str,
+        tokens: int,
+        rotations: Callable[[range], Rotation],
         resources: Resources,
     ) -> None:
         self.adapter, self.queries, self.layer, self.sample = adapter, queries, layer, sample
+        self.tokens, self.rotations = tokens, rotations
         self.projection, self.last_projection = projections
         self.resources = resources
         self.keys, self.values = zip(*sets, strict=True)
@@ -288,16 +347,34 @@ class _RowView:
         ]
         self.norms = _align_ends(norms, self.longest)
 
-    def statistics(self, config: ResolvedConfig, head_scores: Sequence[Sequence[float]]) -> LayerStatistics:
-        """Return the layer's scores and norms with which a configuration selects its kept sets."""
-        window = min(config.window, self.longest)
+    def scores(self, config: ResolvedConfig) -> Float[Tensor, "row prefix"]:
+        """Return the scores of the entries before the window, padded by zeros at the start."""
         score = config.requests[0].score  # the policy's
         views = [self._view_part(part, str(part.start)).with_window(config.window) for part in self.parts]
-        accumulated = [layer_scores(view, [score], self.resources.chunk_bytes)[score] for view in views]
+        found = [layer_scores(view, [score], self.resources.chunk_bytes)[score] for view in views]
+        return _align_ends(found, self.longest - min(config.window, self.longest))
+
+    def attention_sums(self, score: Score, count: int) -> Float[Tensor, "head longest"]:
+        """Return the sums over the row's last `count` queries of a score that is a mean over all queries."""
+        views = [self._view_part(part, str(part.start)) for part in self.parts]
+        views = [replace(view, queries=view.queries[:, -count:]) for view in views]
+        means = [layer_scores(view, [score], self.resources.chunk_bytes)[score] for view in views]
+        heads = [view.heads // len(mean) for view, mean in zip(views, means, strict=True)]
+        each = [mean.repeat_interleave(sharing, dim=0) for mean, sharing in zip(means, heads, strict=True)]
+        return _align_ends(each, self.longest) * count
+
+    def statistics(
+        self, config: ResolvedConfig, head_scores: Sequence[Sequence[float]], scores: Float[Tensor, "row key"]
+    ) -> LayerStatistics:
+        """Return the layer's norms, and the scores of the entries before the window, by which kept sets are selected.
+
+        `scores` may go on into the window.
+        """
+        window = min(config.window, self.longest)
         lengths = to_device(self.lengths, self.norms.device)
         indices = torch.arange(self.longest - window, device=self.norms.device)
         return LayerStatistics(
-            accumulated=_align_ends(accumulated, self.longest - window),
+            accumulated=scores[:, : self.longest - window],
             norms=self.norms[:, : self.longest - window],
             kv_heads=self.sets,
             layer=self.layer,
@@ -357,6 +434,8 @@ class _RowView:
             layers=len(self.adapter.layers),
             sample=f"{self.sample}/{name}",
             window=0,
+            position=self.tokens,
+            rotary=self.rotations,
         )
 
     def _projection(self, part: slice) -> Tensor:
@@ -376,6 +455,14 @@ class _RowView:
 def _align_ends(tensors: Sequence[Tensor], longest: int) -> Tensor:
     """Return the tensors (…, length) concatenated after padding with zeros at the start to length `longest`."""
     return torch.cat([torch.nn.functional.pad(tensor, (longest - tensor.shape[-1], 0)) for tensor in tensors])
+
+
+def _take_kept(
+    numbers: Float[Tensor, "head key"], kept: Bool[Tensor, "head key"], longest: int
+) -> Float[Tensor, "head longest"]:
+    """Return the numbers of kept entries, in order and padded by zeros at the start; `longest` is the largest count."""
+    order = kept.to(torch.int8).argsort(dim=-1, stable=True)  # kept ones last; a mask as index would wait
+    return (numbers * kept).gather(-1, order)[:, -longest:]
 
 
 def _place(
