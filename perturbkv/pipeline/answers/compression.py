@@ -171,7 +171,7 @@ class Compressor:
         }
         self.attention: dict[int, Sequence[Tensor]] = {1 + index: own for index, own in prompt.attention.items()}
         self.read_before: dict[int, int] = dict.fromkeys(self.attention, compressed)
-        self.rotations = Rotations(adapter)
+        self.rotations: Rotations = Rotations(adapter)
         self.compressions: list[Compression] = []
         self.held: list[dict[int, Tensor]] = [dict(enumerate(masks, start=1)) for masks in held]
         self.kept_sets: dict[int, dict[int, list[KeptSets]]] = {}
