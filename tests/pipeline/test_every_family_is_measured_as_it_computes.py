@@ -39,6 +39,7 @@ from perturbkv.models.loading import ByteTokenizer
 from perturbkv.models.proof.proven_twin import try_twin
 from perturbkv.models.proof.twin import WINDOW, make_twin
 from perturbkv.models.sanity import check_config
+from perturbkv.pipeline.sample import measure
 from perturbkv.pipeline.sample.capture import Observer, capture, decode_from, intercept_attention
 from perturbkv.selection.grid import configuration
 from tests.support.caches import gather
@@ -432,5 +433,9 @@ def test_the_checks_can_fail(
     adapter = twin_adapter(family)
     assert adapter is not None
     monkeypatch.setattr(owner, name, wrong)
+    if check is check_measured:
+        with pytest.raises(ModelError, match="other heads' outputs than its attention's formula gives"):
+            check(adapter)
+        monkeypatch.setattr(measure, "check_head_outputs", lambda *given: None)  # what the run says by itself
     with pytest.raises(AssertionError):
         check(adapter)

@@ -90,9 +90,9 @@ def check_axes(file: StoredFile, run: RunConfig) -> None:
         _refuse(file.path, f"the run's configurations {labels} along 'config'", stored)
     if {"layer", "decoder_layer"} <= lengths.keys():
         layers, total = file.read("layer").tolist(), lengths["decoder_layer"]
-        expected = "" if layers == list(range(total)) else f"{' '.join(map(str, layers))} of {total}"
-        if (told := str(file.attributes.get(MEASURED_LAYERS, ""))) != expected:
-            _refuse(file.path, f"the attribute {MEASURED_LAYERS} '{expected}', as along 'layer'", f"'{told}'")
+        held = "" if layers == list(range(total)) else f"{' '.join(map(str, layers))} of {total}"
+        if (told := str(file.attributes.get(MEASURED_LAYERS, ""))) != held:
+            _refuse(file.path, f"the attribute {MEASURED_LAYERS} '{held}', as along 'layer'", f"'{told}'")
 
 
 def check_variables(file: StoredFile) -> None:
