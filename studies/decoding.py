@@ -241,9 +241,10 @@ def verdict(interval: Any, worse: float, margin: float) -> str:
 
 
 def by_kind(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """Return kind -> its rows, those of all kinds last."""
-    kinds = {kind: [row for row in rows if row["kind"] == kind] for kind in KINDS}
-    return {**{kind: own for kind, own in kinds.items() if own}, ALL: list(rows)}
+    """Return kind -> its rows, of several kinds those of all of them last."""
+    found = {kind: [row for row in rows if row["kind"] == kind] for kind in KINDS}
+    found = {kind: own for kind, own in found.items() if own}
+    return {**found, ALL: list(rows)} if len(found) > 1 else found
 
 
 def methods_of(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, list[Mapping[str, Any]]]]:
@@ -273,17 +274,19 @@ def number_tables(every: Sequence[Mapping[str, Any]]) -> Iterator[common.Table]:
     words = {1: "worse", 0: "undecided", -1: "better"}
     yield (
         "Keeping the prompt: kept over competing", ["kind", "method", *heads],
-        ratio_lines(rows, [(f"{method}{KEPT}", method) for method in COMPETING], lambda ends: words[side_of(ends, 1)]),
+        ratio_lines(rows, [(f"{method}{KEPT}", method) for method in METHODS], lambda ends: words[side_of(ends, 1)]),
     )  # fmt: skip
 
 
 def ratio_lines(
     rows: Sequence[Mapping[str, Any]], pairs: Sequence[tuple[str, str]], told: Callable[[Any], str]
 ) -> list[list[str]]:
-    """Return a line per kind and pair: the baseline, n, and each number's ratio with what is told of its interval."""
+    """Return a line per kind and measured pair: the baseline, n, and each number's ratio with what is told of it."""
     lines = []
     for kind, own in by_kind(rows).items():
         for treatment, baseline in pairs:
+            if not pairs_of(own, "kl", treatment, baseline).size:
+                continue
             row = compare(own, treatment, baseline)
             ends = {name: row[f"{name}_interval"] for name in NUMBERS}
             cells = [f"{interval_text(row[name], ends[name])} {told(ends[name])}" for name in NUMBERS]
