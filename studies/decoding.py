@@ -335,7 +335,9 @@ def draw(numbers: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, An
         axes.set_title(told, fontsize="medium")
     panels[0].set_yticks(range(len(SCORES)), SCORES)
     panels[0].invert_yaxis()
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(KINDS) + 1)
+    drawn = {kind: bars for axes in panels for bars, kind in zip(*axes.get_legend_handles_labels(), strict=True)}
+    order = [kind for kind in (*KINDS, ALL) if kind in drawn]
+    figure.legend([drawn[kind] for kind in order], order, loc="outside lower center", ncols=len(order))
     return figure
 
 
