@@ -42,6 +42,7 @@ names and numbers, a hundred tokens or two of each: rooms in another order (20 o
 same once more (the answer ended after the first), `16 + 2 = 18` behind two given lines (operands taken from the list
 alone) and `total += 2  # 18` (one prompt wrong from the sixth line on, one in another form) were given up. Of the form
 that was chosen two needle prompts had 12 of 12 lines right, two of arithmetic 7 of the first 8.
+The program was tried on SmolLM2-135M, one prompt of a kind and 32 tokens (`--short`).
 
     python studies/decoding.py --model qwen2.5-coder-0.5b-q4_k_m
     python studies/decoding.py docs/decoding
