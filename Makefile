@@ -387,7 +387,7 @@ SHORT   = runs/studies/short
 OF_RUNS = answers_tables compaction_press effect_gradient judge model_sanity needle readings second_model specification_claims specification_counts tables
 FEW     = --dataset needle --length 300 --samples 4 --budget 64
 studies: install
-	for study in $(filter-out common paper% $(OF_RUNS),$(basename $(notdir $(wildcard studies/*.py)))); do \
+	for study in $(filter-out common decoding_tasks paper% $(OF_RUNS),$(basename $(notdir $(wildcard studies/*.py)))); do \
 		$(PY) studies/$$study.py --short -o $(SHORT)/$$study || exit 1; done
 	$(BIN) generate $(FEW) --max-new-tokens 8 --output $(SHORT)/judge
 	$(PY) studies/judge.py $(SHORT)/judge/generation.jsonl --command "$(PY) examples/my_judge.py" --scale 0 10 -o $(SHORT)/judge
