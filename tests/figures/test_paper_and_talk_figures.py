@@ -16,7 +16,7 @@ import perturbkv as pk
 from perturbkv.captions import CaptionedFigure, panel_sentence, to_latex
 from perturbkv.errors import ConfigError, NarrowFigureError, UnknownNameError
 from perturbkv.figures import FIGURES, STYLE_NAMES, style
-from perturbkv.figures.finishing import MOST_FIGURE_MM, MOST_ROW_MM
+from perturbkv.figures.finishing import MOST_FIGURE_MM, MOST_ROW_MM, finish
 from tests.support.artists import words
 from tests.support.every_figure import NAMES, plain, plot, result_of
 
@@ -183,21 +183,15 @@ def test_a_width_below_the_styles_least_is_refused_before_drawing(width_mm: floa
         result_of("Cliffs").plot(width_mm, look)
 
 
-@pytest.mark.slow
 def test_a_figure_without_room_says_a_width_that_has() -> None:
-    trace = pk.horizon(result_trace())
-    with pytest.raises(
-        NarrowFigureError, match="width_mm=84 is too small for this figure; it needs .* mm or more"
-    ) as told:
-        trace.plot(84, "paper")
+    with style.use(style.STYLES["paper"]):
+        figure = style.figure(84, 60)
+        figure.subplots(1, 7)
+        with pytest.raises(
+            NarrowFigureError, match="width_mm=84 is too small for this figure; it needs .* mm or more"
+        ) as told:
+            finish(figure, 84)
     assert 84 < told.value.needed_mm < 174
-
-
-def result_trace() -> pk.Trace:
-    """A trace with more settings than a figure of one column has room for."""
-    from tests.house.test_no_label_is_parsed import asked_of
-
-    return asked_of("horizon")
 
 
 TEXTS = {
