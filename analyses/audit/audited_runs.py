@@ -319,8 +319,8 @@ class AuditedRun(Record):
         wrong = [fault for fault in self._all_entry_differences if fault.kind not in (*ROUNDING, *UNMATCHED)]
         for one in self.others:
             step = -1 if one.kind == "reading" else 0
-            fault = self._fault(one.kind, one.what, one.layer, one.head, step, one.entry)
-            wrong.append(replace(fault, layer=one.layer) if one.kind == UNMEASURED else fault)
+            number = one.layer if one.kind == UNMEASURED else self.layer_number(one.layer)
+            wrong.append(replace(self._fault(one.kind, one.what, -1, one.head, step, one.entry), layer=number))
         compared = self.compared_steps
         if self.worse and compared is self.own_steps:
             step, layer = self.worse
