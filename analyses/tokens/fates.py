@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -79,14 +78,12 @@ def _no_text_message(trace: Trace, name: str | None) -> str:
 
 
 def _text_command(trace: Trace) -> str:
-    """Return the command that makes the trace with its text, without options that the trace does not record."""
+    """Return the command that makes a trace with its text, without options that the trace does not record."""
     if not trace.source:
-        return "pk.measure with prompts=True and overwrite=True"
-    path = Path(trace.source)
-    output = path.parent if path.name == "trace.h5" else path
+        return "pk.measure with prompts=True and another path"
     return (
-        "the command that made it, with --overwrite and without --no-prompts (perturbkv … --model "
-        f"{trace.run.model} --dataset {trace.run.dataset} … --output {output} --overwrite),"
+        "the command that made it, without --no-prompts and with another --output (perturbkv … --model "
+        f"{trace.run.model} --dataset {trace.run.dataset} …),"
     )
 
 

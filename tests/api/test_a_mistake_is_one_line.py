@@ -16,7 +16,6 @@ from perturbkv.configs.resources import Resources
 from perturbkv.errors import ConfigError, DatasetError, ModelError, PerturbkvError, UnknownNameError
 from perturbkv.models.adapter import Adapter
 from tests.support.notebook import CONFIGS, prompt
-from tests.support.traces import run_config
 
 
 @pytest.mark.slow
@@ -72,8 +71,7 @@ def test_nothing_is_written_where_no_bar_is_wanted(
         (lambda model: pk.Prompt.from_text("a b c", model, max_tokens=-4), ConfigError, "at least 2"),
         (lambda model: pk.measure(model, [prompt(model)], CONFIGS, resources=Resources(max_bytes=1024)), ConfigError,
          r"^max_bytes \(--max-memory\) allows 1 KiB"),
-        (lambda model: run_config(max_tokens=1), ConfigError, "^max_tokens must be at least 2, got 1"),
-        (lambda model: run_config(save=("all",)), UnknownNameError, "^unknown save 'all'; known: outputs, effect"),
+        (lambda model: pk.Settings(save=("all",)), UnknownNameError, "^unknown save 'all'; known: outputs, effect"),
         (lambda model: pk.grid(24, selection="a(" * 99), ConfigError, "inside each other"),
         (lambda model: pk.load_model(model.model, tokenizer=model.tokenizer, dtype="float16"), ConfigError, "dtype"),
         (lambda model: pk.load_model("random:smollm2-135m", tokenizer=model.tokenizer), ConfigError, "tokenizer"),

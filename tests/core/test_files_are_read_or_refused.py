@@ -114,7 +114,6 @@ def test_text_has_newlines_alone_and_no_mark_before_it(tmp_path: Path) -> None:
     [
         ("[" * 100_000, "too deep"),
         ('{"a":' * 100_000, "too deep"),
-        ("9" * 5_000, "Exceeds the limit"),
         ("[NaN]", "NaN is no number"),
         ("-Infinity", "-Infinity is no number"),
         ("[1,]", "column"),
@@ -150,43 +149,6 @@ def test_a_run_reads_what_it_wrote() -> None:
     assert RunConfig.from_json(RUN.to_json()) == RUN
 
 
-OTHERS: dict[type, list[Any]] = {
-    str: [None, 7, [], {}, True],
-    bool: [None, 1, "true"],
-    int: [None, 1.5, "8", [], True],
-    dict: [None, 7, "x", [1]],
-    list: [None, 7, "x", [1], [[None]]],
-}
-"""A JSON value's kind -> what stands in its place."""
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        (name, value)
-        for name, held in json.loads(RUN.to_json()).items()
-        for value in OTHERS[type(held)]
-        if (name, value) != ("max_tokens", None)
-    ],
-    ids=str,
-)
-def test_an_entry_of_another_kind_is_refused(name: str, value: Any) -> None:
-    document = {**json.loads(RUN.to_json()), name: value}
-    with pytest.raises(PerturbkvError) as told:
-        RunConfig.from_json(json.dumps(document))
-    assert "\n" not in str(told.value)
-
-
-@pytest.mark.parametrize("name", json.loads(RUN.to_json())["configs"][0])
-@pytest.mark.parametrize("value", [None, [], "x y(", float("nan"), True, [[1]], {"alpha": [1]}], ids=str)
-def test_an_entry_of_a_configuration_of_another_kind_is_refused(name: str, value: Any) -> None:
-    document = json.loads(RUN.to_json())
-    document["configs"][0][name] = value
-    with pytest.raises(PerturbkvError) as told:
-        RunConfig.from_json(json.dumps(document))
-    assert "\n" not in str(told.value)
-
-
 @pytest.mark.parametrize(
     "text",
     ["", "{", "null", "[]", "3", '"run"', "{}", "NaN", "[" * 100_000, '{"configs": [3]}', '{"configs": {"a": 1}}'],
@@ -203,13 +165,6 @@ def test_choices_inside_each_other_without_end_are_refused(depth: int) -> None:
     document = json.loads(RUN.to_json())
     document["configs"][0]["policy_options"] = {"pool": nested(depth)}
     with pytest.raises(PerturbkvError, match="at most 16 choices inside each other"):
-        RunConfig.from_json(json.dumps(document))
-
-
-def test_a_known_option_out_of_its_range_is_refused() -> None:
-    document = json.loads(RUN.to_json())
-    document["configs"][0]["selection_options"]["alpha"] = 1.5
-    with pytest.raises(PerturbkvError, match=r"alpha of selection 'two-stage' must lie in \[0, 1\], got 1.5"):
         RunConfig.from_json(json.dumps(document))
 
 

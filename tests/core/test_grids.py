@@ -16,7 +16,7 @@ from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import Option
 from perturbkv.configs.resources import parse_size
-from perturbkv.configs.run import RunConfig
+from perturbkv.configs.run import Settings
 from perturbkv.datasets.dataset_registry import DatasetOptions
 from perturbkv.errors import BudgetError, ConfigError, PerturbkvError
 from perturbkv.selection.grid import FIELDS, ORDER, configuration, grid
@@ -228,7 +228,6 @@ NO_NUMBERS = [math.nan, math.inf, -math.inf, 1e300, 10**20, -(10**20)]
 
 @pytest.mark.parametrize("value", NO_NUMBERS)
 def test_what_cannot_be_counted_is_refused_wherever_it_is_given(value: Any) -> None:
-    one = (EvictionConfig(128),)
     makers: list[Any] = [
         lambda: numbers.check_number("n", value),
         lambda: Budget(value),
@@ -242,8 +241,7 @@ def test_what_cannot_be_counted_is_refused_wherever_it_is_given(value: Any) -> N
         lambda: DatasetOptions(1, seed=value),
         lambda: DatasetOptions(1, lengths=(value,)),
         lambda: DatasetOptions(1, depths=(value,)),
-        *(lambda field=field: RunConfig("m", "d", one, **{field: value})
-          for field in ("samples", "seed", "steps", "max_tokens", "generate")),
+        *(lambda field=field: Settings(**{field: value}) for field in ("steps", "generate", "compress_every")),
     ]  # fmt: skip
     for make in makers:
         with pytest.raises(ConfigError):

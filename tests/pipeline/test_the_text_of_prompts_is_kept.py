@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 import torch
 
 import perturbkv as pk
-from perturbkv.engines import engine_choice
 from perturbkv.pipeline.sample.layer import LOST_ENTRIES, largest_evicted_outputs, rank_outputs
 from perturbkv.schema import TEXT
 from perturbkv.storage.trace.trace_file import describe
@@ -72,31 +70,12 @@ def test_decoded_tokens_have_their_text_where_caches_are_compressed_again() -> N
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_gives_or_takes_the_text_and_measures_nothing_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    model, path = tiny_adapter(), tmp_path / "t.h5"
-    pk.measure(model, prompts(model), CONFIGS, settings=pk.Settings(prompts=False), path=path, progress=False)
-    caplog.set_level(logging.INFO, "perturbkv")
-    monkeypatch.setattr(engine_choice, "trace", None)  # nothing is measured any more
-    held = pk.measure(model, prompts(model), CONFIGS, path=path, progress=False)
-    assert held.arrays["prompt_text"].tolist() == [f"{place} {SAID}\n\nWho?" for place in range(2)]
-    assert "the text of 2 samples that were measured without it is added; --no-prompts" in caplog.text
-    caplog.clear()
-    pk.measure(model, prompts(model), CONFIGS, path=path, progress=False)
-    assert "text" not in caplog.text
-    pk.measure(model, prompts(model), CONFIGS, settings=pk.Settings(prompts=False), path=path, progress=False)
-    assert "the text of 2 samples is taken out of the trace" in caplog.text
-    assert describe(path).with_text == ()
-
-
-@pytest.mark.slow
-def test_samples_that_are_added_and_those_that_are_there_have_the_text_alike(tmp_path: Path) -> None:
+def test_samples_that_are_there_stay_as_they_are_and_added_ones_have_text(tmp_path: Path) -> None:
     model, path = tiny_adapter(), tmp_path / "t.h5"
     pk.measure(model, prompts(model, 1), CONFIGS, settings=pk.Settings(prompts=False), path=path, progress=False)
     trace = pk.measure(model, prompts(model, 3), CONFIGS, path=path, progress=False)
-    assert describe(path).with_text == ("p0", "p1", "p2")
-    assert [str(one)[:1] for one in trace.arrays["prompt_text"]] == ["0", "1", "2"]
+    assert describe(path).with_text == ("p1", "p2")
+    assert [str(one)[:1] for one in trace.arrays["prompt_text"]] == ["", "1", "2"]
 
 
 def test_of_equal_losses_the_earlier_position_comes_first_and_missing_ones_are_marked() -> None:
