@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -22,7 +23,6 @@ from perturbkv.auditing.dumps.dump_entries import (
     EntryDistances,
     Limits,
     Pair,
-    measure_distances,
 )
 from perturbkv.auditing.dumps.dump_file import REMOVED, Dump, LayerDump, of_heads
 from perturbkv.auditing.forward_passes import make_situation
@@ -40,6 +40,8 @@ _COARSE = 0.3
 """Distance up to which an entry may be `FLOORS` times as far as rounding moved it; beyond, twice."""
 _SHORT = 64
 """Tokens of a request below which it is also read with others after it: products of few rows are summed otherwise."""
+_SAME_ROUNDING = 0.6
+"""Share of the typical distance up to which a value may be from the nearest reading that is rounded as the engine's."""
 _ROUNDINGS = 8
 """Readings of a model of 16 bits whose products are rounded otherwise."""
 
@@ -100,6 +102,8 @@ class PlainEntries:
             kernel.
         expected: request -> the distances that the engine's rounding gives, in each layer; without those where it is
             not known.
+        rounded_values: request -> values (reading, kv_head, token, width) of the first two layers, read with the
+            engine's rounding; of the same requests.
         moved: request -> the largest distance of each token's keys and values (kind, token), in each layer, where
             products are rounded otherwise; of requests of which it was asked.
     """
@@ -111,6 +115,7 @@ class PlainEntries:
         self.queries: dict[str, dict[int, Tensor]] = {}
         self.gates: dict[str, dict[int, Tensor]] = {}
         self.expected: dict[str, list[ExpectedDistances]] = {}
+        self.rounded_values: dict[str, list[Float[Tensor, "reading kv_head token width"]]] = {}
         self.moved: dict[str, list[Float[Tensor, "2 token"]]] = {}
         floors: list[Floats] = []
         for request in dump.requests:
@@ -130,11 +135,12 @@ class PlainEntries:
             if len(ids) < _SHORT:
                 longer = [_read_further(adapter, ids)]
                 floors.append(entry_floors(full, longer, alone, torch.finfo(adapter.dtype).eps).T.double().numpy())
-            readings = [
-                [_layer_distances(*layer) for layer in zip(rounded, full, strict=True)]
-                for rounded in dump.rounded_entries(adapter, request.token_ids)
-            ]
+            readings, first_values = [], []
+            for rounded in dump.rounded_entries(adapter, request.token_ids):
+                readings.append([_layer_distances(*layer) for layer in zip(rounded, full, strict=True)])
+                first_values.append([values[0] for _, values in rounded[:2]])
             if readings:
+                self.rounded_values[request.id] = [torch.stack(layer) for layer in zip(*first_values, strict=True)]
                 self.expected[request.id] = [
                     ExpectedDistances.of_layer(distances) for distances in zip(*readings, strict=True)
                 ]
@@ -155,12 +161,18 @@ class PlainEntries:
         return self.expected[name][index].limits(positions, limits) if name in self.expected else limits
 
     def moved_values(self, name: str, index: int, entries: Entries) -> Bool[Tensor, " token"]:
-        """Return of which tokens the values are, as a mean over heads, farther than the engine's rounding ever put one.
+        """Return of which tokens the values are none that the engine's rounding gives.
 
-        The entries are those of all tokens, in order. Of a request whose rounding is known.
+        As a mean over heads they are farther from every reading than any two readings are from each other, and than
+        `_SAME_ROUNDING` of what rounding typically moves them by: an engine that read the same text rounds most numbers
+        as the readings do. The entries are those of all tokens, in order, in layer 0 or 1, of a request whose rounding
+        is known.
         """
-        measured = measure_distances(entries, self.layer(index)[name])
-        return (measured.distance[1].mean(dim=0) > self.expected[name][index].largest[1]).cpu()
+        readings, full = self.rounded_values[name][index], self.layer(index)[name][1]
+        away = [entry_distances(entries.values, one, full).mean(dim=0) for one in readings]
+        apart = [entry_distances(*two, full).mean(dim=0) for two in combinations(readings, 2)]
+        least = _SAME_ROUNDING * self.expected[name][index].typical[1]
+        return (torch.stack(away).amin(dim=0) > torch.stack(apart).amax(dim=0).clamp(min=least)).cpu()
 
     def raised_limits(
         self, name: str, index: int, limits: Limits, entries: Entries, measured: EntryDistances
