@@ -36,7 +36,7 @@ DUMP_FAULTS: Mapping[str, str] = {
     "missing": "entries whose keys or values are zero, or that are in no block",
     "duplicate": "a token's entries several times",
     "swapped": "keys where values belong",
-    "scale": "keys or values times a constant",
+    "scale": "keys or values times a constant, or read by attention with another scale than theirs",
     "clipped": "keys or values clipped at the largest number of the type that they are stored in",
     "request": "entries of another request",
     "stale": "entries of a request that has ended",
@@ -47,6 +47,7 @@ DUMP_FAULTS: Mapping[str, str] = {
     "rotation": "keys rotated to other positions, or with another base",
     "layout": "entries in another layout than the one named",
     "rounded": "keys or values that went through fewer bits than the type that is named, or rounded towards zero",
+    "grouping": "entries computed by attention whose query heads read other key/value heads than their own",
     "context": "entries that are right in the first layer, and above it computed after other text",
     "changed": "keys or values that differ otherwise",
     "coarse": "entries that are all farther from the plain model's than rounding explains",
@@ -55,6 +56,8 @@ DUMP_FAULTS: Mapping[str, str] = {
 }
 """Kind of a fault of a dump -> its meaning."""
 _LAYERS, _KINDS = "layer", "keys, values"
+_MOST_FAULTS = 3
+"""Faults that are shown beside the first."""
 
 
 def dump_floors(dtype: str) -> int:
@@ -276,7 +279,7 @@ class DumpAudit(Result):
         return ""
 
     def caveats(self) -> Sequence[str]:
-        """Return what the distances are relative to; nothing where no request was compared."""
+        """Return further faults, and what the distances are relative to; nothing where no request was compared."""
         if not self.requests:
             return []
         units = ["keys, values: largest distance of one that does not differ, over its head's root mean square norm"]
@@ -284,7 +287,10 @@ class DumpAudit(Result):
             units.append("outputs, worst: median and largest ‖Δo_h‖₁ / ‖o_h‖₁ of all layers and heads")
         if not all(isnan(request.logprobs) for request in self.requests):
             units.append("log p: largest difference, nats")
-        return [f"{'; '.join(units)}."]
+        others = [escape_line(fault.clause(self.layers)) for fault in self.faults[1:]]
+        hidden = [f"{len(others) - _MOST_FAULTS} more: --explain"] if len(others) > _MOST_FAULTS else []
+        also = [f"Also {'; '.join([*others[:_MOST_FAULTS], *hidden])}."] if others else []
+        return [*also, f"{'; '.join(units)}."]
 
     def details(self) -> Sequence[Part]:
         """Return all faults, and a table of losses."""

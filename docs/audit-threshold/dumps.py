@@ -6,8 +6,8 @@ value and of a log-probability, in noise floors. Even seeds choose the threshold
 the smallest whole number that is at least twice the largest distance of the chosen dumps.
 
 `clean` audits right dumps with all limits, a row with its verdict each: requests of 1 to 700 tokens, in caches of
-several types and block sizes (`CASES`). It goes on after the rows of each case that are there; cases whose engine is
-not installed are left out. `clean CASE …` audits those cases alone. `report` prints both halves, and counts verdicts.
+several types and block sizes (`CASES`). Dumps that have a row are left out, and cases whose engine is not installed.
+`clean CASE …` audits those cases alone. `report` prints both halves, and counts verdicts.
 
 Prompts begin at random places of a text; every other time the requests of a dump share a prefix.
 """
@@ -235,7 +235,8 @@ Computed = tuple[list[int], list[float | None], StoringCache]
 def compute(adapter: Adapter, request: EngineRequest, store: torch.dtype, rng: random.Random) -> Computed:
     """Return the tokens in the cache, their log-probabilities and the cache of a request that the plain model reads.
 
-    Scales are those of the prompt's entries; twice as large until entries of decoded tokens fit, too.
+    Scales are those of the prompt's entries; twice as large until entries of decoded tokens fit, too: none may be the
+    type's largest number, as torch cuts off at it without a word in e4m3.
     """
     ids, whole = list(request.token_ids), DynamicCache()
     run_with_cache(adapter.base, torch.tensor([ids]), whole)
@@ -245,7 +246,7 @@ def compute(adapter: Adapter, request: EngineRequest, store: torch.dtype, rng: r
     while True:
         cache = StoringCache(store, scales_of(adapter, whole, store, how, room), read)
         computed = read_and_decode(adapter, request, cache, size)
-        if all(bool(part.float().isfinite().all()) for both in cache.kept for part in both):
+        if all(bool((part.float().abs() < torch.finfo(store).max).all()) for both in cache.kept for part in both):
             return computed
         room *= 2
 
@@ -399,10 +400,15 @@ def measure(dtype: str, count: int) -> None:
 
 
 def clean(name: str) -> None:
-    """Audit the dumps of a case that are not in the file, a row each."""
+    """Audit the dumps of a case that are not in the file, a row each, those of fewest tokens first."""
     case, text = CASES[name], prompt_text(CASES[name].model)
-    seeds = range(sum(map(case.owns, rows_of_file())), case.count)
-    if not seeds:
+    done = {int(row["seed"]) for row in rows_of_file() if case.owns(row)}
+    lengths = {
+        seed: sum(len(request.token_ids) + request.new_tokens for request in draw_lengths(text, seed))
+        for seed in range(case.count)
+        if seed not in done
+    }
+    if not (seeds := sorted(lengths, key=lengths.__getitem__)):
         return
     adapter = loaded(case.model, case.audited, "plain model")
     if case.engine == "llamacpp f32":

@@ -173,6 +173,31 @@ def test_the_first_line_is_the_cause_in_its_place(
     assert bool(found.following) <= (computed or kind == "rotation"), found.summary
 
 
+def regrouped(layers: set[int], dtype: torch.dtype) -> list[Pair]:
+    """Entries of an engine whose query head i reads key/value head i mod 2 in some layers, written out."""
+    places = {id(module): layer for layer, module in enumerate(engine().attentions)}
+
+    def attend(stock: Any, module: Any, args: Any, kwargs: Any) -> Any:
+        if places[id(module)] not in layers:
+            return stock(module, *args, **kwargs)
+        query, keys, values = args[0], args[1].repeat(1, 2, 1, 1), args[2].repeat(1, 2, 1, 1)
+        later = torch.full((len(IDS), len(IDS)), -torch.inf).triu(1)
+        weights = (query @ keys.mT * kwargs["scaling"] + later).softmax(dim=-1)
+        return (weights @ values).transpose(1, 2), None
+
+    with intercept_attention(engine(), attend):
+        return served(lambda layer, right: right[layer], set(), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layers", [{0, 1, 2, 3}, {1}], ids=["all", "one"])
+def test_query_heads_that_read_other_heads_are_the_cause(layers: set[int], dtype: torch.dtype, tmp_path: Path) -> None:
+    found = dumped(regrouped(layers, dtype), tmp_path / "dump", dtype)
+    (fault,) = found.faults
+    assert (fault.kind, fault.layers) == ("grouping", (min(layers) + 1,)), found.summary
+    assert found.following == tuple(range(min(layers) + 2, LAYERS))
+
+
 @pytest.mark.parametrize("kept", [1, 10])
 def test_entries_that_were_computed_after_other_text_are_one_fault(kept: int, tmp_path: Path) -> None:
     """A context shift: 20 tokens after the first `kept` are dropped, later keys turned back; then 12 are decoded."""
@@ -275,11 +300,11 @@ def test_numbers_beyond_the_types_largest_are_clipped(largest: float, tmp_path: 
     assert found.faults[0].layers[0] == 0
 
 
-def test_a_wrong_scale_is_named_in_its_layer(tmp_path: Path) -> None:
+def test_a_scale_of_another_layer_is_named_in_its_layer(tmp_path: Path) -> None:
     assert in_8_bits(tmp_path / "right", 448.0, lambda layer: layer).verdict == "exact"
     found = in_8_bits(tmp_path / "dump", 448.0, lambda layer: 2 if layer == 1 else layer)
     assert {(fault.kind, fault.layers) for fault in found.faults} == {("scale", (1,))}, found.summary
-    assert all(" multiplied by " in fault.what for fault in found.faults)
+    assert all(fault.what.endswith(", their scale is layer 2's") for fault in found.faults)
 
 
 def test_half_a_layout_is_none(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from tests.llamacpp.conftest import Audited, complete, save, start
 
 WHAT = "right in layer 0, from layer 1 on computed after other text"
-MADE = [("float32", "f16"), ("q4_1", "f16"), ("q4_1", "q8_0")]
+MADE = [("float32", "f16"), ("q4_1", "f16"), ("q4_1", "q8_0"), *product(("float32", "q4_1"), ("q4_0", "q4_1"))]
 
 
 @pytest.mark.slow
@@ -19,7 +20,7 @@ def test_a_part_that_is_moved_to_another_place_is_named(
 ) -> None:
     """Of the second prompt the server moves tokens 50 to 99 of the first one to 20 to 69, and rotates their keys.
 
-    With weights in 4 bits one to four of these tokens lie above the limits of layer 1.
+    With weights in 4 bits one to four of these tokens lie above the limits of layer 1, and in a cache of 4 bits none.
     """
     server = start(files[weights], kind, kind, True, tmp_path, n_cache_reuse=16)
     complete(server, text[:100], 4)
@@ -27,8 +28,9 @@ def test_a_part_that_is_moved_to_another_place_is_named(
     save(server, "reused.bin")
     audit = audited(tmp_path / "reused.bin", weights)
     first = audit.faults[0]
-    assert (first.kind, first.what, first.first, first.last) == ("context", WHAT, 20, 69), audit.summary
-    assert first.layers[0] == 1
+    assert (first.kind, first.what, first.first) == ("context", WHAT, 20), audit.summary
+    assert first.last == 69 if kind in ("f16", "q8_0") else 63 < first.last < 73
+    assert first.layers[0] == 1 or kind in ("q4_0", "q4_1")
 
 
 @pytest.mark.slow
@@ -43,5 +45,6 @@ def test_a_context_that_was_shifted_is_named(
     audit = audited(tmp_path / "shifted.bin", weights)
     assert audit.verdict == "differs" and audit.requests[0].tokens < 256
     first = audit.faults[0]
-    assert (first.kind, first.first, first.layers[0]) == ("context", 0, 1), audit.summary
-    assert 110 < first.last < 130
+    assert (first.kind, first.first) == ("context", 0), audit.summary
+    assert 110 < first.last < 133
+    assert first.layers[0] == 1 or kind in ("q4_0", "q4_1")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import product
 
 import numpy as np
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from perturbkv import memory, theory
@@ -37,6 +39,7 @@ from perturbkv.auditing.dumps.dump_file import REMOVED, Dump, LayerDump, Request
 from perturbkv.auditing.dumps.matching import LayerReference, duplicate_faults, find_faults, join_faults
 from perturbkv.auditing.dumps.plain_entries import (
     Computation,
+    LayerReached,
     PlainEntries,
     StoredCache,
     StoredEntries,
@@ -54,6 +57,7 @@ from perturbkv.datasets.encode import Prompt, check_length, check_vocabulary
 from perturbkv.devices import dtype_name, full_precision
 from perturbkv.errors import UnreadableCacheError
 from perturbkv.models.adapter import Adapter
+from perturbkv.models.forward import run_with_cache
 
 _DEFAULT = Resources()
 _PARTS = (1, 2, 3)
@@ -67,8 +71,17 @@ _UNEXPLAINED = 0.1
 _WITHOUT_CAUSE = {"changed", "unknown"}
 """Kinds of faults that name no cause."""
 _CONTEXT = "right in layer 0, from layer 1 on computed after other text"
-_MOVED = 0.9
-"""Least share of the tokens of a run that were moved, where all were computed after other text."""
+_SAME_SCALE = 0.02
+"""Relative difference up to which two scales may be the same."""
+_FEWEST_SCALES = 4
+"""Fewest scales from which it is told where all come from."""
+_MOST_READ = 64
+"""Tokens that differ by which a wrong scale is looked for."""
+_EQUAL, _MORE_EQUAL = 0.8, 0.1
+"""Least share of numbers that are computed to the bit with the scale that was read; others give less by so much."""
+_MOVED = 0.8
+"""Least share of the tokens of a run that were moved, where all were computed after other text; tokens after it attend
+to them, and a few are moved, too."""
 _FARTHER = 2
 """Ratio of a layer's median distance to the one that the engine's rounding gives, above which the type is another."""
 
@@ -155,6 +168,52 @@ def _name_context(found: Sequence[DumpFault], first: int, last: int) -> list[Dum
     ]
 
 
+def _same_scale(one: Tensor, other: Tensor) -> bool:
+    """Return whether two scales may be the same."""
+    return bool(((one - other).abs() <= _SAME_SCALE * other.abs()).all())
+
+
+@dataclass(frozen=True)
+class _ReadScale:
+    """Scales that attention multiplies stored entries by instead of a layer's own.
+
+    Attributes:
+        layer: the layer whose scales they are; None: 1.
+        kinds: of keys (0), of values (1), or of both.
+    """
+
+    layer: int | None
+    kinds: tuple[int, ...]
+
+    def words(self) -> str:
+        """Return what was read, and with whose scale."""
+        what = " and ".join(("keys", "values")[kind] for kind in self.kinds)
+        return f"{what} without a scale" if self.layer is None else f"{what} with layer {self.layer}'s scale"
+
+    def ratios(self, scales: Mapping[int, tuple[Tensor, Tensor]], layer: int) -> tuple[Tensor, Tensor]:
+        """Return what a layer's keys and values are read as too large by; `scales` are those of the dump, by layer."""
+        own, read = scales[layer], (torch.ones(()), torch.ones(())) if self.layer is None else scales[self.layer]
+        keys, values = (
+            of_heads(read[kind]) / of_heads(own[kind]) if kind in self.kinds else torch.ones(()) for kind in range(2)
+        )
+        return keys, values
+
+    def ratios_above(
+        self, scales: Mapping[int, tuple[Tensor, Tensor]], first: int
+    ) -> Iterator[Mapping[int, tuple[Tensor, Tensor]]]:
+        """Yield by layer: in the `first` alone, in all from it on, and in these each with the layer's as far away."""
+        layers = range(first, len(scales))
+        yield {first: self.ratios(scales, first)}
+        yield {layer: self.ratios(scales, layer) for layer in layers}
+        if self.layer is not None:
+            step = self.layer - first
+            yield {
+                layer: replace(self, layer=layer + step).ratios(scales, layer)
+                for layer in layers
+                if layer + step in scales
+            }
+
+
 @dataclass
 class _RequestComparison:
     """The comparison of a request's entries, layer by layer.
@@ -238,6 +297,7 @@ class _DumpComparison:
         unexplained_layers: layers with median distances that the types do not explain.
         following: layers with entries that follow from faults below.
         coarse: whether entries have fewer bits than the model's.
+        factors: (layer, kind) -> the constant that all keys, or values, were multiplied by, where that is a fault.
     """
 
     def __init__(self, adapter: Adapter, dump: Dump, plain: PlainEntries) -> None:
@@ -253,6 +313,7 @@ class _DumpComparison:
         self.unexplained_layers: set[int] = set()
         self.following: set[int] = set()
         self.coarse = False
+        self.factors: dict[tuple[int, int], float] = {}
 
     def add_layer(self, index: int) -> None:
         """Compare the entries of the next layer, which is number `index`."""
@@ -276,7 +337,8 @@ class _DumpComparison:
         reference = LayerReference(
             references, {name: self._known(name, index, full) for name, full in plain.items()},
             frozenset(request.id for request in self.dump.requests if request.finished),
-            lambda: self._other_layers(index), self.adapter.frequencies, layer.largest,
+            lambda: self._other_layers(index), self.adapter.frequencies,
+            lambda block: self.reader.alternatives(layer, block), layer.largest,
         )  # fmt: skip
         others = []
         for name, own in entries.items():
@@ -294,9 +356,7 @@ class _DumpComparison:
             found = [
                 *duplicate_faults(name, index, own), *find_faults(name, index, own, far.any(dim=0), reference, allowed)
             ]  # fmt: skip
-            if index == 1 and found:
-                request.context = self._find_context(request, own, far, found)
-            request.faults += _name_context(found, *request.context) if request.context else found
+            request.faults += self._find_computation(request, index, own, far, found, allowed)
             differing = far.clone()
             far |= measured[name].present & torch.tensor(scaled, device=far.device)[:, None, None]
             request.add_layer(own.positions, measured[name], measure_distances(stored[name], references[name]), far)
@@ -343,7 +403,7 @@ class _DumpComparison:
         """Read a request's tokens from its dumped entries, computed as told, and record the reading."""
         cache = StoredCache(request.stored, request.replaced if faultless else {}, computation or Computation())
         with computation.attention(self.adapter) if computation else nullcontext():
-            logprobs = token_logprobs(self.adapter, request.request.token_ids, cache=cache)[0]
+            logprobs = token_logprobs(self.adapter, request.request.token_ids, cache=cache).values
         layers = [cache.computed_entries(index) for index in range(self.dump.layers)]
         request.readings.append(_Reading(layers, logprobs, faultless))
         return request.readings[-1]
@@ -372,48 +432,146 @@ class _DumpComparison:
             )
             if excess is not None:
                 angles = excess.new_zeros(tokens, excess.shape[-1]).index_copy(0, positions, excess)
-                for layers in (frozenset({index}), frozenset(range(index, self.dump.layers))):
-                    for copied in (False, True)[: 1 + self.coarse]:
-                        self._read(request, Computation(layers, angles, copied))
+                for layers, copied in self._faulty_layers(index):
+                    self._read(request, Computation(layers, angles, copied=copied))
         if self.coarse or self.following:
             request.readings = [one for one in request.readings if not one.faultless]
             self._read(request, faultless=True)
 
-    def _find_context(
+    def _faulty_layers(self, index: int) -> Iterator[tuple[frozenset[int], bool]]:
+        """Yield layers that compute otherwise, this one or all from it on, and whether attention reads no rounding."""
+        for layers in (frozenset({index}), frozenset(range(index, self.dump.layers))):
+            yield from ((layers, copied) for copied in ((False, True) if self.coarse else (False,)))
+
+    def _find_computation(
         self,
         request: _RequestComparison,
+        index: int,
         own: Entries,
         far: Bool[Tensor, "2 kv_head entry"],
-        found: Sequence[DumpFault],
-    ) -> tuple[int, int] | None:
-        """Return the first and last of the tokens of layer 1 that were computed after other text; None without any.
+        found: list[DumpFault],
+        limits: Limits,
+    ) -> list[DumpFault]:
+        """Return the faults found in a layer; where they have no cause, with that in the computation below it.
 
-        They are all in one run, with right ones beside it, and have no other cause among the faults `found`. The
-        engine's rounding hides many of them: where it is known, their values have to be farther than it put them, in
-        this layer and not in the one below.
+        Such a cause is looked for above layers without any fault.
         """
+        if request.context:
+            return _name_context(found, *request.context)
+        if index == 0 or not found or request.faults or {fault.kind for fault in found} - _WITHOUT_CAUSE - {"token"}:
+            return found
         matched = sum(fault.count for fault in found if fault.kind == "token")  # a few are near another's by chance
-        named = {fault.kind for fault in found} - _WITHOUT_CAUSE - {"token"}
-        if request.faults or named or matched > _UNEXPLAINED * sum(fault.count for fault in found):
-            return None
+        if matched > _UNEXPLAINED * sum(fault.count for fault in found):
+            return found
+        if 1 < self.adapter.kv_heads < self.adapter.heads:
+            self._read_again([request.request.id])
+            readings = list(request.readings)
+            left = []
+            for layers, copied in self._faulty_layers(index - 1):
+                reading = self._read(request, Computation(layers, regrouped=True, copied=copied))
+                computed = measure_distances(own, reading.layers[index])
+                left.append(int(limits.differing_entries(own, computed).sum()))
+            if min(left) <= _UNEXPLAINED * int(far.sum()):
+                words = f"query head i of layer {index - 1} read key/value head i mod {self.adapter.kv_heads}"
+                return [replace(fault, kind="grouping", what=words) for fault in found]
+            request.readings = readings
+        if words := self._find_read_scale(request, index, own, far, limits):
+            return [replace(fault, kind="scale", what=words) for fault in found]
+        if index == 1 or request.request.id in self.plain.expected:  # rounding may hide them all in layer 1
+            request.context = self._find_context(request, own, far)
+        return _name_context(found, *request.context) if request.context else found
+
+    def _find_context(
+        self, request: _RequestComparison, own: Entries, far: Bool[Tensor, "2 kv_head entry"]
+    ) -> tuple[int, int] | None:
+        """Return the first and last of the tokens that were computed after other text; None without any.
+
+        They are all in one run, with right ones beside it; `own` and `far` are of the lowest layer with faults. The
+        engine's rounding hides many of them: where it is known, their values have to be none that it gives in layer 1,
+        and those that it gives in layer 0.
+        """
         name, count = request.request.id, len(request.request.token_ids)
         tokens = torch.unique(own.positions[far.any(dim=0)])
         first, last = int(tokens[0]), int(tokens[-1])
         if name in self.plain.expected:
             if not is_complete(own, count):
                 return None
-            below = self._entries(0, self.dump.layer(0))[name]
-            moved = self.plain.moved_values(name, 0, below), self.plain.moved_values(name, 1, own)
+            moved = [
+                self.plain.moved_values(name, index, self._entries(index, self.dump.layer(index))[name])
+                for index in range(2)
+            ]
             run = _run_of(moved[1])
-            inside = torch.zeros(count, dtype=torch.bool)
-            inside[run[0] : run[1] + 1] = True
-            strange = torch.stack([inside & ~moved[1], ~inside & moved[1], inside & moved[0]]).sum(dim=1)
+            place = torch.arange(count)
+            before, inside = place < run[0], (place >= run[0]) & (place <= run[1])
+            strange = torch.stack([inside & ~moved[1], before & moved[1], inside & moved[0]]).sum(dim=1)
             if not run[0] <= first <= last <= run[1] or int(strange.max()) > (1 - _MOVED) * int(inside.sum()):
                 return None
             first, last = run
         elif not last + 1 - first - LEAST_BLOCK < len(tokens) >= LEAST_BLOCK:
             return None
         return (first, last) if min(last - first + 1, max(first, count - 1 - last)) >= LEAST_BLOCK else None
+
+    def _find_read_scale(
+        self,
+        request: _RequestComparison,
+        index: int,
+        own: Entries,
+        far: Bool[Tensor, "2 kv_head entry"],
+        limits: Limits,
+    ) -> str:
+        """Return in words by whose scale attention in the layer below multiplied what it read, its own being another.
+
+        Empty where no scale, or more than one, explains the entries that are `far`: with the right one nearly all of
+        their stored numbers are computed to the bit. Where one is found, its readings are recorded.
+        """
+        below = index - 1
+        alike: dict[tuple[float, ...], list[_ReadScale]] = {}
+        for layer, kinds in product([None, *range(self.dump.layers)], ((0, 1), (0,), (1,))):
+            source = _ReadScale(layer, kinds)
+            parts = [part.expand(self.dump.kv_heads, 1, 1).flatten() for part in source.ratios(self._scales, below)]
+            alike.setdefault(tuple(torch.cat(parts).tolist()), []).append(source)
+        sources = [found for numbers, found in alike.items() if set(numbers) != {1.0}]
+        if not sources or not is_complete(own, len(request.request.token_ids)):
+            return ""
+        self._read_again([request.request.id])
+        tokens = far.any(dim=0).any(dim=0).nonzero().squeeze(-1)[:_MOST_READ]
+        shares = [
+            self._share_of_equal(request, index, {below: found[0].ratios(self._scales, below)}, tokens)
+            for found in sources
+        ]
+        best, *others = sorted(range(len(sources)), key=shares.__getitem__, reverse=True)
+        least = max([_EQUAL, *(shares[other] + _MORE_EQUAL for other in others)])
+        if shares[best] < least or len(sources[best]) > 1:
+            return ""
+        (source,) = sources[best]
+        readings = list(request.readings)
+        for ratios in source.ratios_above(self._scales, below):
+            computed = self._read(request, Computation(ratios=ratios)).layers[index]
+            left = limits.differing_entries(own, measure_distances(own, computed)) & far
+            if int(left.sum()) > _UNEXPLAINED * int(far.sum()):
+                request.readings = readings
+                return ""
+        return f"layer {below} read its {source.words()}"
+
+    def _share_of_equal(
+        self,
+        request: _RequestComparison,
+        index: int,
+        ratios: Mapping[int, tuple[Tensor, Tensor]],
+        tokens: Int[Tensor, " token"],
+    ) -> float:
+        """Return the share of some tokens' stored numbers in a layer that attention gives which reads with `ratios`."""
+        cache = StoredCache(request.stored, {}, Computation(ratios=ratios), last=index)
+        ids = torch.tensor([request.request.token_ids[: int(tokens[-1]) + 1]], device=self.adapter.device)
+        with suppress(LayerReached):
+            run_with_cache(self.adapter.base, ids, cache)
+        equal = [
+            (request.stored.round(index, kind, computed[:, tokens]) == stored[:, tokens]).float().mean()
+            for kind, (computed, stored) in enumerate(
+                zip(cache.computed_entries(index), request.stored.layers[index], strict=True)
+            )
+        ]
+        return float(torch.stack(equal).mean())
 
     def _entries(self, index: int, layer: LayerDump) -> dict[str, Entries]:
         """Return the entries of all live requests in one layer, keys at their tokens' positions.
@@ -491,13 +649,61 @@ class _DumpComparison:
             factors = [common_factor(kind, entries, cut) for kind in range(2)]
         for kind, factor in enumerate(factors):
             if factor != 1 and not truncated[kind]:
-                words = f"all {('keys', 'values')[kind]} multiplied by {factor:.2g}"
-                self.faults.append(DumpFault("", "scale", words, layers=(index,)))
+                self.factors[index, kind] = factor
         divided = {
             name: replace(own, keys=own.keys / factors[0], values=own.values / factors[1])
             for name, own in entries.items()
         }
         return divided, [factor != 1 for factor in factors]
+
+    @cached_property
+    def _scales(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """Scales of keys and of values, by layer."""
+        return {index: self.dump.layer(index).scales for index in range(self.dump.layers)}
+
+    def _scale_faults(self) -> Iterator[DumpFault]:
+        """Yield a fault for keys, or values, of each layer that were multiplied by a constant, with its owner."""
+        owner = self._owner_of_all()
+        for (index, kind), factor in self.factors.items():
+            words = owner or f"multiplied by {factor:.2g}{self._owner_of_one(index, kind)}"
+            yield DumpFault("", "scale", f"all {('keys', 'values')[kind]} {words}", layers=(index,))
+
+    def _owner_of_one(self, index: int, kind: int) -> str:
+        """Return in words the one right layer with the scale that the dump gives a layer's keys or values, if any."""
+        scales = [both[kind] for both in self._scales.values()]
+        same = [layer for layer, scale in enumerate(scales) if torch.equal(scale, scales[index])]
+        right = [layer for layer in same if (layer, kind) not in self.factors]
+        return f", their scale is layer {right[0]}'s" if len(right) == 1 and len(same) < len(scales) else ""
+
+    def _owner_of_all(self) -> str:
+        """Return in words where the scales come from that all wrong keys and values were multiplied by.
+
+        A scale that is right is the one that the dump gives, over the factor that is left. Empty where none or several
+        explain all of them, or where they are too few to tell.
+        """
+        right = {
+            (index, kind): both[kind] / self.factors.get((index, kind), 1)
+            for index, both in self._scales.items()
+            for kind in range(2)
+        }
+        steps = (step for step in range(1 - self.dump.layers, self.dump.layers) if step)
+        sources = {
+            f"read with the scale of layer n {'+' if step > 0 else '-'} {abs(step)} in layer n": {
+                (index, kind): (index + step, kind) for index, kind in self.factors
+            }
+            for step in steps
+        }
+        sources["read with the other's scale: those of keys and of values are swapped"] = {
+            (index, kind): (index, 1 - kind) for index, kind in self.factors
+        }
+        found = []
+        for words, source in sources.items():
+            pairs = [(place, other) for place, other in source.items() if other in right]
+            told = [(self._scales[index][kind], self._scales[other[0]][other[1]]) for (index, kind), other in pairs]
+            explained = [_same_scale(own, right[other]) for (own, _), (_, other) in zip(told, pairs, strict=True)]
+            if all(explained) and sum(not _same_scale(*both) for both in told) >= _FEWEST_SCALES:
+                found.append(words)
+        return found[0] if len(found) == 1 else ""
 
     def _layer_limits(self, index: int, typical: tuple[float, float], explained: Sequence[float]) -> Limits:
         """Return the limits of a layer's entries, given their median distances and those that the types explain.
@@ -581,7 +787,7 @@ class _DumpComparison:
 
     def result(self) -> DumpAudit:
         """Return the audit of all layers."""
-        requests, faults = [], [*self._join_coarse(), *self._missing_faults()]
+        requests, faults = [], [*self._join_coarse(), *self._missing_faults(), *self._scale_faults()]
         coarseness = max(1.0, float((np.array(self.typical) / self.plain.floors).max()))
         for name, request in self.requests.items():
             distance, floor, token = self._largest_logprob_distance(request)
@@ -643,8 +849,8 @@ class _DumpComparison:
             return np.nan, np.nan, 0
         engine = torch.tensor([request.logprobs[index] for index in given], dtype=torch.float64)
         told = [token_logprobs(self.adapter, request.token_ids, parts) for parts in _PARTS]
-        plain, *others = (values[given] for values, _ in told)
-        floor = max(_LEAST_LOGPROB_FLOOR, told[0][1], *(float((plain - other).abs().amax()) for other in others))
+        plain, *others = (one.values[given] for one in told)
+        floor = max(_LEAST_LOGPROB_FLOOR, told[0].rounding, *(float((plain - other).abs().amax()) for other in others))
         model = torch.stack([plain, *(one.logprobs[given] for one in comparison.readings)])
         above, below = engine - model.amax(dim=0), model.amin(dim=0) - engine
         distances = torch.maximum(above, below).clamp(min=0).nan_to_num(torch.inf)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from perturbkv.analyses.audit.dump_verdict import DumpFault
 from perturbkv.auditing.changes import round_towards_zero
 from perturbkv.auditing.dumps.dump_file import REMOVED, Dump, LayerDump, Request, of_heads
-from perturbkv.auditing.dumps.layouts import Layout, candidates
+from perturbkv.auditing.dumps.layouts import Layout, candidates, reorderings
 from perturbkv.auditing.reference import entry_distances
 from perturbkv.cache.external_cache import NOWHERE, recover_positions
 from perturbkv.devices import dtype_name
@@ -376,8 +376,7 @@ class DumpReader:
         if share >= _SURE:
             return []
         shares = {layout: self._recognised_shares(layer, layout, plain[0]) for layout in self._all_layouts(layer)}
-        found = [layout for layout, share in shares.items() if float(share.amin()) >= _RECOGNISED]  # in every head
-        best = max(found, key=lambda layout: float(shares[layout].mean()), default=None)
+        best = self._best_layout(layer, shares, plain[0])
         if best is None:
             # infinite entries say nothing about a layout
             if named and (share >= _RECOGNISED or self._hold_others(layer, named, plain)):
@@ -400,6 +399,21 @@ class DumpReader:
             return []
         everywhere = tuple(range(self.dump.layers))
         return [DumpFault("", "layout", f"written as '{best}', named '{named}'", layers=everywhere)]
+
+    def _best_layout(
+        self, layer: LayerDump, shares: Mapping[Layout, Tensor], plain: Mapping[str, Pair]
+    ) -> Layout | None:
+        """Return the layout in which most entries are recognised, some in every head; None if there is none.
+
+        Of one tensor, whose keys may be in another order than its values, also a layout of each.
+        """
+        found = [layout for layout, share in shares.items() if float(share.amin()) >= _RECOGNISED]
+        if not found and shares and len(layer.block_tensors) == 1:
+            by_kind = [{layout: float(share[kind].mean()) for layout, share in shares.items()} for kind in range(2)]
+            keys, values = (max(each, key=each.__getitem__) for each in by_kind)
+            mixed = Layout(keys.keys, values.values)
+            return mixed if float(self._recognised_shares(layer, mixed, plain).amin()) >= _RECOGNISED else None
+        return max(found, key=lambda layout: float(shares[layout].mean()), default=None)
 
     def _hold_others(self, layer: LayerDump, layout: Layout, plain: Sequence[Mapping[str, Pair]]) -> bool:
         """Return whether entries are infinite, or some have the direction of entries of the model at other places."""
@@ -457,3 +471,11 @@ class DumpReader:
             )
             shares.append(max(((one >= _DIRECTION).float().mean(dim=-1) for one in near), key=lambda one: one.mean()))
         return torch.stack(shares).mean(dim=0) if shares else none
+
+    def alternatives(self, layer: LayerDump, block: int) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield (axes, keys, values (kv_head, token, width)) of a block by its id, were its axes in another order."""
+        assert self.layout is not None
+        index = int((layer.block_ids == block).nonzero()[0])
+        keys, values = (part[index] for part in layer.split(self.layout, self.dump.sizes))
+        for words, *both in reorderings(self.layout.keys, keys, values):
+            yield words, both[0].transpose(0, 1), both[1].transpose(0, 1)

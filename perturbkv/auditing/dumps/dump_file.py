@@ -8,7 +8,7 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, replace
 from operator import methodcaller
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from perturbkv.auditing.dumps.layouts import BLOCK, DIM, HEAD, KV, TOKEN, Groups, Layout, Sizes, arrange
+from perturbkv.auditing.dumps.layouts import BLOCK, TOKEN, Groups, Layout, Sizes, arrange
 from perturbkv.cache.external_cache import Layers
 from perturbkv.configs.audit_settings import DUMP_HEADER
 from perturbkv.devices import dtype_name
@@ -129,7 +129,7 @@ class Dump:
     @property
     def sizes(self) -> Sizes:
         """The sizes of a block tensor's axes."""
-        return {KV: 2, TOKEN: self.block_size, HEAD: self.kv_heads, DIM: self.head_size}
+        return Sizes(self.block_size, self.kv_heads, self.head_size)
 
     def rounded_entries(self, adapter: Adapter, token_ids: Sequence[int]) -> Iterator[Layers]:
         """Yield the plain model's entries of tokens, rounded as the engine does, in several ways; none if not known."""
@@ -137,7 +137,17 @@ class Dump:
 
     def layer(self, index: int) -> LayerDump:
         """Return one layer. Raises UnreadableCacheError for a file that lacks tensors or has others than expected."""
-        return _LayerReader(self, self.path / layer_file(index)).read()
+        path, known = self.path / layer_file(index), {request.id for request in self.requests}
+        try:
+            with safe_open(path, "pt") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - a method of the file
+        except (SafetensorError, OSError, RuntimeError, ValueError, struct.error) as error:
+            _refuse(path, f"expected a complete safetensors file ({str(error)[:200]})")
+        for name in tensors:
+            row = _ROWS.fullmatch(name)
+            if name not in _STORED and (row is None or row[2] not in known):
+                _refuse(path, f"the unknown tensor '{name}'")
+        return _LayerReader(self, index, tensors).read()
 
 
 def of_heads(scale: Tensor, heads: int | Sequence[int] | slice = slice(None)) -> Tensor:
@@ -178,14 +188,11 @@ def _parse_header(folder: Path, header: Any) -> Dump:
              "compute", "engine"}  # fmt: skip
     if unknown := sorted(header.keys() - known):
         raise ValueError(f"the unknown field '{unknown[0]}'; known: {', '.join(sorted(known))}")
-    layers, kv_heads, head_size = (
-        _parse_whole_number(header[name], name, 1) for name in ("layers", "kv_heads", "head_size")
-    )
-    block_size = _parse_whole_number(header["block_size"], "block_size", 1) if "block_size" in header else 0
-    texts = {name: header[name] for name in ("layout", "dtype", "compute", "engine") if name in header}
-    for name, text in texts.items():
-        if not isinstance(text, str):
-            raise ValueError(f"expected a text as {name}, got {str(text)[:40]}")
+    layers, kv_heads, head_size = (_parse_whole_number(header, name, 1) for name in ("layers", "kv_heads", "head_size"))
+    block_size = _parse_whole_number(header, "block_size", 1) if "block_size" in header else 0
+    layout = header.get("layout")
+    if layout is not None and not isinstance(layout, str):
+        raise ValueError(f"expected a text as layout, got {str(layout)[:40]}")
     requests = header["requests"]
     if not isinstance(requests, list) or not requests:
         raise ValueError("expected at least one request")
@@ -193,14 +200,18 @@ def _parse_header(folder: Path, header: Any) -> Dump:
     name, count = Counter(request.id for request in parsed).most_common(1)[0]
     if count > 1:
         raise ValueError(f"{count} requests have the id '{name}'; give each its own")
-    layout = Layout.parse(texts.pop("layout")) if "layout" in texts else None
-    return Dump(folder, layers, kv_heads, head_size, parsed, block_size, layout, **texts)
+    texts = {name: header.get(name, "") for name in ("dtype", "compute", "engine")}
+    if wrong := [name for name, text in texts.items() if not isinstance(text, str)]:
+        raise ValueError(f"expected a text as {wrong[0]}")
+    named = None if layout is None else Layout.parse(layout)
+    return Dump(folder, layers, kv_heads, head_size, parsed, block_size, named, **texts)
 
 
-def _parse_whole_number(value: Any, what: str, least: int) -> int:
-    """Return a whole number from `least` to 2³¹ − 1, which is `what`. Raises ValueError otherwise."""
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
-        raise ValueError(f"expected a whole number from {least} on as {what}, got {str(value)[:40]}")
+def _parse_whole_number(fields: Mapping[str, Any], name: str, least: int) -> int:
+    """Return the field called `name`, a whole number of at least `least`. Raises KeyError or ValueError otherwise."""
+    value = fields[name]
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"expected a whole number from {least} on as {name}, got {str(value)[:40]}")
     return value
 
 
@@ -233,10 +244,13 @@ def _parse_request(fields: Any, index: int, block_size: int) -> Request:
 
 
 def _parse_whole_numbers(values: Any, what: str, least: int) -> tuple[int, ...]:
-    """Return a list of whole numbers as a tuple. Raises ValueError, with `what`, for others and below `least`."""
+    """Return a list of whole numbers from `least` to 2³¹ − 1 as a tuple. Raises ValueError, with `what`, otherwise."""
     if not isinstance(values, list):
         raise ValueError(f"expected a list as {what}")
-    return tuple(_parse_whole_number(value, what, least) for value in values)
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
+            raise ValueError(f"expected whole numbers from {least} on as {what}, got {str(value)[:40]}")
+    return tuple(values)
 
 
 def _count_block_tokens(tensor: Tensor, groups: Groups, sizes: Sizes) -> int:
@@ -245,9 +259,9 @@ def _count_block_tokens(tensor: Tensor, groups: Groups, sizes: Sizes) -> int:
     size, group = joined[0] if joined else (1, ())
     if BLOCK in group:
         return 0
-    tokens = size // math.prod(sizes[axis] for axis in group if axis != TOKEN)
+    tokens = size // math.prod(sizes.size(axis) for axis in group if axis != TOKEN)
     try:
-        arrange(tensor, groups, {**sizes, TOKEN: tokens})
+        arrange(tensor, groups, replace(sizes, token=tokens))
     except ConfigError:
         return 0
     return tokens
@@ -261,31 +275,21 @@ def _is_readable(dtype: torch.dtype) -> bool:
         return False
 
 
+def _refuse(path: Path, found: str) -> NoReturn:
+    """Raise UnreadableCacheError for a layer's file."""
+    raise UnreadableCacheError(f"{path}: {found}")
+
+
 @dataclass
 class _LayerReader:
-    """The reader of one layer's file.
-
-    Attributes:
-        dump, path: the dump, and the file.
-        tensors: name -> tensor.
-    """
+    """The reader of one layer's tensors."""
 
     dump: Dump
-    path: Path
-    tensors: dict[str, Tensor] = field(default_factory=dict)
+    index: int
+    tensors: Mapping[str, Tensor]
 
     def read(self) -> LayerDump:
         """Return the layer. Raises UnreadableCacheError for tensors that do not belong together."""
-        known = {request.id for request in self.dump.requests}
-        try:
-            with safe_open(self.path, "pt") as file:
-                self.tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - of the file
-        except (SafetensorError, OSError, RuntimeError, ValueError, struct.error) as error:
-            self._refuse(f"expected a complete safetensors file ({str(error)[:200]})")
-        for name in self.tensors:
-            row = _ROWS.fullmatch(name)
-            if name not in _STORED and (row is None or row[2] not in known):
-                self._refuse(f"the unknown tensor '{name}'")
         in_blocks = any(request.blocks is not None for request in self.dump.requests)
         names = ("cache",) if "cache" in self.tensors else ("keys", "values")
         stored = tuple(self.tensors[name] for name in names if name in self.tensors)
@@ -316,7 +320,7 @@ class _LayerReader:
 
     def _refuse(self, found: str) -> NoReturn:
         """Raise UnreadableCacheError for this layer's file."""
-        raise UnreadableCacheError(f"{self.path}: {found}")
+        _refuse(self.dump.path / layer_file(self.index), found)
 
     def _check_block_size(self, stored: Sequence[Tensor]) -> None:
         """Raise UnreadableCacheError where the named layout fits the tensors, but in blocks of another size."""
@@ -464,15 +468,24 @@ def write_dump(
     }
     optional = {"block_size": block_size, "layout": layout, "dtype": dtype, "compute": compute, "engine": engine}
     header |= {name: value for name, value in optional.items() if value}
-    header["requests"] = [
-        {name: value for name, value in asdict(request).items() if value}
-        if isinstance(request, Request)
-        else dict(request)
-        for request in requests
-    ]
+    header["requests"] = [_request_fields(request) for request in requests]
     header_text = json.dumps(header, default=methodcaller("tolist"))  # of tensors and arrays
     (path / HEADER).write_text(f"{header_text}\n", encoding="utf-8")
     dump = read_dump(path)
     for index in range(dump.layers):
         dump.layer(index)
     return path
+
+
+def _request_fields(request: Request | Mapping[str, Any]) -> dict[str, Any]:
+    """Return the JSON object of a request."""
+    if not isinstance(request, Request):
+        return dict(request)
+    fields: dict[str, Any] = {"id": request.id, "token_ids": list(request.token_ids)}
+    if request.blocks is not None:
+        fields["blocks"] = list(request.blocks)
+    if request.finished:
+        fields["finished"] = True
+    if request.logprobs:
+        fields["logprobs"] = list(request.logprobs)
+    return fields

@@ -40,8 +40,17 @@ Groups = tuple[tuple[str, ...], ...]
 """Per dimension of a tensor, the axes that it is made of."""
 
 
-Sizes = Mapping[str, int]
-"""Axis other than `block` -> its size."""
+@dataclass(frozen=True)
+class Sizes:
+    """The known sizes of axes: tokens in a block, key/value heads, and components."""
+
+    token: int
+    head: int
+    dim: int
+
+    def size(self, axis: str) -> int:
+        """Return the size of an axis other than `block`."""
+        return {KV: 2, TOKEN: self.token, HEAD: self.head, DIM: self.dim}[axis]
 
 
 @dataclass(frozen=True)
@@ -119,12 +128,12 @@ def arrange(tensor: Tensor, groups: Groups, sizes: Sizes) -> Shaped[Tensor, "*kv
     if len(groups) == 1:
         tensor = tensor.flatten()
     if not _fits(tuple(tensor.shape), groups, sizes):
-        known = ", ".join(f"{axis} {sizes[axis]}" for axis in axes if axis != BLOCK)
+        known = ", ".join(f"{axis} {sizes.size(axis)}" for axis in axes if axis != BLOCK)
         raise ConfigError(
             f"expected a tensor of layout '{_format(groups)}' with {known}, got the shape {tuple(tensor.shape)}"
         )
-    blocks = tensor.numel() // math.prod(sizes[axis] for axis in axes if axis != BLOCK)
-    whole = tensor.reshape([blocks if axis == BLOCK else sizes[axis] for axis in axes])
+    blocks = tensor.numel() // math.prod(sizes.size(axis) for axis in axes if axis != BLOCK)
+    whole = tensor.reshape([blocks if axis == BLOCK else sizes.size(axis) for axis in axes])
     if TOKEN not in axes:
         whole, axes = whole.unsqueeze(-1), (*axes, TOKEN)
     return whole.permute([axes.index(axis) for axis in _AXES if axis in axes])
@@ -132,10 +141,10 @@ def arrange(tensor: Tensor, groups: Groups, sizes: Sizes) -> Shaped[Tensor, "*kv
 
 def _fits(shape: Sequence[int], groups: Groups, sizes: Sizes) -> bool:
     """Return whether a tensor's shape fits the dimensions; there may be any number of blocks."""
-    if len(shape) != len(groups) or (sizes[TOKEN] != 1 and TOKEN not in sum(groups, ())):
+    if len(shape) != len(groups) or (sizes.token != 1 and TOKEN not in sum(groups, ())):
         return False
     for size, group in zip(shape, groups, strict=True):
-        expected = math.prod(sizes[axis] for axis in group if axis != BLOCK)
+        expected = math.prod(sizes.size(axis) for axis in group if axis != BLOCK)
         if size % expected if BLOCK in group else size != expected:
             return False
     return True
@@ -146,7 +155,7 @@ def candidates(shape: Sequence[int], sizes: Sizes, in_one_tensor: bool) -> Itera
 
     Of several that read every number as the same component of the same entry, the first is yielded.
     """
-    axes = [axis for axis in _AXES if (axis != KV or in_one_tensor) and (axis != TOKEN or sizes[TOKEN] > 1)]
+    axes = [axis for axis in _AXES if (axis != KV or in_one_tensor) and (axis != TOKEN or sizes.token > 1)]
     blank, seen = torch.empty(tuple(shape), device="meta"), set()
     orders = list(itertools.permutations(axes))
     in_shape = (
@@ -162,3 +171,23 @@ def candidates(shape: Sequence[int], sizes: Sizes, in_one_tensor: bool) -> Itera
         if (key := (tuple(view.shape), strides)) not in seen:
             seen.add(key)
             yield groups
+
+
+def reorderings(
+    groups: Groups, keys: Shaped[Tensor, "token head dim"], values: Shaped[Tensor, "token head dim"]
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield (axes in words, keys, values (token, head, dim)) of one block, were its numbers written in another order.
+
+    `keys` and `values` are the block as it was read, in the dimensions `groups` of keys.
+    """
+    names = (TOKEN, HEAD, DIM)
+    present = [axis for axis in sum(groups, ()) if axis in names]
+    present += [axis for axis in names if axis not in present]
+    sizes = dict(zip(names, keys.shape, strict=True))
+    to_stored = [names.index(axis) for axis in present]
+    for order in itertools.permutations(names):
+        if list(order) == present:
+            continue
+        shape, to_names = [sizes[axis] for axis in order], [order.index(axis) for axis in names]
+        both = (part.permute(to_stored).reshape(shape).permute(to_names) for part in (keys, values))
+        yield " ".join(order), *both  # type: ignore[misc]

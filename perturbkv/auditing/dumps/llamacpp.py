@@ -16,8 +16,7 @@ import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -28,10 +27,10 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from scipy.linalg import hadamard
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 
 from perturbkv.auditing.dumps.dump_file import Dump, LayerDump, Request, read_dump
-from perturbkv.auditing.dumps.plain_entries import RoundedProducts
 from perturbkv.cache.external_cache import Layers
 from perturbkv.configs.audit_settings import SLOT_MAGIC, is_slot
 from perturbkv.configs.resources import Shape
@@ -90,6 +89,11 @@ class StorageForm:
         """Return how many bytes a row of `width` numbers has; those of a part of a block are rounded down."""
         numbers, nbytes = self.block
         return width * nbytes // numbers
+
+    def row_numbers(self, nbytes: int) -> int:
+        """Return how many numbers a row of `nbytes` bytes has, rounded down."""
+        numbers, block_bytes = self.block
+        return nbytes * numbers // block_bytes
 
     def dequantise(self, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Return the numbers (row, width) of rows of bytes (row, byte), in float32."""
@@ -185,10 +189,11 @@ class Slot(Dump):
         positions = torch.tensor(self.positions)
         order = positions.argsort(stable=True)
         keys, values = (self._read(part)[:, order] for part in self.parts[index])
+        grids = [part.stored.coarser_type(rows) for part, rows in zip(self.parts[index], (keys, values), strict=True)]
         earlier_rounding = tuple(
             f"{name} {grid}'s numbers in {part.stored.name}"
-            for name, part, rows in zip(("keys", "values"), self.parts[index], (keys, values), strict=True)
-            if (grid := part.stored.coarser_type(rows))
+            for name, grid, part in zip(("keys", "values"), grids, self.parts[index], strict=True)
+            if grid
         )
         return LayerDump(
             (), (torch.ones(()), torch.ones(())), torch.zeros(0, dtype=torch.int64),
@@ -234,7 +239,7 @@ def read_slot(path: Path, config: Any) -> Slot:
     """
     shape = Shape.from_config(config, itemsize=4, weights_bytes=0)  # only heads and components are used
     with path.open("rb") as stream:
-        return _Reader(path, stream, shape, config.model_type in _PAIRED, path.stat().st_size).read()
+        return _Reader(path, stream, shape, config.model_type in _PAIRED).read()
 
 
 def _refuse(path: Path, found: str) -> NoReturn:
@@ -257,7 +262,10 @@ class _Reader:
     stream: BinaryIO
     shape: Shape
     paired: bool
-    size: int
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.size = self.path.stat().st_size
 
     def read(self) -> Slot:
         """Return the slot. Raises UnreadableCacheError for anything that is not as expected."""
@@ -354,8 +362,7 @@ class _Reader:
             _refuse(self.path, f"{what} rotated in parts of {rotation}, and a head has {size} components")
         expected = [stored.row_bytes(1), width] if transposed else [stored.row_bytes(width)]
         if sizes != expected:
-            numbers, nbytes = stored.block
-            found = sizes[-1] if transposed else sizes[0] * numbers // nbytes
+            found = sizes[-1] if transposed else stored.row_numbers(sizes[0])
             _refuse(self.path, f"its model has {found:,} numbers a token in {what}, this one {width:,}")
         part = _Part(self.stream.tell(), cells * stored.row_bytes(width), stored, transposed)
         self._check_rest(part.nbytes)
@@ -378,10 +385,7 @@ def rounded_entries(
     for seed, factor in enumerate(_FACTORS):
         cache = _RoundingCache(stored, factor, flash)
         noise = torch.Generator().manual_seed(seed)
-        with (
-            RoundedProducts(partial(_round_factor, adapter, factor)),
-            _noisy_sums(adapter, stored, noise if flash else None),
-        ):
+        with _RoundedProducts(adapter, factor), _noisy_sums(adapter, stored, noise if flash else None):
             run_with_cache(adapter.base, ids, cache)
         yield [(layer.keys, layer.values) for layer in cache.layers]
 
@@ -412,16 +416,31 @@ class _RoundingCache(DynamicCache):  # type: ignore[misc]
         return keys, values
 
 
-def _round_factor(adapter: Adapter, factor: float, given: Tensor) -> Tensor:
-    """Return what a matrix is multiplied by, rounded to the weights' type, or to 8 bits if these are quantised.
+class _RoundedProducts(TorchFunctionMode):
+    """Products with weights, within the block, of numbers rounded to the weights' type, or to 8 bits if quantised.
 
-    It is multiplied by `factor` before it is rounded, and divided by it afterwards; as it is if weights are in float32.
+    They are multiplied by `factor` before they are rounded, and divided by it afterwards.
     """
-    kind = adapter.stored.kind
-    if adapter.stored.quantised:
-        return _round_to_eight_bits(given, 256 if kind.endswith("_K") else 32, factor)
-    floating = getattr(torch, kind, torch.float32)
-    return given if floating == torch.float32 else (given * factor).to(floating).to(given) / factor
+
+    def __init__(self, adapter: Adapter, factor: float) -> None:
+        super().__init__()
+        kind, self.factor, self.quantised = adapter.stored.kind, factor, adapter.stored.quantised
+        self.floating = getattr(torch, kind, torch.float32)
+        self.block = 256 if kind.endswith("_K") else 32
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch; in a product, with its first argument rounded."""
+        if func is nn.functional.linear:
+            args = (self._round(args[0]), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+    def _round(self, given: Tensor) -> Tensor:
+        """Return what a matrix is multiplied by, rounded; as it is if weights are in float32."""
+        if self.quantised:
+            return _round_to_eight_bits(given, self.block, self.factor)
+        if self.floating == torch.float32:
+            return given
+        return (given * self.factor).to(self.floating).to(given) / self.factor
 
 
 def _round_to_eight_bits(numbers: Tensor, block: int, factor: float) -> Tensor:

@@ -1,14 +1,14 @@
 """What was done to dumped entries that differ from the plain model's.
 
 Every entry has an expected place: a request's token. Where an entry is not that token's, it is looked for among all
-tokens of all requests; then among other heads, layers and changes of its numbers.
+tokens of all requests; then among other heads, layers, layouts and changes of its numbers.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import cast
@@ -35,6 +35,10 @@ _MOST_SEARCHED = 64
 """Entries of a run that are looked for among all tokens."""
 _TIE = 0.1
 """Difference of two distances, in units of the limit, up to which an entry is as near to one token as to the other."""
+_MOST_OWNERS = 2
+"""Requests whose entries in a run are named."""
+_BY_GRAVITY = ("stale", "request", "token")
+"""Kinds of moved entries, the gravest first: it names a run that holds several."""
 _NEARLY_ALL = 0.9
 """Share of entries that counts as all of them."""
 _MOSTLY = 0.5
@@ -59,6 +63,7 @@ class LayerReference:
         finished: requests that have ended.
         other_layers: index of another layer -> its entries, request by request.
         frequencies: of the rotation.
+        alternatives: of a block, (layout in words, keys and values (kv_head, token, width)) in every other layout.
         largest: of keys and of values, the type that they are stored in and its largest number, times the scale: () or
             (kv_head, 1).
     """
@@ -68,6 +73,7 @@ class LayerReference:
     finished: frozenset[str]
     other_layers: Callable[[], Iterator[tuple[int, Mapping[str, Pair]]]]
     frequencies: Float[Tensor, " frequency"]
+    alternatives: Callable[[int], Iterator[tuple[str, Tensor, Tensor]]]
     largest: Sequence[tuple[str, Tensor]]
 
 
@@ -91,6 +97,7 @@ class _Run:
         keys, values: their entries.
         positions: the tokens that they stand for.
         block: id of their block; `REMOVED` in rows.
+        offsets: the entries' places inside the block.
         differing: which of them differ; the others are there for their neighbours' sake.
     """
 
@@ -99,23 +106,20 @@ class _Run:
     values: Float[Tensor, "kv_head entry d_value"]
     positions: Int[Tensor, " entry"]
     block: int
+    offsets: Int[Tensor, " entry"]
     differing: Bool[Tensor, "kv_head entry"]
 
-    def plain_faults(self) -> dict[tuple[str, str], Bool[Tensor, "kv_head entry"]]:
-        """Return (kind, words) -> which of the differing entries are no numbers, or have zero keys or values.
+    def fault_masks(self) -> list[Bool[Tensor, "kv_head entry"]]:
+        """Return masks of the differing entries, by whether they are infinite or NaN, have zero keys, and zero values.
 
-        Each entry is in one mask at most, the infinite ones in the first.
+        Each differing entry is in one of the masks, the infinite ones in the first; empty masks are left out.
         """
         infinite = ~(self.keys.isfinite() & self.values.isfinite()).all(dim=-1)
         zero_keys, zero_values = ~self.keys.any(dim=-1), ~self.values.any(dim=-1)
-        zero = self.differing & ~infinite
-        masks = {
-            _INFINITE: self.differing & infinite,
-            ("missing", "all zero: never written"): zero & zero_keys & zero_values,
-            ("missing", "keys all zero"): zero & zero_keys & ~zero_values,
-            ("missing", "values all zero"): zero & ~zero_keys & zero_values,
-        }
-        return {words: mask for words, mask in masks.items() if bool(mask.any())}
+        masks = [self.differing]
+        for test in (infinite, zero_keys, zero_values):
+            masks = [part for mask in masks for part in (mask & test, mask & ~test) if bool(part.any())]
+        return masks
 
     def select(self, mask: Bool[Tensor, "kv_head entry"]) -> _Run:
         """Return the run of the heads and tokens in which some entry is of the mask; those of the mask differ."""
@@ -123,7 +127,7 @@ class _Run:
         heads = tuple(head for head, chosen in zip(self.heads, rows.tolist(), strict=True) if chosen)
         return _Run(
             heads, self.keys[rows][:, columns], self.values[rows][:, columns], self.positions[columns], self.block,
-            mask[rows][:, columns],
+            self.offsets[columns], mask[rows][:, columns],
         )  # fmt: skip
 
 
@@ -145,9 +149,10 @@ def _runs(entries: Entries, far: Bool[Tensor, "kv_head entry"]) -> Iterator[_Run
         for run in torch.tensor_split(index, (begins.nonzero().squeeze(-1) + 1).tolist())[:_MOST_RUNS]:
             chosen = tuple(head for head, row in zip(group, differing, strict=True) if bool(row[run].any()))
             rows = list(chosen)
+            offsets = run % entries.block_size if entries.block_size else run
             yield _Run(
                 chosen, entries.keys[rows][:, run], entries.values[rows][:, run], entries.positions[rows[0], run],
-                int(entries.blocks[run[0]]), far[rows][:, run],
+                int(entries.blocks[run[0]]), offsets, far[rows][:, run],
             )  # fmt: skip
 
 
@@ -178,15 +183,12 @@ def find_faults(
 
     search = partial(_FaultSearch, request, layer, reference, limits.together, likely_base)
     for run in _runs(entries, far):
-        described = run.plain_faults()
-        rest = run.differing
-        for mask in described.values():
-            rest = rest & ~mask
-        if bool(rest.any()):
-            kind, what = search(run.select(rest)).describe()
+        described: dict[tuple[str, str], Tensor] = {}
+        for mask in run.fault_masks():
+            kind, what = search(run.select(mask)).describe()
             if kind == "unknown" and _INFINITE in described:  # counted with those of its block
                 kind, what = _INFINITE
-            described[kind, what] = described.get((kind, what), torch.zeros_like(rest)) | rest
+            described[kind, what] = described.get((kind, what), torch.zeros_like(mask)) | mask
         for (kind, what), mask in described.items():
             part = run.select(mask)
             first, last = int(part.positions.amin()), int(part.positions.amax())
@@ -199,8 +201,7 @@ def find_faults(
 class _FaultSearch:
     """The search for what was done to a run of entries.
 
-    Each `_find_…` returns a kind, a key of `DUMP_FAULTS`, and words; None where it does not explain the entries. The
-    entries are finite, and neither their keys nor their values are all zero.
+    Each `_find_…` returns a kind, a key of `DUMP_FAULTS`, and words; None where it does not explain the entries.
 
     Attributes:
         request, layer: the request's id, and the layer's index.
@@ -231,22 +232,22 @@ class _FaultSearch:
         self.full: Pair = (full[0].float(), full[1].float())
         self.expected = self._entries_at(self.full, run.positions)
 
-    def _entries_at(self, full: Pair, positions: Tensor) -> Pair:
-        """Return, of `full` (kv_head, token, width), the entries of the run's heads at these positions."""
-        rows = list(self.run.heads)
+    def _entries_at(self, full: Pair, positions: Tensor, heads: Sequence[int] | None = None) -> Pair:
+        """Return, of `full` (kv_head, token, width), the entries at these positions, of the run's heads or others."""
+        rows = list(self.run.heads if heads is None else heads)
         return full[0][rows][:, positions].float(), full[1][rows][:, positions].float()
 
     def describe(self) -> tuple[str, str]:
         """Return the kind of the change, a key of `DUMP_FAULTS`, and its description."""
-        return (
-            self._find_change("clipped", self._describe_clipping)
-            or self._find_change("scale", self._describe_factor)
-            or self._find_rotation()
-            or self._find_tokens()
-            or self._find_place()
-            or self._find_change("rounded", self._describe_rounding)
-            or self._describe_distance()
-        )
+        differing = [part[self.run.differing] for part in self.own]
+        if not all(bool(part.isfinite().all()) for part in differing):
+            return _INFINITE
+        zero = [name for part, name in zip(differing, ("keys", "values"), strict=True) if not bool(part.any())]
+        if zero:
+            return "missing", "all zero: never written" if len(zero) == 2 else f"{zero[0]} all zero"
+        tests = (self._find_clipping, self._find_factor, self._find_rotation, self._find_tokens, self._find_place,
+                 self._find_rounding, self._find_layout)  # fmt: skip
+        return next((found for test in tests if (found := test())), None) or self._describe_distance()
 
     def _differing_kinds(self) -> Iterator[tuple[int, str, Tensor, Tensor]]:
         """Yield (kind, name, entries, expected entries) of keys and of values, where they differ."""
@@ -286,41 +287,29 @@ class _FaultSearch:
         near = _relative_distances(own, expected) <= limit
         return bool(near[self.run.differing[heads]].float().mean() > _NEARLY_ALL)
 
-    def _find_change(self, fault: str, describe: Callable[[int, Tensor, Tensor], str]) -> tuple[str, str] | None:
-        """Find what was done to all keys and to all values that differ, whichever do.
-
-        `describe` returns it in words, empty where it does not explain them; given the kind, they, and those expected.
-        """
+    def _find_clipping(self) -> tuple[str, str] | None:
+        """Find keys or values that were clipped at the largest number of the type that they are stored in."""
         words = []
         for kind, name, own, expected in self._differing_kinds():
-            if not (found := describe(kind, own, expected)):
+            dtype, largest = self.reference.largest[kind]
+            most = of_heads(largest, list(self.run.heads))
+            clipped = expected.clamp(min=-most, max=most)
+            if torch.equal(clipped, expected) or not self._is_near(own, clipped, self._rest(kind)):
                 return None
-            words.append(f"{name} {found}")
-        return (fault, " and ".join(words)) if words else None
+            words.append(f"{name} clipped at the largest number of {dtype}")
+        return ("clipped", " and ".join(words)) if words else None
 
-    def _describe_clipping(self, kind: int, own: Tensor, expected: Tensor) -> str:
-        """Describe numbers that were clipped at the largest one of the type that they are stored in."""
-        dtype, largest = self.reference.largest[kind]
-        most = of_heads(largest, list(self.run.heads))
-        clipped = expected.clamp(min=-most, max=most)
-        explains = not torch.equal(clipped, expected) and self._is_near(own, clipped, self._rest(kind))
-        return f"clipped at the largest number of {dtype}" if explains else ""
-
-    def _describe_factor(self, kind: int, own: Tensor, expected: Tensor) -> str:
-        """Describe a constant that they were multiplied by."""
-        dumped, full = own[self.run.differing], expected[self.run.differing]
-        factor = float((dumped * full).sum() / full.square().sum().clamp(min=torch.finfo(torch.float32).tiny))
-        if not factor or not self._is_near(own / factor, expected, self._rest(kind)):
-            return ""
-        short = f"{factor:.3g}"
-        return f"multiplied by {short if short != '1' else f'{factor:.6g}'}"
-
-    def _describe_rounding(self, kind: int, own: Tensor, expected: Tensor) -> str:
-        """Describe a coarser type, or a number of bits, that they went through."""
-        if not self._is_near(own, expected, _FARTHEST_ROUNDED):
-            return ""
-        head = self.full[kind][self.run.heads[0]]
-        return describe_rounding(own[0], expected[0]) or describe_quantisation(own[0], expected[0], head)
+    def _find_factor(self) -> tuple[str, str] | None:
+        """Find a constant that keys or values were multiplied by."""
+        words = []
+        for kind, name, own, expected in self._differing_kinds():
+            dumped, full = own[self.run.differing], expected[self.run.differing]
+            factor = float((dumped * full).sum() / full.square().sum().clamp(min=torch.finfo(torch.float32).tiny))
+            if not factor or not self._is_near(own / factor, expected, self._rest(kind)):
+                return None
+            short = f"{factor:.3g}"
+            words.append(f"{name} multiplied by {short if short != '1' else f'{factor:.6g}'}")
+        return ("scale", " and ".join(words)) if words else None
 
     def _find_tokens(self) -> tuple[str, str] | None:
         """Find tokens of any request whose entries, keys or values these are."""
@@ -347,18 +336,20 @@ class _FaultSearch:
         if float((matched & strange).sum()) <= _MOSTLY * float(matched.sum()):
             return None  # most are changed, and in their place
         of_request = matched & (nearest <= nearest.amin(dim=0) + _TIE)
-        owner = int(of_request.sum(dim=(1, 2)).argmax())  # requests that share a prefix have entries in common
-        owned, whose = of_request[owner], names[owner]
-        moved, positions = tokens[owner][owned], self.run.positions[some].expand_as(matched)[owned]
         what = "entries" if len(far) == 2 else ("keys", "values")[far[0]]
-        words = f"{what} of {token_range(int(moved.amin()), int(moved.amax()))} of"
-        others = ", and others" if bool((matched & ~owned).any()) else ""
-        if whose in self.reference.finished:
-            return "stale", f"{words} request {whose}, which has ended{others}"
-        if whose != self.request:
-            return "request", f"{words} request {whose}{others}"
-        # where they are its own, only a few of the entries differ
-        return None if torch.equal(moved, positions) else ("token", f"{words} the same request{others}")
+        positions = self.run.positions[some].expand_as(matched)
+        moves = []
+        for _ in range(_MOST_OWNERS):  # requests that share a prefix have entries in common
+            owner = int(of_request.sum(dim=(1, 2)).argmax())
+            owned = of_request[owner].clone()
+            if not bool(owned.any()):
+                break
+            moves.append(self._describe_move(names[owner], what, tokens[owner][owned], positions[owned]))
+            of_request &= ~owned
+        found = [move for move in moves if move is not None]
+        others = ["others"] if bool(of_request.any()) else []
+        gravest = min((kind for kind, _ in found), key=_BY_GRAVITY.index, default="")
+        return (gravest, ", and ".join([*(words for _, words in found), *others])) if found else None
 
     def _find_shift(self, far: Sequence[int]) -> tuple[str, str] | None:
         """Find how many tokens away the keys (0) or values (1) `far` from those expected are: fewer than a block."""
@@ -389,6 +380,23 @@ class _FaultSearch:
             unit = every.square().sum(dim=-1).mean(dim=-1).sqrt()[:, None, None]
             distances.append(torch.cdist(own, every) / (unit * self.near[kind]))
         return torch.stack(distances).amin(dim=0)
+
+    def _describe_move(
+        self, request: str, what: str, tokens: Int[Tensor, " matched"], positions: Int[Tensor, " matched"]
+    ) -> tuple[str, str] | None:
+        """Return kind and words of what stands at `positions`: entries, keys or values of other tokens of a request.
+
+        None where they are the same tokens of the same request.
+        """
+        whose = f"{what} of {token_range(int(tokens.amin()), int(tokens.amax()))}"
+        if request != self.request:
+            if request in self.reference.finished:
+                return "stale", f"{whose} of request {request}, which has ended"
+            return "request", f"{whose} of request {request}"
+        moved = tokens - positions
+        if not bool(moved.any()):
+            return None  # only a few of the entries differ
+        return "token", f"{whose} of the same request"
 
     def _find_place(self) -> tuple[str, str] | None:
         """Find the place in the model, of the same tokens, whose keys or values, or both, these are."""
@@ -447,6 +455,37 @@ class _FaultSearch:
             words = describe_base(find_base(*keys, self.likely_base()), frequencies)
         return ("rotation", f"keys {words}") if words else None
 
+    def _find_layout(self) -> tuple[str, str] | None:
+        """Find a layout in which the whole block holds what is expected, and in which these entries are others."""
+        if self.run.block == REMOVED:
+            return None
+        first, rows = int(self.run.positions[0] - self.run.offsets[0]), list(self.run.heads)
+        for words, *both in self.reference.alternatives(self.run.block):
+            full = [part[:, first : first + both[0].shape[1]] for part in self.full]
+            moved = [part[rows][:, self.run.offsets] for part in both]
+            if all(torch.equal(*each) for each in zip(moved, self.own, strict=True)):
+                continue
+            near = [
+                _relative_distances(part[:, : known.shape[1]], known) <= limit
+                for part, known, limit in zip(both, full, self.near, strict=True)
+            ]
+            if float(torch.stack(near).float().mean()) > _NEARLY_ALL:
+                return "layout", f"written as '{words}'"
+        return None
+
+    def _find_rounding(self) -> tuple[str, str] | None:
+        """Find a coarser type, or a number of bits, that keys or values went through."""
+        words = []
+        for kind, name, own, expected in self._differing_kinds():
+            if not self._is_near(own, expected, _FARTHEST_ROUNDED):
+                return None
+            head = self.full[kind][self.run.heads[0]]
+            found = describe_rounding(own[0], expected[0]) or describe_quantisation(own[0], expected[0], head)
+            if not found:
+                return None
+            words.append(f"{name} {found}")
+        return ("rounded", " and ".join(words)) if words else None
+
 
 def _relative_distances(
     own: Float[Tensor, "kv_head entry width"], expected: Float[Tensor, "kv_head entry width"]
@@ -465,22 +504,19 @@ def join_faults(found: Sequence[DumpFault], present: Mapping[str, float]) -> lis
     `present`: request -> number of its entries in a head of a layer. Where a fault is of nearly all of them, in every
     request, it is one of the whole dump.
     """
-    at_tokens = _join_alike(found, "request", "kind", "what", "first", "last")
-    in_layers = _join_alike(at_tokens, "request", "kind", "what", "layers", "heads")
+    by_place: dict[tuple[object, ...], DumpFault] = {}
+    for fault in found:
+        place = (fault.request, fault.kind, fault.what, fault.first, fault.last)
+        by_place[place] = _join_two(by_place[place], fault) if place in by_place else fault
+    by_layers: dict[tuple[object, ...], DumpFault] = {}
+    for fault in by_place.values():
+        rest = (fault.request, fault.kind, fault.what, fault.layers, fault.heads)
+        by_layers[rest] = _join_two(by_layers[rest], fault) if rest in by_layers else fault
     by_kind: dict[tuple[object, ...], list[DumpFault]] = {}
-    for fault in in_layers:
+    for fault in by_layers.values():
         by_kind.setdefault((fault.kind, fault.what, fault.layers, fault.heads), []).append(fault)
     joined = [fault for alike in by_kind.values() for fault in _join_requests(alike, present)]
     return sorted(joined, key=_by_cause)
-
-
-def _join_alike(found: Iterable[DumpFault], *names: str) -> Iterable[DumpFault]:
-    """Return the faults, those joined whose fields of these names are equal."""
-    joined: dict[tuple[object, ...], DumpFault] = {}
-    for fault in found:
-        alike = tuple(getattr(fault, name) for name in names)
-        joined[alike] = _join_two(joined[alike], fault) if alike in joined else fault
-    return joined.values()
 
 
 def _by_cause(fault: DumpFault) -> tuple[float, int, int, str]:

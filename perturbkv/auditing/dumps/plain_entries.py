@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Self
+from itertools import combinations
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -23,7 +23,6 @@ from perturbkv.auditing.dumps.dump_entries import (
     EntryDistances,
     Limits,
     Pair,
-    measure_distances,
 )
 from perturbkv.auditing.dumps.dump_file import REMOVED, Dump, LayerDump, of_heads
 from perturbkv.auditing.forward_passes import make_situation
@@ -41,6 +40,8 @@ _COARSE = 0.3
 """Distance up to which an entry may be `FLOORS` times as far as rounding moved it; beyond, twice."""
 _SHORT = 64
 """Tokens of a request below which it is also read with others after it: products of few rows are summed otherwise."""
+_SAME_ROUNDING = 0.6
+"""Share of the typical distance up to which a value may be from the nearest reading that is rounded as the engine's."""
 _ROUNDINGS = 8
 """Readings of a model of 16 bits whose products are rounded otherwise."""
 
@@ -101,6 +102,8 @@ class PlainEntries:
             kernel.
         expected: request -> the distances that the engine's rounding gives, in each layer; without those where it is
             not known.
+        rounded_values: request -> values (reading, kv_head, token, width) of the first two layers, read with the
+            engine's rounding; of the same requests.
         moved: request -> the largest distance of each token's keys and values (kind, token), in each layer, where
             products are rounded otherwise; of requests of which it was asked.
     """
@@ -112,6 +115,7 @@ class PlainEntries:
         self.queries: dict[str, dict[int, Tensor]] = {}
         self.gates: dict[str, dict[int, Tensor]] = {}
         self.expected: dict[str, list[ExpectedDistances]] = {}
+        self.rounded_values: dict[str, list[Float[Tensor, "reading kv_head token width"]]] = {}
         self.moved: dict[str, list[Float[Tensor, "2 token"]]] = {}
         floors: list[Floats] = []
         for request in dump.requests:
@@ -131,11 +135,12 @@ class PlainEntries:
             if len(ids) < _SHORT:
                 longer = [_read_further(adapter, ids)]
                 floors.append(entry_floors(full, longer, alone, torch.finfo(adapter.dtype).eps).T.double().numpy())
-            readings = [
-                [_layer_distances(*layer) for layer in zip(rounded, full, strict=True)]
-                for rounded in dump.rounded_entries(adapter, request.token_ids)
-            ]
+            readings, first_values = [], []
+            for rounded in dump.rounded_entries(adapter, request.token_ids):
+                readings.append([_layer_distances(*layer) for layer in zip(rounded, full, strict=True)])
+                first_values.append([values[0] for _, values in rounded[:2]])
             if readings:
+                self.rounded_values[request.id] = [torch.stack(layer) for layer in zip(*first_values, strict=True)]
                 self.expected[request.id] = [
                     ExpectedDistances.of_layer(distances) for distances in zip(*readings, strict=True)
                 ]
@@ -156,12 +161,18 @@ class PlainEntries:
         return self.expected[name][index].limits(positions, limits) if name in self.expected else limits
 
     def moved_values(self, name: str, index: int, entries: Entries) -> Bool[Tensor, " token"]:
-        """Return of which tokens the values are, as a mean over heads, farther than the engine's rounding ever put one.
+        """Return of which tokens the values are none that the engine's rounding gives.
 
-        The entries are those of all tokens, in order. Of a request whose rounding is known.
+        As a mean over heads they are farther from every reading than any two readings are from each other, and than
+        `_SAME_ROUNDING` of what rounding typically moves them by: an engine that read the same text rounds most numbers
+        as the readings do. The entries are those of all tokens, in order, in layer 0 or 1, of a request whose rounding
+        is known.
         """
-        measured = measure_distances(entries, self.layer(index)[name])
-        return (measured.distance[1].mean(dim=0) > self.expected[name][index].largest[1]).cpu()
+        readings, full = self.rounded_values[name][index], self.layer(index)[name][1]
+        away = [entry_distances(entries.values, one, full).mean(dim=0) for one in readings]
+        apart = [entry_distances(*two, full).mean(dim=0) for two in combinations(readings, 2)]
+        least = _SAME_ROUNDING * self.expected[name][index].typical[1]
+        return (torch.stack(away).amin(dim=0) > torch.stack(apart).amax(dim=0).clamp(min=least)).cpu()
 
     def raised_limits(
         self, name: str, index: int, limits: Limits, entries: Entries, measured: EntryDistances
@@ -193,34 +204,30 @@ def _moved_by_rounding(adapter: Adapter, ids: Int[Tensor, " token"], full: Layer
     found = []
     for seed in range(_ROUNDINGS):
         cache = DynamicCache()
-        with RoundedProducts(partial(_move_at_random, torch.Generator().manual_seed(seed))):
+        with _OtherRounding(seed):
             run_with_cache(adapter.base, ids.unsqueeze(0), cache)
         layers = [(layer.keys, layer.values) for layer in cache.layers]
         found.append([_layer_distances(*layer).amax(dim=1) for layer in zip(layers, full, strict=True)])
     return [torch.stack(distances).amax(dim=0) for distances in zip(*found, strict=True)]
 
 
-class RoundedProducts(TorchFunctionMode):
-    """Products with weights, within the block, of numbers that are rounded by a function."""
-
-    def __init__(self, rounded: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.rounded = rounded
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch; in a product, with its first argument rounded."""
-        if func is nn.functional.linear:
-            args = (self.rounded(args[0]), *args[1:])
-        return func(*args, **(kwargs or {}))
-
-
-def _move_at_random(noise: torch.Generator, given: Tensor) -> Tensor:
-    """Return numbers moved by up to ε/2 of themselves.
+class _OtherRounding(TorchFunctionMode):
+    """Products with weights, within the block, of numbers that are moved by up to ε/2 of themselves, at random.
 
     An engine rounds other numbers than the model does: its kernels do several operations at once.
     """
-    moves = (torch.rand(given.shape, generator=noise) - 0.5) * torch.finfo(given.dtype).eps
-    return (given.float() * (1 + moves.to(given.device))).to(given.dtype)
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.noise = torch.Generator().manual_seed(seed)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch; in a product, with its first argument moved."""
+        if func is nn.functional.linear:
+            given = args[0]
+            moves = (torch.rand(given.shape, generator=self.noise) - 0.5) * torch.finfo(given.dtype).eps
+            args = ((given.float() * (1 + moves.to(given.device))).to(given.dtype), *args[1:])
+        return func(*args, **(kwargs or {}))
 
 
 def _layer_distances(rounded: tuple[Tensor, Tensor], plain: tuple[Tensor, Tensor]) -> Float[Tensor, "2 kv_head token"]:
@@ -249,12 +256,16 @@ class Computation:
     Attributes:
         layers: those layers.
         angles: by how many radians queries and keys are rotated too far; None: by none.
+        regrouped: whether query head i reads key/value head i mod H_kv, where heads that stand together share one.
         copied: whether attention reads what was computed, of which only a copy was rounded and stored.
+        ratios: layer -> what stored keys, and values, are multiplied by when they are read.
     """
 
     layers: frozenset[int] = frozenset()
     angles: Float[Tensor, "token frequency"] | None = None
+    regrouped: bool = False
     copied: bool = False
+    ratios: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def rotate(self, layer: int, part: Float[Tensor, "... token width"], first: int) -> Tensor:
         """Return the queries or keys of the tokens from `first` on, rotated as far as in this layer."""
@@ -264,12 +275,17 @@ class Computation:
 
     def attention(self, adapter: Adapter) -> AbstractContextManager[None]:
         """Let the model's attention compute so inside the block, but for its keys."""
+        order = (torch.arange(adapter.heads) % adapter.kv_heads).argsort(stable=True)
+        layers = {id(module): layer for layer, module in enumerate(adapter.attentions)}
 
         def attend(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
-            """Return the attention output of rotated queries."""
-            query, key, *others = args
-            query = self.rotate(adapter.layer_of(module), query, key.shape[-2] - query.shape[-2])
-            return stock(module, query, key, *others, **kwargs)
+            """Return the attention output, of queries that are rotated or in another order of heads."""
+            layer, (query, key, *others) = layers[id(module)], args
+            query = self.rotate(layer, query, key.shape[-2] - query.shape[-2])
+            if not self.regrouped or layer not in self.layers:
+                return stock(module, query, key, *others, **kwargs)
+            output, weights = stock(module, query[:, order], key, *others, **kwargs)
+            return output[:, :, order.argsort()], weights
 
         return intercept_attention(adapter, attend)
 
@@ -302,6 +318,10 @@ class StoredEntries:
         return ((new / scale).to(self.dtype).to(new.dtype) * scale).to(new.dtype)
 
 
+class LayerReached(Exception):
+    """The forward pass has computed the keys and values that it was run for."""
+
+
 class StoredCache(DynamicCache):  # type: ignore[misc]
     """A cache whose attention reads entries that were stored before, as an engine's own does.
 
@@ -312,6 +332,7 @@ class StoredCache(DynamicCache):  # type: ignore[misc]
         stored: the entries.
         replaced: layer -> keys and values that were not there when the engine read them (kind, kv_head, token).
         computation: what the engine computes otherwise.
+        last: layer after whose keys and values the forward pass ends, with `LayerReached`; −1: none.
     """
 
     def __init__(
@@ -319,11 +340,13 @@ class StoredCache(DynamicCache):  # type: ignore[misc]
         stored: StoredEntries,
         replaced: Mapping[int, Bool[Tensor, "2 kv_head token"]],
         computation: Computation,
+        last: int = -1,
     ) -> None:
         super().__init__()
         self.stored: StoredEntries = stored
         self.replaced: Mapping[int, Tensor] = replaced
         self.computation: Computation = computation
+        self.last: int = last
         self.read: dict[int, Pair] = {}
 
     def update(
@@ -332,7 +355,10 @@ class StoredCache(DynamicCache):  # type: ignore[misc]
         """Append keys and values, and return the stored ones of the same tokens (1, kv_head, key, width)."""
         key_states = self.computation.rotate(layer_idx, key_states, self.get_seq_length(layer_idx))
         end = super().update(key_states, value_states, layer_idx, *args, **kwargs)[0].shape[2]
+        if layer_idx == self.last:
+            raise LayerReached
         first, both = end - key_states.shape[2], []
+        ratios = self.computation.ratios.get(layer_idx)
         layers = self.stored.divided if layer_idx in self.replaced else self.stored.layers
         for kind, new in enumerate((key_states[0], value_states[0])):
             stored = layers[layer_idx][kind][:, first:end]
@@ -341,6 +367,7 @@ class StoredCache(DynamicCache):  # type: ignore[misc]
                 wrong |= self.replaced[layer_idx][kind][:, first:end].to(wrong.device)
             rounded = new if self.computation.copied else self.stored.round(layer_idx, kind, new)
             read = torch.where(wrong.unsqueeze(-1) | self.computation.copied, rounded, stored)
+            read = read if ratios is None else (read * ratios[kind].to(read.device)).to(new.dtype)
             both.append(torch.cat([self.read[layer_idx][kind], read], dim=1) if first else read)
         self.read[layer_idx] = (both[0], both[1])
         return both[0].unsqueeze(0), both[1].unsqueeze(0)
@@ -382,12 +409,22 @@ def unrotate_to_tokens(entries: Entries, frequencies: Float[Tensor, " frequency"
     return replace(entries, keys=torch.stack(keys))
 
 
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities of a request's tokens, each after those before it; 0 for the first.
+
+    Attributes:
+        values: they.
+        rounding: how far rounding to the model's type moves the largest logit.
+    """
+
+    values: Float[Tensor, " token"]
+    rounding: float
+
+
 def token_logprobs(
     adapter: Adapter, token_ids: Sequence[int], parts: int = 1, cache: DynamicCache | None = None
-) -> tuple[Float[Tensor, " token"], float]:
-    """Return each token's log-probability after those before it, 0 for the first; and how far rounding moves a logit.
-
-    The latter is of the largest logit, to the model's type.
+) -> TokenLogprobs:
+    """Return each token's log-probability.
 
     The n tokens are read in passes of min(n, 256) / `parts`, rounded up, through `cache`; None: a new one.
     """
@@ -403,4 +440,4 @@ def token_logprobs(
         found.append(before.log_softmax(dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1).cpu())
         last = logits[-1:]
     values = torch.cat([torch.zeros(1, dtype=torch.float64), *found])
-    return values, largest * torch.finfo(adapter.dtype).eps / 2
+    return TokenLogprobs(values, largest * torch.finfo(adapter.dtype).eps / 2)
