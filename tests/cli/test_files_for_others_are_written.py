@@ -16,7 +16,6 @@ from perturbkv.schema import TEXT
 from tests.house.test_no_label_is_parsed import SWEPT, asked_of, made
 from tests.support.asked import refused
 from tests.support.payloads import small_trace
-from tests.support.undrawn import undrawn
 
 Run = Callable[..., Any]
 
@@ -122,23 +121,6 @@ def test_a_papers_caption_stands_beside_its_figure_and_replaces_itself_alone(per
 def test_a_screens_figure_has_no_caption_beside_it(perturbkv: Run) -> None:
     told = perturbkv(*CLIFF, "--json").json()
     assert [Path(figure).name for figure in told["figures"]] == ["budget-cliff.pdf"]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("swept_trace")
-def test_a_screens_figure_leaves_no_caption_of_the_papers_figure_it_replaces(perturbkv: Run, tmp_path: Path) -> None:
-    captions = [tmp_path / f"budget-cliff.caption.{suffix}" for suffix in ("txt", "tex")]
-    with undrawn():
-        assert perturbkv(*CLIFF, "--style", "paper").code == 0
-        assert perturbkv(*CLIFF[:-1], "png", "--style", "screen").code == 0
-        assert all(path.exists() for path in captions)  # the paper's PDF is still there
-        (tmp_path / "budget-cliff.png").unlink()
-        assert perturbkv(*CLIFF, "--style", "screen", "--overwrite").code == 0
-        assert not any(path.exists() for path in captions)
-        for path in captions:
-            path.write_text("my own words")
-        assert perturbkv(*CLIFF, "--style", "screen", "--overwrite").code == 0
-    assert [path.read_text() for path in captions] == ["my own words"] * 2
 
 
 @pytest.mark.parametrize(
