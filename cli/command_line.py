@@ -4,8 +4,8 @@
 annotated with an option becomes one. A field `typed_options` gets the names of the options that the user typed, a field
 `own_options` the values of the command's own parameters.
 
-`CheckedCommand` refuses repeated values, which Click accepts silently. The help has one line per option, in groups,
-with defaults in brackets and … where an option may be repeated.
+`CheckedCommand` refuses repeated options and values, which Click accepts silently. The help has one line per option, in
+groups, with defaults in brackets and … where an option may be repeated.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
 from perturbkv.cli import console
-from perturbkv.cli.commands import FILE, PANELS, Command
+from perturbkv.cli.commands import FILE, PANELS, Command, former_message
+from perturbkv.errors import ConfigError
 
 Sections = dict[str, list[tuple[str, str]]]
 """Title of a section of the help -> name and description of each row."""
@@ -279,13 +280,18 @@ def _help_width() -> int:
 
 
 class CheckedCommand(CompactHelp, TyperCommand):
-    """A command that refuses repeated values and whole numbers that are too large, with the compact help."""
+    """A command that refuses repeated options and values, and whole numbers that are too large."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse arguments as Click does; return the unparsed ones. Raises ConfigError for a repeated value."""
+        """Parse arguments as Click does; return the unparsed ones.
+
+        Raises ConfigError for a repeated option or value.
+        """
         from perturbkv.cli import option_refusals
 
+        typed = list(args)
         remaining: list[str] = super().parse_args(ctx, args)
+        option_refusals.check_typed_once(self.make_parser(ctx).parse_args(args=typed)[2])
         option_refusals.check_values(self.params, ctx.params)
         return remaining
 
@@ -304,10 +310,15 @@ class CommandGroup(CompactHelp, TyperGroup):
         return build(self.rows[cmd_name]) if cmd_name in self.rows else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command's name, the command and its arguments; a path selects the command on files."""
+        """Return the command's name, the command and its arguments; a path selects the command on files.
+
+        Raises ConfigError for a former command.
+        """
         name = args[0]
         if name not in self.rows and FILE in self.rows and _is_path(name):
             return FILE, self.get_command(ctx, FILE), args
+        if name not in self.rows and (message := former_message(ctx.command_path.split()[1:], args)):
+            raise ConfigError(message)
         return super().resolve_command(ctx, args)
 
 

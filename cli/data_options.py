@@ -86,11 +86,14 @@ class DataOptions:
     def check_inputs(self) -> None:
         """Check that the model and the data exist, without importing torch.
 
-        --dataset may list several data sets, as for `split_datasets`. Raises PerturbkvErrors.
+        --dataset may list several data sets, as for `split_datasets`. Raises PerturbkvErrors, NoMemoryError among them
+        where the process's limits leave no room to import torch.
         """
+        from perturbkv import memory
         from perturbkv.datasets import dataset_registry, jsonl, prompts
         from perturbkv.models import sources
 
+        memory.check_address_space()
         sources.check_name(self.model, self.revision or "")
         for name in [self.dataset] if Path(self.dataset).is_file() else split_names(self.dataset):
             prompts.resolve_options(name, **self.data_request())

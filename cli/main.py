@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
 import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -51,15 +53,32 @@ def is_caused_by_interrupt(error: BaseException) -> bool:
     return cause is not None
 
 
+_AGAIN_S = 0.1
+"""Seconds until an interrupt that was swallowed comes again, when Python has left the finaliser."""
+
+
 @contextmanager
 def sigterm_as_interrupt() -> Iterator[SigtermRecord]:
-    """Turn a SIGTERM within the block into a KeyboardInterrupt; yield the record of it."""
-    sigterm = SigtermRecord()
-    previous = signal.signal(signal.SIGTERM, sigterm._terminate)
+    """Turn a SIGTERM within the block into a KeyboardInterrupt, which no finaliser swallows; yield the record of it."""
+    sigterm, previous_hook = SigtermRecord(), sys.unraisablehook
+    timers: list[threading.Timer] = []
+
+    def interrupt_again(lost: Any) -> None:
+        if isinstance(lost.exc_value, KeyboardInterrupt):  # it came while a library's __del__ ran
+            number = signal.SIGTERM if sigterm.terminated else signal.SIGINT  # which a shell's background job ignores
+            timers.append(threading.Timer(_AGAIN_S, _thread.interrupt_main, [number]))
+            timers[-1].start()
+        else:
+            previous_hook(lost)
+
+    previous, sys.unraisablehook = signal.signal(signal.SIGTERM, sigterm._terminate), interrupt_again
     try:
         yield sigterm
     finally:
+        for timer in timers:
+            timer.cancel()
         signal.signal(signal.SIGTERM, previous)
+        sys.unraisablehook = previous_hook
 
 
 _BROKEN_PIPE = 128 + 13
@@ -67,9 +86,12 @@ _BROKEN_PIPE = 128 + 13
 
 
 def prepare_streams() -> None:
-    """Make stdout and stderr escape characters that they cannot encode."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
+    """Make stdout and stderr escape characters that they cannot encode; a closed stream becomes the null device."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 (until the process ends)
+        elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 
 

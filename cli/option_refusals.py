@@ -1,4 +1,4 @@
-"""Refusals of options that have no effect, repeat a value or are unknown, before anything is written.
+"""Refusals of options that have no effect, are repeated or unknown, before anything is written.
 
 Only options on the command line or in a sweep file are refused, never a default. An option in none of the tables below
 always has an effect.
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from perturbkv.cli.choices import check_distinct
+from perturbkv.cli.commands import former_message
 from perturbkv.cli.data_options import DataOptions
 from perturbkv.configs import option as numbers
 from perturbkv.configs.eviction import EvictionConfig
@@ -180,6 +181,18 @@ def option_flag(name: str) -> str:
     return _FLAGS.get(name, f"--{name.replace('_', '-')}")
 
 
+def check_typed_once(parameters: Sequence[Any]) -> None:
+    """Raise ConfigError for a single-valued option that was typed more than once, in any spelling.
+
+    `parameters` are the Click parameters of a command line, in its order.
+    """
+    for parameter in dict.fromkeys(parameters):
+        times = list(parameters).count(parameter)
+        if parameter.param_type_name == "option" and not parameter.multiple and times > 1:
+            names = "/".join([*parameter.opts, *parameter.secondary_opts])
+            raise ConfigError(f"expected {names} once, got it {times} times; leave all but one out")
+
+
 def check_values(parameters: Sequence[Any], values: Mapping[str, Any]) -> None:
     """Raise ConfigError for a repeated value of an option, and for a whole number that is too large.
 
@@ -201,6 +214,9 @@ def usage_message(said: str, error: Any) -> str:
     """
     line, context = " ".join(said.split()).rstrip("."), error.ctx
     option = getattr(error, "option_name", "")
+    is_unknown = hasattr(error, "possibilities")  # names similar to an unknown option, if any: no other error has them
+    if is_unknown and context and (message := former_message(context.command_path.split()[1:], [option])):
+        return message
     name = option.lstrip("-").replace("-", "_")
     # an option with similar names is misspelt: the policies, which import torch, are not asked about it
     is_known = name in grid.ORDER or not getattr(error, "possibilities", None)

@@ -27,6 +27,8 @@ _MESSAGES = re.compile(
 """Messages of failed allocations: of torch on a CPU and on a GPU, of NumPy, of the system and of its loader."""
 _DEVICE_MESSAGES = re.compile(r"(?:CUDA|HIP)(?: driver)? error|CUBLAS_STATUS|cuDNN error|NCCL error")
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_TO_IMPORT = 3 * 2**29
+"""Bytes of address space that importing torch, transformers and SciPy takes, rounded up."""
 ADVICE = (
     "shorter prompts (--length, --max-tokens), fewer configurations at once (--max-memory), a smaller --chunk-mib or "
     "--dtype take less"
@@ -69,6 +71,19 @@ def _container_limits() -> Iterator[int]:
         with suppress(OSError):
             if (text := path.read_text().strip()).isdigit():
                 yield int(text)
+
+
+def check_address_space() -> None:
+    """Raise NoMemoryError where the process's limit (ulimit -v) is too small to import what measures.
+
+    Below it the libraries fail in code of their own, where some wait for memory forever.
+    """
+    limit = min(_process_limits(), default=_TO_IMPORT)
+    if limit < _TO_IMPORT:
+        raise NoMemoryError(
+            f"measuring takes {format_size(_TO_IMPORT)} of address space at least, and this process may have "
+            f"{format_size(limit)}; type ulimit -v unlimited"
+        )
 
 
 def check(needed: int, device: torch.device, what: str, instead: str) -> None:

@@ -247,9 +247,21 @@ class Audit(Result):
         return ""
 
     def caveats(self) -> Sequence[str]:
-        """Return how many noise floors make a difference, where distances were measured."""
+        """Return how many noise floors make a difference, where distances were measured, and a loss near random's."""
         note = f"Floors are of the plain model with the same entries kept; more than {FLOORS} are a difference."
-        return [note] * any(run.steps for run in self.runs)
+        return [note] * any(run.steps for run in self.runs) + self._random_note()
+
+    def _random_note(self) -> list[str]:
+        """Return a note where the loss is nearer to that of random entries than to attention's; else nothing."""
+        lost = {loss.name: loss.isolated for loss in self.losses}
+        if not {"attention", "random"} <= set(lost):
+            return []
+        own = self.losses[0].isolated
+        if own - lost["attention"] <= lost["random"] - own:
+            return []
+        shown = {"isolated": own, "random": lost["random"], "attention": lost["attention"]}
+        numbers = ", ".join(f"{name} {text.three_digits(number, None)}" for name, number in shown.items())
+        return [f"It loses about what random entries do, or more: {numbers}."]
 
     def explain(self) -> list[Part]:
         """Return the meaning of every column and the further tables; nothing where no situation was run."""

@@ -1,4 +1,4 @@
-"""The table of commands: their groups in `perturbkv -h`, each command's summary and function.
+"""The table of commands: their groups in `perturbkv -h`, each command's summary and function; and former commands.
 
 A command is imported when it runs. Those of the shape "open a trace or measure one, analyse, show, save" are functions
 in `eviction` and `answers` that return an `Analysis`; the others have a module of their own.
@@ -6,6 +6,7 @@ in `eviction` and `answers` that return an `Analysis`; the others have a module 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 FILE = "FILE"
@@ -70,3 +71,39 @@ GROUPS: dict[str, tuple[Command, ...]] = {
 }  # fmt: skip
 COMMANDS = tuple(row for rows in GROUPS.values() for row in rows)
 PANELS = {row.name: title for title, rows in GROUPS.items() for row in rows}
+
+_CHECKOUT = "(in a checkout)"
+_NO_CARD = "leave it out; export writes tables, and a README of yours describes them"
+_MEASURING = ("trace", "heads", "layers", "assumption", "bound-tightness", "ablation", "horizon", "tokens", "needle",
+              "quality", "correlation", "budget")  # fmt: skip
+FORMER: dict[str, str] = {
+    "doctor bench": f"type: python -m benchmarks {_CHECKOUT}",
+    "question": f"type: perturbkv patching, or python studies/NAME.py {_CHECKOUT}",
+    "question alpha": f"type: python studies/alpha.py {_CHECKOUT}",
+    "question measures": f"type: python studies/measures.py {_CHECKOUT}",
+    "question regret": f"type: python studies/regret.py {_CHECKOUT}",
+    "question split": f"type: python studies/split.py {_CHECKOUT}",
+    "question stability": f"type: python studies/stability.py {_CHECKOUT}",
+    "question patching": "type: perturbkv patching",
+    "budget --savings": f"type: python studies/savings.py {_CHECKOUT}",
+    "budget --bytes": f"type: python studies/equal_bytes.py {_CHECKOUT}",
+    "quality --judge": f"type: python studies/judge.py {_CHECKOUT}",
+    "export --card": _NO_CARD,
+    "export --license": _NO_CARD,
+    **{f"{name} --no-text": "type: --no-prompts" for name in _MEASURING},
+}
+"""Former command, or command and option, as typed -> what to do instead. Asked only about what is unknown."""
+
+
+def former_message(context: Sequence[str], words: Sequence[str]) -> str:
+    """Return the error message for unknown words that were a command or an option; empty if they never were one.
+
+    `context` are the known words of the command line before them: `["doctor"]` of `perturbkv doctor bench`.
+    """
+    for count in range(len(words), 0, -1):
+        name = " ".join([*context, *words[:count]])
+        if name in FORMER:
+            kind = "an option" if words[0].startswith("-") else "a command"
+            listed = " ".join(["perturbkv", *context, "-h"])
+            return f"expected {kind} that `{listed}` lists, got the former one `{name}`; {FORMER[name]}"
+    return ""

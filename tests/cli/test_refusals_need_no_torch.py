@@ -114,6 +114,18 @@ def test_a_refusal_is_one_line_without_torch(refused: dict[str, Any], line: str)
 
 
 @pytest.mark.slow
+def test_too_little_address_space_is_refused_before_torch_fails_in_it(tmp_path: Path) -> None:
+    """Before, torch's import was a traceback, and SciPy's never ended."""
+    limits = [(300, "300.0 MiB"), (900, "900.0 MiB"), (1400, "1.4 GiB")]
+    limit = "import resource\nresource.setrlimit(resource.RLIMIT_AS, ({} * 2**20,) * 2)\n"
+    for size, text in limits:
+        ((code, out, err, heavy),) = answers(tmp_path, [["heads", "-o", "out"]], limit.format(size) + CODE)
+        assert (code, out, err.count("\n"), heavy) == (2, "", 1, []), err
+        assert f"measuring takes 1.5 GiB of address space at least, and this process may have {text}" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
 def test_a_backend_that_matplotlib_lacks_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
     ((code, out, err, heavy),) = answers(tmp_path, [["heads"]], MPLBACKEND="nope")
     assert (code, out, err.count("\n"), heavy) == (2, "", 1, []), err

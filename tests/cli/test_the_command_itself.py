@@ -12,7 +12,9 @@ import pytest
 
 import perturbkv as pk
 from perturbkv import errors
+from perturbkv.cli.commands import FORMER
 from perturbkv.cli.options import RARE
+from tests.support.asked import refused
 from tests.support.commands import command_of, every_command, row_of
 from tests.support.screens import FOLDER, path_of, screen
 from tests.support.screens import names as screen_names
@@ -234,3 +236,31 @@ def test_a_screen_is_its_snapshot(name: str) -> None:
 
 def test_no_snapshot_is_of_a_command_that_is_gone() -> None:
     assert {path.name for path in FOLDER.glob("*.txt")} == {path_of(name).name for name in screen_names()}
+
+
+@pytest.mark.parametrize("former", FORMER)
+def test_what_is_gone_names_what_replaced_it(perturbkv: Run, former: str) -> None:
+    for more in ([], ["trace.h5"], ["--nothing"]):
+        refused(perturbkv(*former.split(), *more), f"got the former one `{former}`; {FORMER[former]}")
+
+
+@pytest.mark.parametrize(("former", "listed"), [("doctor card", "doctor"), ("heads --card", "heads")])
+def test_a_row_is_all_that_a_former_command_or_option_needs(
+    perturbkv: Run, monkeypatch: pytest.MonkeyPatch, former: str, listed: str
+) -> None:
+    assert "former" not in perturbkv(*former.split()).err
+    monkeypatch.setitem(FORMER, former, "type: another")
+    refused(perturbkv(*former.split()), f"that `perturbkv {listed} -h` lists, got the former one `{former}`; type: a")
+
+
+def test_a_row_says_nothing_of_what_exists(perturbkv: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for former in ("list policies", "list policies --json", "doctor"):
+        monkeypatch.setitem(FORMER, former, "type: another")
+    assert perturbkv("list", "policies", "--json").code == 0
+    assert "former" not in perturbkv("doctor", "nothing").err
+
+
+def test_a_former_command_is_told_as_json(perturbkv: Run) -> None:
+    ran = perturbkv("question", "alpha", "trace.h5", "--json")
+    assert (ran.code, ran.json()["error"]["exit_code"]) == (2, 2)
+    assert "studies/alpha.py" in ran.json()["error"]["message"]
