@@ -26,7 +26,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, distributions, entry_points, packages_distributions
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar, cast
@@ -60,8 +60,16 @@ def check_class_file(name: str) -> None:
 
 
 def is_library_file(file: Path) -> bool:
-    """Return whether a file belongs to Python, to its site packages or to this package, and so not to the user."""
-    return file.name.startswith("<frozen ") or any(file.is_relative_to(folder) for folder in _python_folders())
+    """Return whether a file belongs to Python, to an installed package or to this one, and so not to the user.
+
+    A package is installed where its metadata can be found on `sys.path`: in any site folder, in a folder that a `.pth`
+    file or PYTHONPATH names, and in a checkout that is installed editably.
+    """
+    return (
+        file.name.startswith("<frozen ")
+        or any(file.is_relative_to(folder) for folder in _python_folders())
+        or any(file.is_relative_to(place) for place in _imported_packages())
+    )
 
 
 @cache
@@ -70,6 +78,21 @@ def _python_folders() -> tuple[Path, ...]:
     paths = sysconfig.get_paths()
     folders = (paths["stdlib"], paths["platstdlib"], paths["purelib"], paths["platlib"], *site.getsitepackages())
     return (_PACKAGE, *map(Path, dict.fromkeys(folders)))
+
+
+@cache
+def _installed_names() -> frozenset[str]:
+    """Return the names of what installed packages hold; of an editable one, whose record may not tell, its own name."""
+    return frozenset(packages_distributions()).union(one.name.replace("-", "_") for one in distributions() if one.name)
+
+
+def _imported_packages() -> Iterator[Path]:
+    """Yield the folders and files of the installed packages that are imported."""
+    for name in _installed_names() & sys.modules.keys():
+        module = sys.modules[name]
+        for place in getattr(module, "__path__", None) or [getattr(module, "__file__", None)]:
+            if place:
+                yield Path(place)
 
 
 def is_builtin(kind: type) -> bool:
@@ -246,14 +269,32 @@ def _torch_settings(torch: Any) -> list[tuple[Callable[[], Any], Callable[[Any],
 
 def format_error(error: BaseException) -> str:
     """Return an error of external code as a line of text, with the last line of the user's own that led to it."""
-    text = " ".join(str(error).split())
+    text = " ".join(_error_text(error).split())
     text = f"{text[:_LONGEST]}…" if len(text) > _LONGEST else text
     message = f"{type(error).__name__}: {text}".rstrip(": ")
     if not (frames := traceback.extract_tb(error.__traceback__)):
         return message
     own = [frame for frame in frames if not is_library_file(Path(frame.filename))]
     file, line = Path((own or frames)[-1].filename), (own or frames)[-1].lineno
-    return f"{message} ({file.name}, line {line})"
+    return f"{message} ({file.name}, line {line}){_import_hint(error, file.parent)}"
+
+
+def _import_hint(error: BaseException, folder: Path) -> str:
+    """Return advice for a plugin that fails to import a file in its folder; empty for any other error."""
+    name = (error.name or "").partition(".")[0] if isinstance(error, ImportError) else ""
+    if not name or not ((folder / f"{name}.py").is_file() or (folder / name).is_dir()):
+        return ""
+    return f"; files beside it are imported by their names with PYTHONPATH={folder} before the command"
+
+
+def _error_text(error: BaseException) -> str:
+    """Return the message of an external error; empty if creating the message fails."""
+    try:
+        return str(error)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        return ""
 
 
 _NAME = re.compile(r"[a-z][a-z0-9_-]*")

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from perturbkv.configs.run import OWN, TEXTS
 from perturbkv.datasets import metrics
@@ -15,6 +18,54 @@ from perturbkv.datasets.sample import RenderedPrompt, Sample, check_id
 from perturbkv.display import shorten_middle
 from perturbkv.errors import ConfigError, DatasetError, ModelError, UnknownNameError
 from perturbkv.escaping import escape_line
+
+
+class TokenIds(Sequence[int]):
+    """A sequence of token ids that takes four bytes per id, also when pickled; a tuple takes 36.
+
+    Equal to a tuple of the same integers, with its hash and its repr; a slice is a tuple. Raises TypeError
+    for anything but integers, OverflowError beyond 64 bits.
+    """
+
+    __slots__ = ("_ids",)
+
+    def __init__(self, ids: Iterable[int]) -> None:
+        whole = np.array(ids if isinstance(ids, TokenIds) else array("q", ids))
+        narrow = whole.astype(np.int32)
+        self._ids: NDArray[Any] = narrow if np.array_equal(narrow, whole) else whole
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[int, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
+        ids = self._ids[index].tolist()
+        return tuple(ids) if isinstance(index, slice) else int(ids)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._ids.tolist())
+
+    def __add__(self, more: Iterable[int]) -> tuple[int, ...]:
+        return (*self, *more)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, TokenIds):
+            return np.array_equal(self._ids, other._ids)
+        return tuple(self) == other if isinstance(other, tuple) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        return np.array(self._ids, dtype=dtype)
 
 
 class Tokenizer(Protocol):
@@ -32,7 +83,7 @@ class Prompt:
 
     Attributes:
         sample_id: id of its sample; empty until the prompts that are measured together are numbered.
-        token_ids: at least one.
+        token_ids: at least one; stored as `TokenIds`, which compare equal to a tuple.
         cut_tokens: number of tokens cut out of its middle.
         question_tokens: how many of `token_ids`, the last ones, come after the context: question, template, prefix.
         answers: accepted answers, for scoring.
@@ -68,7 +119,7 @@ class Prompt:
         check_id(self.sample_id)
         try:
             for name in ("token_ids", "answer_tokens", "text_tokens"):
-                object.__setattr__(self, name, tuple(array("q", getattr(self, name))))
+                object.__setattr__(self, name, TokenIds(getattr(self, name)))
         except (TypeError, OverflowError) as error:
             raise DatasetError(
                 f"expected token ids of sample '{self.sample_id}', got others ({error}); give whole numbers"

@@ -87,8 +87,13 @@ class Row:
         return str(value) or str(self.index)
 
     def question(self) -> str:
-        """Return the question: `question`, or LongBench's `input`."""
-        return self.text("question") or self.text("input")
+        """Return the question: `question`, or LongBench's `input`. Raises DatasetError for two different ones."""
+        question, longbench_input = self.text("question"), self.text("input")
+        if {"question", "input"} <= self.fields.keys() and question != longbench_input:
+            raise self.refusal(
+                "expected `question` or `input`, which mean the same, got both with different texts; leave one out"
+            )
+        return question or longbench_input
 
     def sample_id(self) -> str:
         """Return the field `id`, else the row's index followed by LongBench's `_id`, which may repeat."""
@@ -156,6 +161,24 @@ def _check_fields(row: Row) -> None:
         got = [*row.fields] or "none that is not null"
         ways = "`input`, RULER's prompt" if row.is_ruler else "`prompt`, `messages`, or `context` and `question`"
         raise row.refusal(f"expected the field {ways}; got {got}")
+    _check_effects(row, given[0])
+
+
+_OF_LONGBENCH = ("dataset", "all_classes", "_id")
+
+
+def _check_effects(row: Row, way: str) -> None:
+    """Raise DatasetError, with file and line, for a field without effect in a row whose prompt is its field `way`."""
+    idle = next((name for name in _OF_LONGBENCH if name in row.fields), None) if way in ("prompt", "messages") else None
+    if idle:
+        raise row.refusal(
+            f"`{idle}` has no effect beside `{way}`; leave it out, or say the prompt by `context` and `question`"
+        )
+    if "all_classes" in row.fields and "dataset" not in row.fields:
+        raise row.refusal("`all_classes` has no effect without `dataset`, one of LongBench's names; leave it out")
+    answers = "outputs" if row.is_ruler else "answers"
+    if "metric" in row.fields and not row.texts(answers):
+        raise row.refusal(f"`metric` has no effect without `{answers}`; give some, or leave it out")
 
 
 def _parse_row(content: str, index: int, where: str) -> Row:

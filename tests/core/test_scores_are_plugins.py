@@ -136,11 +136,18 @@ def test_an_installed_package_brings_a_score(tmp_path: Path, monkeypatch: pytest
         plugins.installed_entry_points.cache_clear()
 
 
-def test_a_file_that_fails_is_one_line_with_its_place(peak: Path) -> None:
-    peak.write_text(f"import beside\n{PEAK}")
+@pytest.mark.parametrize("line", ["import beside", "from beside.deeper import what"])
+def test_a_file_that_imports_what_lies_beside_it_is_told_how(peak: Path, line: str) -> None:
+    (peak.parent / "beside.py").write_text("what = 1\n")
+    peak.write_text(f"{line}\n{PEAK}")
     with pytest.raises(PluginError, match="cannot be loaded: ModuleNotFoundError: No module named 'beside'") as raised:
         registry.policy_class("mine.py:Peak")
-    assert str(raised.value).endswith("(mine.py, line 1)")
+    how = f"files beside it are imported by their names with PYTHONPATH={peak.parent} before the command"
+    assert str(raised.value).endswith(f"(mine.py, line 1); {how}")
+    peak.write_text(f"import nowhere_at_all\n{PEAK}")
+    with pytest.raises(PluginError, match="nowhere_at_all") as raised:
+        registry.policy_class("mine.py:Peak")
+    assert "PYTHONPATH" not in str(raised.value)
     peak.write_text("x" * 1_000_000)
     with pytest.raises(PluginError, match=r"NameError: name 'x{100,200}… \(mine.py, line 1\)$"):
         registry.policy_class("mine.py:Peak")
