@@ -14,7 +14,7 @@ from perturbkv.analyses.horizon import horizon
 from perturbkv.analyses.needle import needle
 from perturbkv.analyses.stats.intervals import Interval
 from perturbkv.analyses.stats.rank_correlation import mean_ranks, spearman
-from perturbkv.configs.run import RunConfig
+from perturbkv.configs.run import RunConfig, Settings
 from perturbkv.errors import ConfigError, TraceError
 from perturbkv.schema import VARIABLES
 from perturbkv.trace import SampleTrace, Trace
@@ -377,5 +377,5 @@ def test_the_run_config_keeps_what_is_new_and_reads_what_is_old() -> None:
     for name in ("scenario", "cache", "head_scores", "generate"):
         del old[name]
     assert RunConfig.from_json(json.dumps(old)) == RunConfig("m", "d", CONFIGS)
-    with pytest.raises(ConfigError, match="at least 0 tokens"):
-        RunConfig("m", "d", CONFIGS, generate=-1)
+    with pytest.raises(ConfigError, match="at least 0, got -1"):
+        Settings(generate=-1)

@@ -147,7 +147,7 @@ def test_the_first_complete_sample_with_text_is_taken() -> None:
     assert pk.tokens(trace).prompt.sample == "third"
     with pytest.raises(TraceError, match="expected the text of 'bare' in this trace, got a trace without it") as raised:
         pk.tokens(trace, "bare")
-    assert "pk.measure with prompts=True and the path of its trace adds it" in str(raised.value)
+    assert "pk.measure with prompts=True and another path measures it with its text" in str(raised.value)
     with pytest.raises(TraceError, match=r"complete samples \(third\), got 'broken', which failed: it broke"):
         pk.tokens(trace, "broken")
 

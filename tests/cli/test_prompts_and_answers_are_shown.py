@@ -195,7 +195,7 @@ def test_a_score_is_the_metrics_of_the_answers_text(
 ) -> None:
     from perturbkv.pipeline.answers import generation
 
-    def answers(adapter, prompt, run, *more):  # type: ignore[no-untyped-def]
+    def answers(adapter, prompt, run, *more, divergence):  # type: ignore[no-untyped-def]
         said = [adapter.tokenizer(text)["input_ids"] for text in ("the cat sat", "dog")]
         return generation.Answers(said[0], [said[1] for _ in run.configs], [0.5] * len(run.configs), [])
 

@@ -165,5 +165,5 @@ def test_full_precision_is_not_said_and_may_be_absent() -> None:
 def test_a_wrong_precision_in_a_document_is_refused() -> None:
     document = configuration(64, precision="quantise").to_document()
     document["precision_options"] = {**document["precision_options"], "bits": 3}
-    with pytest.raises(UnknownNameError, match="unknown bits '3'"):
+    with pytest.raises(UnknownNameError, match="unknown keys '3'"):
         EvictionConfig.from_document(document)

@@ -75,14 +75,11 @@ def test_parts_by_configurations_join_in_the_order_of_shards_whichever_was_first
     assert content(tmp_path / "t.h5") == content(writer.finish())
 
 
-def test_a_missing_shard_is_named_with_what_measures_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_shard_is_named_with_what_measures_it(tmp_path: Path) -> None:
     path = tmp_path / "t.h5"
     measure_shard(path, "2/3")
     told = "expected all 3 shards of .*, got 1: 1/3, 3/3 are missing; the same command with --shard 1/3 "
     with pytest.raises(TraceError, match=told):
-        merge(path)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(TraceError, match=r"measures 1/3: cd /.* && perturbkv trace --shard 1/3 -o t\.h5$"):
         merge(path)
     with pytest.raises(TraceError, match="is in shards, of which 1 of 3 are done; perturbkv merge .*t.h5 joins"):
         read_trace(path)

@@ -35,8 +35,9 @@ def check_evicted(model: Any, facts: Facts) -> None:
         if (owner := facts.layers[index].owner) is not None:
             kept[index] = kept[owner]
             continue
-        kept[index] = torch.rand(facts.layers[index].heads, ids.shape[1], generator=generator).to(ids.device) < 0.4
-        kept[index][:, -1] = True
+        held = torch.rand(facts.layers[index].heads, ids.shape[1], generator=generator) < 0.4
+        held[:, -1] = True
+        kept[index] = held.to(ids.device)
     naive = _NaiveAttention(
         facts.layers, {id(module): index for index, module in attentions.items()}, kept, ids.shape[1]
     )
@@ -136,4 +137,4 @@ def _empty_evicted(read: tuple[Tensor, Tensor], kept: Tensor) -> None:
     _, kv_heads, entries, _ = read[0].shape
     held = kept.view(kv_heads, -1, kept.shape[1]).any(dim=1)[:, -entries - 1 : -1].to(read[0].device)
     for tensor in read:
-        tensor[0][~held] = math.nan
+        tensor[0].masked_fill_(~held.unsqueeze(-1), math.nan)
