@@ -27,7 +27,7 @@ from perturbkv.figures.labels import sort_by_cache_share
 from perturbkv.figures.panels import panel_grid
 from perturbkv.figures.style import symbols_to_tex
 
-_ROW_MM, _NARROW_MM = 76, 56
+_ROW_MM, _NARROW_MM = 76, 52
 _MEDIAN_OF_HEAD = OVER_SAMPLES.index(0.5)
 _LOW, _MEDIAN, _HIGH = (LEVELS.index(level) for level in (0.25, 0.5, 0.75))
 """Indices of the quartiles along the `level` axis of quantiles."""

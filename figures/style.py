@@ -302,6 +302,8 @@ def write_on_top(figure: Figure, words: str, **look: Any) -> None:
 
 _NAMES_POINTS = 30
 """Height of the names of ticks and of an axis under a panel."""
+_LINE_POINTS = 9
+"""Height of one more line of names at an axis."""
 _CORNERS = {
     "lower right": (0.98, 0.02, "right", "bottom"),
     "lower left": (0.03, 0.03, "left", "bottom"),
@@ -329,7 +331,8 @@ def draw_note(axes: Axes, text: str, at: str = "lower right") -> None:
 
 def draw_legend_below(axes: Axes, handles: Sequence[Any], columns: int) -> None:
     """Draw a legend with `columns` columns under the panel and the names of its axis."""
-    names = ScaledTranslation(0, -_NAMES_POINTS / 72, axes.get_figure().dpi_scale_trans)  # type: ignore[union-attr]
+    more = max((label.get_text().count("\n") for label in axes.get_xticklabels()), default=0)
+    names = ScaledTranslation(0, -(_NAMES_POINTS + more * points(_LINE_POINTS)) / 72, axes.get_figure().dpi_scale_trans)  # type: ignore[union-attr]
     legend = axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, 0), ncols=columns, handlelength=1.6,
                          bbox_transform=axes.transAxes + names, columnspacing=1.0, handletextpad=0.4,
                          borderaxespad=0.0)  # fmt: skip

@@ -89,10 +89,10 @@ def test_the_bounds_foot_tells_spreads_from_intervals(width: int) -> None:
     assert "third: bars, bands and brackets: ranges of single samples over n = 3 samples" in foot
 
 
-def test_bounds_in_one_column_are_at_most_180_mm_tall_and_carry_few_bars() -> None:
+def test_bounds_in_one_column_are_at_most_170_mm_tall_and_carry_few_bars() -> None:
     result = bound_tightness.bound_tightness(TRACE, "two-stage")
     figure = bounds_figure.draw_bound_tightness(result, 84)
-    assert figure.get_figheight() * 25.4 <= 180
+    assert figure.get_figheight() * 25.4 <= 170
     bars = [line for line in figure.axes[0].get_lines() if len(line.get_xdata()) == 2]
     assert len(bars) <= 1 + len(result.shown) * len(RATIOS)  # the line at 1, and a bar per ratio
 
