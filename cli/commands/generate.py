@@ -26,7 +26,7 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.display import plural
 from perturbkv.errors import FailedRunError, InterruptedRunError
 from perturbkv.escaping import escape_line
-from perturbkv.storage.answers_file import FILE
+from perturbkv.storage.answers_file import FILE, is_answers_row
 from perturbkv.storage.json_lines import open_sample_lines
 from perturbkv.storage.output import OutputFolder, resumable_file
 
@@ -133,7 +133,7 @@ def generate(
     metrics_of(planned.prompts)
     header = {"run": json.loads(planned.run.to_json()), "divergence": divergence}
     made_with = provenance_object(provenance(planned))
-    with open_sample_lines(path, header, run.overwrite, run.wait, made_with) as lines:
+    with open_sample_lines(path, header, run.overwrite, run.wait, made_with, is_answers_row) as lines:
         failed = _answer_missing(run, planned, lines, divergence)
         lines.sort(planned.prompts.ids)
     if not lines.rows:

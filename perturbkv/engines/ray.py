@@ -1,7 +1,7 @@
 """Workers as actors of a Ray cluster: connection to the cluster, placement of workers on its nodes, and their orders.
 
-Workers are placed on nodes with free GPUs, or with cores and memory for the model and its caches. Ray carries orders
-and answers, and reports when an actor has died.
+Workers are placed on nodes with free GPUs or cores that hold the model and its caches. Ray carries orders and answers,
+and reports when an actor has died.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import pickle
 import signal
 import socket
+import subprocess
 import threading
 import time
 import warnings
@@ -28,6 +29,9 @@ from perturbkv.engines.scheduler import WorkerExit
 from perturbkv.engines.worker import Reply, Task, WorkerDevice
 from perturbkv.errors import ConfigError, NoMemoryError, install_extra
 
+_MIB = 2**20
+_SMI = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
+
 
 @dataclass(frozen=True)
 class Node:
@@ -39,6 +43,7 @@ class Node:
         cpus: number of free cores.
         gpus: number of free GPUs.
         memory: free bytes, as the cluster counts them.
+        gpu_bytes: memory of its smallest GPU; 0 where that is unknown.
     """
 
     key: str
@@ -46,6 +51,7 @@ class Node:
     cpus: int
     gpus: int
     memory: int
+    gpu_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,21 +65,37 @@ class Seat:
     memory: int
 
 
+def gpu_bytes() -> int:
+    """Return the memory of this machine's smallest GPU in bytes; 0 where it is unknown."""
+    try:
+        output = subprocess.run(_SMI, capture_output=True, text=True, check=True, timeout=20).stdout
+        return min(int(line) for line in output.split()) * _MIB
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return 0
+
+
 def assign_seats(chosen: Workers, nodes: Sequence[Node], device: str, needed: int) -> list[Seat]:
     """Return one seat per worker, on the nodes with most free resources, with memory for `needed` bytes each.
 
     Raises ConfigError where fewer are free than requested, NoMemoryError where the bytes fit nowhere.
     """
-    return _gpu_seats(chosen, nodes) if device == "cuda" else _cpu_seats(chosen, nodes, needed)
+    return _gpu_seats(chosen, nodes, needed) if device == "cuda" else _cpu_seats(chosen, nodes, needed)
 
 
-def _gpu_seats(chosen: Workers, nodes: Sequence[Node]) -> list[Seat]:
+def _gpu_seats(chosen: Workers, nodes: Sequence[Node], needed: int) -> list[Seat]:
     """Return one seat per worker, on one GPU each. Raises as `assign_seats`."""
     free = [node for node in nodes if node.gpus]
     if not free:
         raise ConfigError("expected a free GPU in the Ray cluster, got none; wait for one, or say --device cpu")
+    fitting = [node for node in free if not 0 < node.gpu_bytes < needed]
+    if not fitting:
+        largest = max(node.gpu_bytes for node in free)
+        raise NoMemoryError(
+            f"the model and its caches need {memory.format_size(needed)}, and the largest free GPU of the Ray cluster "
+            f"has {memory.format_size(largest)}; a smaller --max-memory or --dtype takes less"
+        )
     cpus = chosen.cpus_per_worker or 1
-    assigned = _assign_nodes(free, lambda node: min(node.gpus, node.cpus // cpus), chosen.workers, "free GPUs", cpus)
+    assigned = _assign_nodes(fitting, lambda node: min(node.gpus, node.cpus // cpus), chosen.workers, "free GPUs", cpus)
     return [Seat(WorkerDevice("cuda:0", cpus, node.name), node.key, cpus, 1, 0) for node in assigned]
 
 
@@ -118,7 +140,7 @@ def _assign_nodes(
     most = sum(shares.values())
     if most < (workers or 1):
         raise ConfigError(
-            f"expected at most one worker for each of the Ray cluster's {most} {what}, got "
+            f"expected at most one worker for each of the Ray cluster's {most} {what} that hold the model, got "
             f"--workers {workers or 'none'} of {cpus} cores each; ask for fewer, or wait until others are done"
         )
     assigned: list[Node] = []
@@ -220,14 +242,24 @@ class Actors:
 
 
 def list_nodes(ray: Any) -> list[Node]:
-    """Return the living nodes of the cluster with their free resources."""
+    """Return the living nodes of the cluster with their free resources; GPU memory is queried on the node."""
     from ray._private.state import available_resources_per_node
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     free, nodes = available_resources_per_node(), []
+    query = ray.remote(gpu_bytes)
     for node in _living_nodes(ray):
-        resources = free.get(node["NodeID"], {})
-        cpus, gpus, memory_bytes = (int(resources.get(name, 0)) for name in ("CPU", "GPU", "memory"))
-        nodes.append(Node(node["NodeID"], node["NodeManagerAddress"], cpus, gpus, memory_bytes))
+        key, resources = node["NodeID"], free.get(node["NodeID"], {})
+        affinity = NodeAffinitySchedulingStrategy(key, soft=False)
+        size = (
+            ray.get(query.options(num_cpus=0, scheduling_strategy=affinity).remote())
+            if resources.get("GPU", 0) >= 1
+            else 0
+        )
+        nodes.append(
+            Node(key, node["NodeManagerAddress"], int(resources.get("CPU", 0)), int(resources.get("GPU", 0)),
+                 int(resources.get("memory", 0)), size)
+        )  # fmt: skip
     return nodes
 
 
@@ -241,9 +273,13 @@ def _describe_exit(error: Exception) -> str:
 _log = logging.getLogger(__name__)
 _ADDRESS = "RAY_ADDRESS"
 _SECONDS = 5.0
-"""Timeout for a head to accept a connection: Ray itself would try a dead one for two minutes."""
+"""Timeout for a head to accept a connection, and again to answer: Ray itself would try a dead one for two minutes."""
 _LONGEST = 300
 """Characters of Ray's own message."""
+_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""The beginning of an HTTP/2 connection, which Ray uses: the preface, and a frame of no settings."""
+_SETTINGS = 4
+"""The kind of a server's first frame, in its fourth byte."""
 
 
 def import_ray() -> Any:
@@ -315,18 +351,22 @@ def _connect(ray: Any, address: str) -> None:
 
 
 def check_address(address: str) -> None:
-    """Raise ConfigError for an invalid cluster address, or if no server answers there."""
+    """Raise ConfigError for an invalid cluster address, or if no server there speaks Ray's protocol."""
     host, colon, port = address.rpartition(":")
     if "://" in address or not (host and colon and port.isdigit() and 0 < int(port) < 2**16):
         raise ConfigError(
             f"--ray-address takes host:port of a cluster's head, such as 10.0.0.1:6379, or auto; got '{address}'"
         )
     try:
-        socket.create_connection((host.strip("[]"), int(port)), _SECONDS).close()
+        with socket.create_connection((host.strip("[]"), int(port)), _SECONDS) as link:
+            link.sendall(_HELLO)
+            answer = link.recv(9)
     except OSError as error:
         raise ConfigError(
             f"expected a Ray cluster at {address}, got '{error.strerror or error}'; ray status shows where it is"
         ) from None
+    if answer[3:4] != bytes((_SETTINGS,)):
+        raise ConfigError(f"expected a Ray cluster at {address}, got something else; ray status shows where it is")
 
 
 def _living_nodes(ray: Any) -> list[dict[str, Any]]:

@@ -113,6 +113,8 @@ _MOST_STARTS = 2
 """Starts of a worker that ends before it could do anything."""
 _MOST_ENDS = 10
 """Workers that may end one after the other without an item done in between."""
+_REMEMBERED = 1000
+"""Number of log lines that are remembered, so that they are not repeated."""
 
 
 @dataclass
@@ -257,6 +259,8 @@ class Scheduler:
     def _log_once(self, line: LogLine) -> None:
         """Log a line of a worker, unless the same line was logged before."""
         if line not in self._log_lines:
+            if len(self._log_lines) >= _REMEMBERED:
+                self._log_lines.clear()
             self._log_lines.add(line)
             name, level, message = line
             logging.getLogger(name).log(level, "%s", message)

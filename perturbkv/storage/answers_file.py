@@ -68,7 +68,7 @@ def read_answers(path: str | Path) -> WrittenAnswers:
     run = _parse_run(path, header)
     labels = set(run.labels())
     for number, row in enumerate(rows, start=2):
-        if not _is_answers_row(row) or set(row["evicted"]) != labels:
+        if not is_answers_row(row) or set(row["evicted"]) != labels:
             raise _KIND.refusal(path, f"a line {number} that is no sample's answers of its run")
     if not rows:
         raise _KIND.refusal(path, "one without answers")
@@ -86,7 +86,7 @@ def check_answers(answers: Any) -> None:
         )
 
 
-def _is_answers_row(document: Mapping[str, Any]) -> bool:
+def is_answers_row(document: Mapping[str, Any]) -> bool:
     """Return whether a line's JSON object has all fields of a sample's answers, with the right types."""
     return _has_fields(document, _ROW_FIELDS) and all(
         _has_fields(answer, _ANSWER_FIELDS) for answer in (document["full"], *document["evicted"].values())

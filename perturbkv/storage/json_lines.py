@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,13 +121,16 @@ def open_sample_lines(
     overwrite: bool = False,
     wait: bool = False,
     made_with: Mapping[str, Any] | None = None,
+    is_row: Callable[[Mapping[str, Any]], bool] = lambda row: True,
 ) -> Iterator[SampleLines]:
     """Open a file of results with lines of samples, locked against other writers, and yield its lines.
 
     `header`, the first line, identifies the run; `made_with` is added to it, and may differ when a run goes on. Without
-    a path the results are kept in memory alone. `wait` waits for another writer.
+    a path the results are kept in memory alone. `wait` waits for another writer; `is_row` tells whether an object is a
+    sample's row, beside that it has the sample's id.
 
-    Raises ConfigError for a file whose first line is not `header`, unless `overwrite` replaces it; OutputError where
+    Raises ConfigError for a file whose first line is not `header` or whose others are no rows, unless `overwrite`
+    replaces it; OutputError where
     nothing can be written.
     """
     first = {**header, **({MADE_WITH: made_with} if made_with else {})}
@@ -137,19 +140,21 @@ def open_sample_lines(
     with Lock(path, wait), translate_os_errors(path):
         rows: list[dict[str, Any]] = []
         if os.path.lexists(path) and not overwrite:
-            first, rows = _finished_rows(path, header)
+            first, rows = _finished_rows(path, header, is_row)
             write(path, [first, *rows])
         yield SampleLines(rows, first.get(MADE_WITH, {}), path, first)
 
 
-def _finished_rows(path: Path, header: Mapping[str, Any]) -> tuple[Document, list[Document]]:
+def _finished_rows(
+    path: Path, header: Mapping[str, Any], is_row: Callable[[Mapping[str, Any]], bool]
+) -> tuple[Document, list[Document]]:
     """Return the first line and the rows of finished samples in a file.
 
-    Raises ConfigError where the first line is not `header`.
+    Raises ConfigError where the first line is not `header`, or another is no row.
     """
     first, *rows = read(path, _KIND) or [{}]
     if {name: value for name, value in first.items() if name != MADE_WITH} != json.loads(json.dumps(header)):
         raise _KIND.refusal(path, "one of another question, or of another run")
-    if invalid := [row for row in rows if not isinstance(row.get(SAMPLE), str)]:
+    if invalid := [row for row in rows if not (isinstance(row.get(SAMPLE), str) and is_row(row))]:
         raise _KIND.refusal(path, f"a line that is no sample's, {str(invalid[0])[:40]}")
     return first, rows

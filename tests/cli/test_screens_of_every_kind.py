@@ -6,9 +6,11 @@ import errno
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -46,6 +48,10 @@ def test_output_without_room_is_one_line() -> None:
     code, _, err = ran("> /dev/full", "list", "models")
     assert code == 2
     assert err.decode().count("\n") == 1 and os.strerror(errno.ENOSPC) in err.decode()
+
+
+def test_a_closed_output_is_no_error() -> None:
+    assert ran(">&- 2>&-", "list", "models", "--json")[0] == 0
 
 
 @pytest.mark.slow
@@ -98,6 +104,17 @@ def test_ids_and_names_are_shown_and_stay_what_they_are(perturbkv: Run, model: P
     again = perturbkv("generate", "--dataset", path, *options, "-o", "out", "--json")
     assert again.json()["samples"][0]["sample"] == row["id"]
     assert again.json()["run"]["dataset"] == str(path)
+
+
+def test_a_line_that_is_no_answers_of_ours_is_refused(perturbkv: Run, model: Path, data: Path) -> None:
+    options = ["--model", model, "--dataset", data, "--samples", 1, "--budget", 24, "--window", 8]
+    options += ["--max-new-tokens", 2, "-o", "out"]
+    kept = Path("out/generation.jsonl")
+    assert perturbkv("generate", *options).code == 0
+    whole = kept.read_text()
+    kept.write_text(whole.splitlines()[0] + '\n{"sample": "p0"}\n')
+    refused = perturbkv("generate", *options)
+    assert (refused.code, refused.err.count("\n")) == (2, 1)
 
 
 @pytest.mark.parametrize("begins", ["perturbkv.cli.main", "perturbkv.cli.command_line"])
@@ -159,3 +176,51 @@ def test_a_run_says_itself_what_it_kept(monkeypatch: pytest.MonkeyPatch, capsys:
 
     assert ended(monkeypatch, run) == 130
     assert "2 of 3" in capsys.readouterr().err
+
+
+class Finalised:
+    """Something whose finaliser swallows a signal, which it sends itself."""
+
+    def __init__(self, sent: signal.Signals) -> None:
+        self.sent = sent
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), self.sent)
+        time.sleep(5)  # until the handler has raised
+
+
+@pytest.fixture
+def hears_ctrl_c() -> Iterator[None]:
+    """Python's own handler, which a job in a shell's background is without."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
+@pytest.mark.usefixtures("hears_ctrl_c")
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_that_a_finaliser_swallows_interrupts_all_the_same(sent: signal.Signals) -> None:
+    with main.sigterm_as_interrupt() as sigterm:
+        hook = sys.unraisablehook
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012 (the handler runs at a later instruction)
+            Finalised(sent)
+            time.sleep(10)
+        assert sigterm.exit_code(130) == (143 if sent == signal.SIGTERM else 130)
+    assert sys.unraisablehook is not hook
+
+
+def test_a_swallowed_sigterm_interrupts_a_background_job_which_ignores_ctrl_c() -> None:
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with main.sigterm_as_interrupt(), pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            Finalised(signal.SIGTERM)
+            time.sleep(2)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+@pytest.mark.usefixtures("hears_ctrl_c")
+def test_a_swallowed_interrupt_does_not_outlive_the_command() -> None:
+    with main.sigterm_as_interrupt():
+        Finalised(signal.SIGINT)
+    time.sleep(3 * main._AGAIN_S)

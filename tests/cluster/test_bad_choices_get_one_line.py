@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,10 +58,7 @@ def test_a_choice_that_cannot_be_is_refused(asked: dict[str, Any], words: str) -
         (["--workers", "2"], "--workers (workers=…) has no effect here: it needs --engine workers or --engine ray"),
         (["--engine", "workers", "--workers", "0"], "from 1 to 4,096, got 0"),
         (["--engine", "workers", "--workers", "4096"], "at most one worker for each of this machine's"),
-        (
-            ["--engine", "workers", "--ray-address", "a:1"],
-            "--ray-address (ray_address=…) has no effect here: it needs",
-        ),
+        (["--engine", "workers", "--ray-address", "a:1"], "--ray-address (ray_address=…) has no effect here: it needs"),
         (["--engine", "workers", "--device-map", "auto"], "each worker has its own"),
         (["--engine", "ray"], "--ray-address or RAY_ADDRESS, and got neither"),
         (["--engine", "ray", "--ray-address", "nowhere"], "host:port"),
@@ -84,6 +84,24 @@ def test_without_ray_the_command_that_brings_it_is_told(monkeypatch: pytest.Monk
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install '\.\[ray\]'"):
         joining.import_ray()
+
+
+@pytest.mark.slow
+def test_a_port_at_which_somebody_else_answers_is_no_cluster() -> None:
+    """One that says something, and one that says nothing, which is waited for no longer than seconds."""
+    for reply in (b"HTTP/1.1 400 Bad Request\r\n", b""):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            threading.Thread(target=_answer, args=(server, reply), daemon=True).start()
+            began = time.monotonic()
+            with pytest.raises(ConfigError, match="expected a Ray cluster at 127.0.0.1:"):
+                joining.check_address(f"127.0.0.1:{server.getsockname()[1]}")
+            assert time.monotonic() - began < 15
+
+
+def _answer(server: socket.socket, reply: bytes) -> None:
+    taken, _ = server.accept()
+    taken.sendall(reply) if reply else time.sleep(6)
+    taken.close()
 
 
 def test_what_ray_says_of_another_version_is_one_line() -> None:
@@ -152,15 +170,17 @@ def test_workers_that_want_more_cores_than_there_are_are_refused(plan: Plan, mon
         processes.worker_devices(Workers("workers", workers=2, cpus_per_worker=5), plan)
 
 
-BIG, SMALL = Node("big", "10.0.0.1", 8, 2, 64 * GIB), Node("small", "10.0.0.2", 8, 4, 64 * GIB)
+BIG, SMALL = Node("big", "10.0.0.1", 8, 2, 64 * GIB, 80 * GIB), Node("small", "10.0.0.2", 8, 4, 64 * GIB, 16 * GIB)
 
 
-def test_actors_take_a_gpu_each_where_most_are_free() -> None:
-    seats = nodes.assign_seats(Workers("ray", workers=3), [BIG, SMALL], "cuda", 40 * GIB)
-    assert [(seat.key, seat.gpus) for seat in seats] == [("small", 1), ("small", 1), ("big", 1)]
+def test_actors_go_where_gpus_hold_the_model() -> None:
+    seats = nodes.assign_seats(Workers("ray"), [SMALL, BIG], "cuda", 40 * GIB)
+    assert [(seat.key, seat.gpus) for seat in seats] == [("big", 1)] * 2
     assert len(nodes.assign_seats(Workers("ray"), [SMALL, BIG], "cuda", 10 * GIB)) == 6
-    with pytest.raises(ConfigError, match="the Ray cluster's 6 free GPUs, got --workers 7"):
-        nodes.assign_seats(Workers("ray", workers=7), [SMALL, BIG], "cuda", 40 * GIB)
+    with pytest.raises(NoMemoryError, match="need 100.0 GiB, and the largest free GPU of the Ray cluster has 80.0 GiB"):
+        nodes.assign_seats(Workers("ray"), [SMALL, BIG], "cuda", 100 * GIB)
+    with pytest.raises(ConfigError, match="the Ray cluster's 2 free GPUs that hold the model, got --workers 3"):
+        nodes.assign_seats(Workers("ray", workers=3), [SMALL, BIG], "cuda", 40 * GIB)
     busy = [dataclasses.replace(node, gpus=0) for node in (SMALL, BIG)]
     with pytest.raises(ConfigError, match="a free GPU in the Ray cluster, got none"):
         nodes.assign_seats(Workers("ray"), busy, "cuda", GIB)
