@@ -243,13 +243,14 @@ def token_texts(token_ids: Sequence[int], decode: Callable[[list[int]], str]) ->
     no character are shown as the tokenizer shows them.
     """
     texts: list[str] = []
+    ids = list(token_ids)
     begin = done = 0  # tokens from `begin` to `done` are decoded too: a leading space needs a token before it
-    for end in range(1, len(token_ids) + 1):
-        whole = decode(list(token_ids[begin:end]))
-        if whole.endswith(INCOMPLETE) and end < len(token_ids) and end - done < _LONGEST:
+    for end in range(1, len(ids) + 1):
+        whole = decode(ids[begin:end])
+        if whole.endswith(INCOMPLETE) and end < len(ids) and end - done < _LONGEST:
             texts.append("")
             continue
-        before = decode(list(token_ids[begin:done])) if done > begin else ""
+        before = decode(ids[begin:done]) if done > begin else ""
         texts.append(whole[len(before) :].replace(_NUL, _SHOWN_NUL))
         begin, done = done, end
     return texts
