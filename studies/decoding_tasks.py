@@ -5,15 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 import perturbkv as pk
 
-GIVEN = 4
-"""Lines of an answer that stand in the prompt."""
 BLOCK, TIMES = 32, 4
 """A loop is a block of so many tokens at most, at least so many times."""
 MODULES = (
@@ -21,6 +18,7 @@ MODULES = (
     "a parser of arithmetic expressions with brackets", "a matrix class with products and inverses",
     "a tokenizer of a small language", "a text adventure with five rooms", "a bank with accounts and transfers",
 )  # fmt: skip
+ACCOUNTS = ("Red", "Green", "Blue")
 NAMES = (
     "Anna Boris Clara David Elena Felix Greta Henry Irene James Karen Louis Maria Nadia Oscar Paula Quinn Robert Sarah "
     "Thomas Ursula Victor Wendy Xavier Yusuf Zelda Alice Bruno Carol Diana Emil Fiona George Helen Ivan Julia Kevin "
@@ -30,41 +28,56 @@ NAMES = (
 
 @dataclass(frozen=True)
 class Task:
-    """A prompt: its kind, name and text, the lines of a right answer, of code none, and the numbers that they add.
+    """A prompt.
 
-    The first `GIVEN` lines are the beginning of the answer, which the model goes on with.
+    Attributes:
+        kind: one of `KINDS`.
+        name: of the prompt.
+        text: of the prompt.
+        lines: of a right answer; none of code.
+        given: how many of them stand in the prompt: the beginning of the answer, which the model goes on with.
+        adds: what each account gets at its turn, of arithmetic.
     """
 
     kind: str
     name: str
     text: str
     lines: tuple[str, ...] = ()
-    added: tuple[int, ...] = ()
+    given: int = 0
+    adds: tuple[int, ...] = ()
 
     def row(self) -> dict[str, str]:
         """Return the prompt as a row of a jsonl file."""
-        begun = {"answer_prefix": "".join(f"{line}\n" for line in self.lines[:GIVEN])} if self.lines else {}
+        begun = {"answer_prefix": "".join(f"{line}\n" for line in self.lines[: self.given])} if self.lines else {}
         return {"id": self.name, "prompt": self.text, **begun}
 
     def share_right(self, text: str) -> float | None:
         """Return the share of lines that an answer has right; None for code.
 
-        A sum is right where it adds its number to the total of the line before, be that right or wrong.
+        A turn is right where it adds its number to the total that the account's turn before ends in, be that right or
+        wrong. Of two lines for a turn the first counts.
         """
-        said = [*self.lines[:GIVEN], *(line.strip() for line in text.splitlines())]
-        if self.added:
-            steps = {(before, line) for before, line in pairwise(said)}
-            right = [any(line == sum_line(number, before, one) for before, line in steps)
-                     for number, one in enumerate(self.added, 1)]  # fmt: skip
+        said = [*self.lines[: self.given], *(line.strip() for line in text.splitlines())]
+        if self.adds:
+            turns = dict(reversed([(line.partition(". ")[0], line) for line in said]))
+            right = [
+                turns.get(str(number)) == turn_line(number, turns.get(str(number - len(ACCOUNTS)), ""), self.adds)
+                for number in range(1, len(self.lines) + 1)
+            ]
         else:
             right = [line in said for line in self.lines]
-        return float(np.mean(right[GIVEN:])) if right else None
+        return float(np.mean(right[self.given :])) if right else None
 
 
-def sum_line(number: int, before: str, added: int) -> str:
-    """Return the line that adds a number to the total at the end of the line before; empty where that has none."""
-    total = before.rpartition(" ")[2]
-    return f"{number}. {total} + {added} = {int(total) + added}" if total.isdecimal() else ""
+def turn_line(number: int, before: str, adds: Sequence[int]) -> str:
+    """Return the line of a turn, whose account gets its number beside the total at the end of its turn before.
+
+    Empty where that ends in no number.
+    """
+    total, account = before.rpartition(" ")[2], (number - 1) % len(ACCOUNTS)
+    if not total.isdecimal():
+        return ""
+    return f"{number}. {ACCOUNTS[account]}: {total} + {adds[account]} = {int(total) + adds[account]}"
 
 
 def code_task(place: int) -> Task:
@@ -81,23 +94,22 @@ def needle_task(place: int, persons: int = 36) -> Task:
     lines = [f"{number}. {name} lives in room {room}." for number, (name, room) in enumerate(rooms.items(), 1)]
     table = "\n".join(f"{name}: {room}" for name, room in rooms.items())
     asked = f"Write a numbered sentence for each of these {persons} persons, in this order, nothing else."
-    return Task("needle", f"rooms {place}", f"Each person has a room.\n\n{table}\n\n{asked}", tuple(lines))
+    return Task("needle", f"rooms {place}", f"Each person has a room.\n\n{table}\n\n{asked}", tuple(lines), given=4)
 
 
-def arithmetic_task(place: int, numbers: int = 39) -> Task:
-    """Return the prompt for the running total of a list of numbers."""
-    draw = random.Random(f"decoding/arithmetic/{place}")
-    added = [draw.randrange(2, 10) for _ in range(numbers)]
-    lines = ["0. 0 + 0 = 0"]
-    for number, one in enumerate(added, 1):
-        lines.append(sum_line(number, lines[-1], one))
-    given = "\n".join(f"{number}. {one}" for number, one in enumerate(added, 1))
-    asked = (
-        f"Write a numbered line for each of these {numbers} numbers, in this order, nothing else. Each line adds its "
-        "number to the total of the line before."
+def arithmetic_task(place: int, turns: int = 36) -> Task:
+    """Return the prompt for the totals of three accounts that get their numbers in turns."""
+    draw = random.Random(f"decoding/accounts/{place}")
+    first, adds = [draw.randrange(100, 500) for _ in ACCOUNTS], draw.sample(range(2, 7), len(ACCOUNTS))
+    lines = [str(total) for total in first]
+    for number in range(1, turns + 1):
+        lines.append(turn_line(number, lines[-len(ACCOUNTS)], adds))
+    text = (
+        f"Three accounts, Red, Green and Blue, begin with {first[0]}, {first[1]} and {first[2]}. In turns, Red gets "
+        f"{adds[0]}, Green gets {adds[1]} and Blue gets {adds[2]}. Write a numbered line for each of the first {turns} "
+        "turns, in this order, nothing else. Each line adds the number to the account's total so far."
     )
-    text = f"Add these numbers to a total, one after the other:\n{given}\n\n{asked}"
-    return Task("arithmetic", f"totals {place}", text, tuple(lines[1:]), tuple(added))
+    return Task("arithmetic", f"accounts {place}", text, tuple(lines[len(ACCOUNTS) :]), given=6, adds=tuple(adds))
 
 
 KINDS: dict[str, Callable[[int], Task]] = {"needle": needle_task, "arithmetic": arithmetic_task, "code": code_task}

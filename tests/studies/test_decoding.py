@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import perturbkv as pk
 from tests.support.scripts import STUDIES, functions
 
 own, tasks = functions("decoding", STUDIES), functions("decoding_tasks", STUDIES)
-METHODS, KEPT, GIVEN = own["METHODS"], own["KEPT"], tasks["GIVEN"]
+METHODS, KEPT = own["METHODS"], own["KEPT"]
 
 
 def rows(
@@ -130,7 +131,7 @@ def test_answers_that_end_are_no_loops() -> None:
 
 def test_rooms_are_graded_line_by_line() -> None:
     task = tasks["needle_task"](0)
-    rest = task.lines[GIVEN:]
+    rest = task.lines[task.given :]
     assert task.share_right("\n".join(rest)) == 1
     assert task.share_right("\n".join(rest[: len(rest) // 2])) == 0.5
     assert task.share_right("") == 0
@@ -139,17 +140,25 @@ def test_rooms_are_graded_line_by_line() -> None:
         assert line == f"{number}. {name} lives in room {room}."
 
 
-def test_a_sum_is_right_where_it_goes_on_from_the_line_before() -> None:
+def test_a_turn_is_right_where_it_goes_on_from_the_account_s_turn_before() -> None:
     task = tasks["arithmetic_task"](0)
-    assert task.lines[-1].endswith(f"= {sum(task.added)}")
-    rest = [*task.lines[GIVEN:]]
-    assert task.share_right("\n".join(rest)) == 1
-    slipped, total = list(rest[:2]), int(rest[1].split()[-1]) + 1  # one slip, all later lines go on from it
-    slipped[1] = rest[1].rpartition(" ")[0] + f" {total}"
-    for number, added in enumerate(task.added[GIVEN + 2 :], GIVEN + 3):
-        slipped.append(f"{number}. {total} + {added} = {total + added}")
-        total += added
+    numbers = re.findall(r"\d+", task.text)
+    totals, adds = [*map(int, numbers[:3])], [*map(int, numbers[3:6])]
+    for turn, line in enumerate(task.lines):
+        account = turn % 3
+        totals[account] += adds[account]
+        before = totals[account] - adds[account]
+        name = ("Red", "Green", "Blue")[account]
+        assert line == f"{turn + 1}. {name}: {before} + {adds[account]} = {totals[account]}"
+    rest = task.lines[task.given :]
+    assert task.share_right("\n".join(rest)) == task.share_right("\n".join([*rest, *rest[:3]])) == 1
+    slipped = list(rest)  # one slip, from which the account's later lines go on
+    for turn in range(1, len(rest), 3):
+        head, _, before = rest[turn].rpartition(" + ")[0].rpartition(" ")
+        added = rest[turn].split(" + ")[1].split(" ")[0]
+        slipped[turn] = f"{head} {int(before) + (turn > 1)} + {added} = {int(before) + 1 + int(added)}"
     assert task.share_right("\n".join(slipped)) == pytest.approx(1 - 1 / len(rest))
+    assert task.share_right("\n".join(rest[1:])) == pytest.approx(1 - 2 / len(rest))  # nothing to go on from
     assert task.share_right("nothing = here") == 0
 
 
