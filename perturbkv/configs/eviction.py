@@ -329,6 +329,11 @@ class EvictionConfig:
 
     def label(self) -> str:
         """Return the unique, readable name of the configuration, the `config` coordinate of a trace."""
+        return self._label
+
+    @cached_property
+    def _label(self) -> str:
+        """The name, made once."""
         protected = [
             f"{name.replace('_', '-')}={getattr(self, name)}" for name in _PROTECTED_FIELDS if getattr(self, name)
         ]
