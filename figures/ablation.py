@@ -54,7 +54,9 @@ _COLUMNS, _LINE_MM, _AROUND_MM, _LOWEST_MM = 2, 4.2, 21, 40
 def draw_ablation(result: Ablation, width_mm: float = style.WIDE_MM) -> Figure:
     """Draw a panel per setting; left of 1 an ingredient perturbs less than the baseline."""
     ordered = sort_by_cache_share(result.settings, lambda one: one.cache_share)
-    titles = _row_titles(ordered)
+    named = {row.title: row.name for result in ordered for row in result.rows}
+    order = list(INGREDIENTS)
+    titles = {BASELINE: BASELINE} | dict(sorted(named.items(), key=lambda item: order.index(item[1])))
     height = max(_LOWEST_MM, len(titles) * _LINE_MM + _AROUND_MM)
     figure, panels = panel_grid(len(ordered), _columns(width_mm), width_mm, height, 10, sharex=True)
     for panel, one, name in zip(panels, ordered, _setting_names(ordered), strict=True):
@@ -74,13 +76,6 @@ def _setting_names(results: Sequence[Setting]) -> list[str]:
     """Return each setting's short name; its full name where nothing distinguishes it."""
     names = short_names([result.baseline for result in results], "alpha")
     return [name or result.setting for name, result in zip(names, results, strict=True)]
-
-
-def _row_titles(results: Sequence[Setting]) -> dict[str, str]:
-    """Return the rows of all panels as title -> ingredient: the baseline, then each ingredient at each α."""
-    named = {row.title: row.name for result in results for row in result.rows}
-    order = list(INGREDIENTS)
-    return {BASELINE: BASELINE} | dict(sorted(named.items(), key=lambda item: order.index(item[1])))
 
 
 def _draw_setting(axes: Axes, result: Setting, name: str, titles: dict[str, str]) -> None:
@@ -225,18 +220,13 @@ def draw_restriction(result: Restriction, width_mm: float = style.WIDE_MM) -> Fi
     longest = max(len(one.rows) for one in ordered)
     height = (longest + 1) * _RESTRICTION_LINE_MM + _RESTRICTION_AROUND_MM
     figure, panels = panel_grid(len(ordered), _columns(width_mm), width_mm, height, 10, sharex=True)
-    for panel, one, name in zip(panels, ordered, _restriction_names(ordered), strict=True):
+    names = short_names([one.baseline for one in ordered]) if len(ordered) > 1 else [ordered[0].setting]
+    for panel, one, name in zip(panels, ordered, names, strict=True):
         _draw_restriction_setting(panel, one, name)
         panel.set_xlabel(f"over {RESTRICTION_BASELINE}'s (log axis)")
     draw_legend(figure, [*ratio_entries(), drift_entry()])
     style.describe_run(figure, result.identity, style.interval_note(result.identity.samples))
     return figure
-
-
-def _restriction_names(results: Sequence[RestrictionSetting]) -> list[str]:
-    """Return distinct names of settings; the full name of a single setting."""
-    names = short_names([result.baseline for result in results])
-    return [result.setting if len(results) == 1 else name for result, name in zip(results, names, strict=True)]
 
 
 def _draw_restriction_setting(axes: Axes, result: RestrictionSetting, name: str) -> None:

@@ -307,16 +307,11 @@ def _assumption_rows(result: Assumption, narrow: bool) -> list[list[panels.Map]]
             for index, (name, config) in enumerate(named)
         ]
     return [
-        row
+        [
+            _assumption_map(name if index == 0 else "", config, reading, READINGS[reading])
+            for name, config in named[start : start + _ASSUMPTION_WIDE]
+        ]
         for start in range(0, len(named), _ASSUMPTION_WIDE)
-        for row in _reading_rows(named[start : start + _ASSUMPTION_WIDE])
-    ]
-
-
-def _reading_rows(named: Sequence[_Named]) -> list[list[panels.Map]]:
-    """Return a row of maps per reading of σ, with the configurations' names above the first row."""
-    return [
-        [_assumption_map(name if index == 0 else "", config, reading, READINGS[reading]) for name, config in named]
         for index, reading in enumerate(READINGS)
     ]
 

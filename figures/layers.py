@@ -208,7 +208,16 @@ def draw_last_layer(result: SampleSeries, width_mm: float = style.WIDE_MM) -> Fi
     baseline, _ = ordered[0].sides
     distance = DISTANCES[ordered[0].distance]
     label_outer(panels, f"sample, by {baseline}", f"last layer's drift ({distance})")
-    draw_legend(figure, _last_layer_legend(ordered), 5)
+    hollow, filled = ordered[0].sides
+    entries = [
+        Line2D([], [], linestyle="", marker="o", markersize=3.5, markerfacecolor="white", color="0.3", label=hollow),
+        Line2D([], [], linestyle="", marker="o", markersize=3.5, color="0.3", label=filled),
+        Line2D([], [], color=_BETTER, label=f"{filled} drifts less"),
+        Line2D([], [], color=_WORSE, label="more"),
+    ]
+    if any((result.verdict == 0).any() for result in ordered):
+        entries.append(Line2D([], [], linestyle="", marker="x", markersize=3.5, color=_TIED, label="tied"))
+    draw_legend(figure, entries, 5)
     style.describe_run(figure, result.identity, _foot_text(ordered[0]))
     return figure
 
@@ -242,20 +251,6 @@ def _draw_samples(axes: Axes, result: LastLayer, font: float) -> None:
     hidden = int(np.isnan(np.stack([first, second])).sum())
     if hidden:
         style.draw_note(axes, f"{plural(hidden, 'drift')} of 0 not drawn")
-
-
-def _last_layer_legend(results: Sequence[LastLayer]) -> list[Line2D]:
-    """Return the legend entries of both sides and of less, more and tied drift."""
-    hollow, filled = results[0].sides
-    entries = [
-        Line2D([], [], linestyle="", marker="o", markersize=3.5, markerfacecolor="white", color="0.3", label=hollow),
-        Line2D([], [], linestyle="", marker="o", markersize=3.5, color="0.3", label=filled),
-        Line2D([], [], color=_BETTER, label=f"{filled} drifts less"),
-        Line2D([], [], color=_WORSE, label="more"),
-    ]
-    if any((result.verdict == 0).any() for result in results):
-        entries.append(Line2D([], [], linestyle="", marker="x", markersize=3.5, color=_TIED, label="tied"))
-    return entries
 
 
 _BUDGETS_ROW_MM = 66
@@ -307,18 +302,13 @@ def _set_share_axis(axes: Axes, result: BudgetCurves) -> None:
     """Give the x axis the label, the ticks and the limits of the curves' shares."""
     shares = np.concatenate([100 * _x_shares(result, curve) for curve in result])
     least, most = float(shares.min()), float(shares.max())
-    marks = _percent_ticks(least, most)
+    every = [step * 10.0**power for power in range(-3, 4) for step in (1, 2.5, 5)]
+    inside = [tick for tick in every if least / 1.25 <= tick <= most * 1.25]
+    fine = [step * 10.0**power for power in range(-3, 4) for step in range(1, 10)]
+    marks = inside if len(inside) >= 2 else [tick for tick in fine if least / 1.6 <= tick <= most * 1.6]
     axes.set_xlabel(f"{'cache share' if _cache_shares_known(result) else 'kept share of a head'} (%)")
     axes.xaxis.set_major_locator(FixedLocator(marks))
     axes.set_xlim(min(least, *marks) / 1.15, max(most, *marks) * 1.15)
-
-
-def _percent_ticks(low: float, high: float) -> list[float]:
-    """Return ticks from about `low` to `high`: 1, 2.5 and 5 times powers of ten, or 1 to 9 times if too few fit."""
-    every = [step * 10.0**power for power in range(-3, 4) for step in (1, 2.5, 5)]
-    inside = [tick for tick in every if low / 1.25 <= tick <= high * 1.25]
-    fine = [step * 10.0**power for power in range(-3, 4) for step in range(1, 10)]
-    return inside if len(inside) >= 2 else [tick for tick in fine if low / 1.6 <= tick <= high * 1.6]
 
 
 def _cache_shares_text(result: BudgetCurves) -> str:

@@ -131,12 +131,6 @@ def _setting_groups(run: RunConfig) -> list[list[EvictionConfig]]:
     return [group for group in compared if not controls.issuperset(group)]
 
 
-def _ingredient(config: EvictionConfig) -> str:
-    """Return a configuration's ingredient: its selection's name, or `MEAN_OF_PRODUCTS` for two-stage that uses it."""
-    grouped = config.granularity.options.get("product") == MEAN_OF_PRODUCTS
-    return MEAN_OF_PRODUCTS if config.selection.name == "two-stage" and grouped else config.selection.name
-
-
 def _configs_by_ingredient(configs: Iterable[EvictionConfig]) -> _ByIngredient:
     """Return (ingredient, α) -> configuration; α is None for an ingredient without stages.
 
@@ -144,7 +138,8 @@ def _configs_by_ingredient(configs: Iterable[EvictionConfig]) -> _ByIngredient:
     """
     members: _ByIngredient = {}
     for config in sorted(configs, key=budget_order):
-        ingredient = _ingredient(config)
+        grouped = config.granularity.options.get("product") == MEAN_OF_PRODUCTS
+        ingredient = MEAN_OF_PRODUCTS if config.selection.name == "two-stage" and grouped else config.selection.name
         members.setdefault((ingredient, _alpha(config) if ingredient in _STAGED else None), config)
     return members
 

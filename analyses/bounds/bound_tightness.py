@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from perturbkv.analyses import text
 from perturbkv.analyses.bounds.rank_agreement import BOUNDS, CONTENDERS, Concordance, RankAgreement, compare_orders
@@ -105,7 +104,16 @@ class BoundTightness(Result):
         factors = [Case(name, float(each[_MEDIAN]), _factor_text(each)) for name, each in levels]
         subject = f"the ratio of the paper's bound {_BOUND} to the perturbation of {self.selection}"
         tightness = Claim(subject, "is", factors, missing=self._no_ratio_reason())
-        return [tightness, *self._order_claims()]
+        pairs = self._theta_hat_pairs()
+        known = [(name, pair) for name, pair in pairs if pair.samples >= MIN_SAMPLES]
+        shares = [Case.number(name, pair.share, pair.share_interval, text.percent, 0.5) for name, pair in known]
+        gains = [Case.number(name, pair.gain, pair.gain_interval, text.difference_in_points, 0) for name, pair in known]
+        few = "too few samples hold heads in which σ > 0.5 and both differ" if pairs else "the trace lacks one of them"
+        lower = "the one of two-stage and two-stage-uniform with the lower θ̂"
+        given_up = "the attention given up (1 − S)"
+        order = Claim(lower, "perturbs less", shares, _ORDER, noun="setting", missing=few)
+        picks = [Claim("θ̂", "picks the better one", gains, _GAIN, given_up, noun="setting")] if known else []
+        return [tightness, order, *picks]
 
     def scope(self) -> Sequence[str]:
         """Return what the claims are of: heads, and the numbers of samples behind the factor and behind the order."""
@@ -132,12 +140,27 @@ class BoundTightness(Result):
         """Return the checked inequalities, further ratios, and the order of selections by each bound."""
         counts = ", ".join(f"{name} ({count:,})" for name, count in self.inequalities_checked.items())
         flagged = [Line(name, (config.cells(flagged=True),)) for name, config in self._named_configs()]
+        named = list(zip(self._setting_names(), self.agreements, strict=True))
+        ranks = [
+            Line(name if index == 0 else "", (rho,))
+            for name, agreement in named
+            for index, rho in enumerate(rho for rho in agreement.correlations if set(rho.selections) <= {*CONTENDERS})
+        ]
+        picks = [
+            Line(f"{name} {pair.first} or {pair.second}".strip() if pair.bound == BOUNDS[0] else "", (pair,))
+            for name, agreement in named
+            for pair in agreement.shown
+        ]
+        numbers, first = ("values", "samples"), "setting"
         return [
             f"No violation over all configurations; checked {counts}.",
             "L: isolated perturbation; 1 − S: attention that was given up, which knows no values.",
             table("ratios of the bounds where σ > 0.5", self.lines(), _BOUND_RATIOS, self.FIRST),
             table("ratios where σ ≤ 0.5, no evidence for Theorems 3 and 4", flagged, _ALL_RATIOS, self.FIRST),
-            *self._order_tables(),
+            table("order of selections by a bound and by L, all heads", ranks, ("bound", "mean", *numbers), first)
+            if ranks
+            else "Rank correlation needs three or more selections of one budget; this trace has fewer.",
+            *([table(_PICKS_TITLE, picks, ("bound", "agreement", "advantage", *numbers), first)] if picks else []),
         ]
 
     def records(self) -> list[dict[str, Any]]:
@@ -156,12 +179,13 @@ class BoundTightness(Result):
                     "head": range(config.flagged_heads.shape[1]),
                 },
                 {
-                    **dict(zip(_PER_HEAD, _none_where_nan(spread.by_head), strict=True)),
+                    **{name: np.where(np.isnan(each), None, each)
+                       for name, each in zip(_PER_HEAD, spread.by_head, strict=True)},
                     "sigma_at_most_half": config.flagged_heads,
                     "samples": config.evicted_samples,
                 },
             )
-        ]
+        ]  # fmt: skip
 
     def plot_heads(self, width_mm: float | None = None, style: str = "screen") -> CaptionedFigure:
         """Return a figure of L/θ as maps of layer × head, one per budget."""
@@ -184,42 +208,9 @@ class BoundTightness(Result):
         named = zip(self._setting_names(), self.agreements, strict=True)
         return [(name, pair) for name, one in named for pair in one.pairs if pair.bound == _BOUND]
 
-    def _order_claims(self) -> list[Claim]:
-        """Return whether, of two selections of one stage 1, the lower θ̂ has the lower L, and more often than 1 − S."""
-        pairs = self._theta_hat_pairs()
-        known = [(name, pair) for name, pair in pairs if pair.samples >= MIN_SAMPLES]
-        shares = [Case.number(name, pair.share, pair.share_interval, text.percent, 0.5) for name, pair in known]
-        gains = [Case.number(name, pair.gain, pair.gain_interval, text.difference_in_points, 0) for name, pair in known]
-        few = "too few samples hold heads in which σ > 0.5 and both differ" if pairs else "the trace lacks one of them"
-        lower = "the one of two-stage and two-stage-uniform with the lower θ̂"
-        given_up = "the attention given up (1 − S)"
-        order = Claim(lower, "perturbs less", shares, _ORDER, noun="setting", missing=few)
-        return [order, *([Claim("θ̂", "picks the better one", gains, _GAIN, given_up, noun="setting")] if known else [])]
-
     def _setting_names(self) -> list[str]:
         """Return a short name per setting of several selections."""
         return short_names([agreement.most_specific_config for agreement in self.agreements], "selection")
-
-    def _order_tables(self) -> list[Part]:
-        """Return tables of ρ between each bound and L, and of how often a bound picks the better of two selections."""
-        named = list(zip(self._setting_names(), self.agreements, strict=True))
-        ranks = [
-            Line(name if index == 0 else "", (rho,))
-            for name, agreement in named
-            for index, rho in enumerate(rho for rho in agreement.correlations if set(rho.selections) <= {*CONTENDERS})
-        ]
-        picks = [
-            Line(f"{name} {pair.first} or {pair.second}".strip() if pair.bound == BOUNDS[0] else "", (pair,))
-            for name, agreement in named
-            for pair in agreement.shown
-        ]
-        numbers, first = ("values", "samples"), "setting"
-        return [
-            table("order of selections by a bound and by L, all heads", ranks, ("bound", "mean", *numbers), first)
-            if ranks
-            else "Rank correlation needs three or more selections of one budget; this trace has fewer.",
-            *([table(_PICKS_TITLE, picks, ("bound", "agreement", "advantage", *numbers), first)] if picks else []),
-        ]
 
 
 def bound_tightness(trace: Trace, selection: str = "two-stage", step: int | None = None) -> BoundTightness:
@@ -261,11 +252,6 @@ def bound_tightness(trace: Trace, selection: str = "two-stage", step: int | None
         left_out=left_out,
     )
     return add_first_step(result, measured.step, partial(bound_tightness, trace, selection, 0))
-
-
-def _none_where_nan(array: Floats) -> NDArray[np.object_]:
-    """Return the array with None in place of NaN, for a data frame."""
-    return np.where(np.isnan(array), np.array(None), array)
 
 
 def _factor_text(ratios: Floats) -> str:

@@ -111,6 +111,8 @@ def method_cliff(
     ratios = [] if axis is first else [
         crossing_ratio((first.budgets, axis.budgets), (first_curves, curves), threshold) for threshold in thresholds
     ]  # fmt: skip
+    taken = measured["stage1_count"][:, list(axis.indices)].max(axis=(2, 3))  # over layers and heads
+    staged = np.array([config.selection.name in STAGED for config in axis.configs])
     cliff = Cliff(
         name=name,
         configs=axis.configs,
@@ -120,7 +122,7 @@ def method_cliff(
         median=np.median(curves, axis=0),
         median_interval=intervals.of_medians(curves),
         mean=curves.mean(axis=0),
-        unstaged=_unstaged_samples(measured, axis),
+        unstaged=np.asarray(((taken == 0) & staged).sum(axis=0), dtype=np.int64),
         crossings=(),
         ratios=tuple(ratios),
     )
@@ -148,13 +150,6 @@ def _mean_bytes(measured: Measurements) -> Floats:
     if "held_bytes" not in measured:
         return np.full(len(measured.trace.run.configs), np.nan)
     return np.asarray(measured["held_bytes"].mean(axis=0))
-
-
-def _unstaged_samples(measured: Measurements, axis: Axis) -> NDArray[np.int64]:
-    """Return the number of samples in which stage 1 selects no entry, (budget,); 0 for selections without stages."""
-    taken = measured["stage1_count"][:, list(axis.indices)].max(axis=(2, 3))  # over layers and heads
-    staged = np.array([config.selection.name in STAGED for config in axis.configs])
-    return np.asarray(((taken == 0) & staged).sum(axis=0), dtype=np.int64)
 
 
 @record
@@ -204,7 +199,13 @@ class Cliffs(MemberSequence[Cliff], Result):
         """Return notes on budgets without stage 1, and on curves that pass a threshold more than once."""
         again = any(crossing.passes > 1 for method in self.members for crossing in method.crossings)
         mark = ["* The curve passes more than once: the largest budget counts."] if again else []
-        return [*self._stage1_caveat(), *mark]
+        named = [
+            f"{method.name} b={config.budget} ({count} of {self.identity.samples} samples)"
+            for method in self.members
+            for config, count in zip(method.configs, method.unstaged, strict=True)
+            if count
+        ]
+        return [*([f"Stage 1 takes no entry: {', '.join(named)}."] if named else []), *mark]
 
     def details(self) -> Sequence[Part]:
         """Return tables of all curves and of the crossings of means, and notes on how both are made."""
@@ -239,16 +240,6 @@ class Cliffs(MemberSequence[Cliff], Result):
             return method.ratios[index]
         samples = self.identity.samples
         return CrossingRatio(self.thresholds[index], (1.0, 1.0), None, samples, samples)
-
-    def _stage1_caveat(self) -> list[str]:
-        """Return the caveat on budgets at which stage 1 takes no entry, where there are any."""
-        named = [
-            f"{method.name} b={config.budget} ({count} of {self.identity.samples} samples)"
-            for method in self.members
-            for config, count in zip(method.configs, method.unstaged, strict=True)
-            if count
-        ]
-        return [f"Stage 1 takes no entry: {', '.join(named)}."] if named else []
 
 
 def cliff(trace: Trace, *, sides: Sides | None = None, kl: Sequence[float] = THRESHOLDS) -> Cliffs:

@@ -69,12 +69,6 @@ class Criterion:
         return f"{_QUANTITIES[self.name]} {sign} {self.format(self.limit)}{_UNITS[self.name]}"
 
     @property
-    def short_text(self) -> str:
-        """The limit as a table shows it: 'KL ≤ 0.1 nat'."""
-        sign = "≥" if self.is_lower_limit else "≤"
-        return f"{_SHORT[self.name]} {sign} {self.format(self.limit)}{_UNITS[self.name]}"
-
-    @property
     def quantity(self) -> str:
         """The name of the limited quantity: 'mean KL'."""
         return _QUANTITIES[self.name]
@@ -147,10 +141,6 @@ class Criterion:
     def _losses(self, each: Floats) -> Floats:
         """Return what KL or perplexity exceeds its lossless value by, at least a hundredth of what the limit does."""
         return np.maximum(each - self._lossless, _NEGLIGIBLE * (self.limit - self._lossless))
-
-    def bound_share_above(self, each: Floats) -> float | None:
-        """Return the upper 95 % bound of the share of samples above a limit on KL or perplexity; else None."""
-        return 1 - one_sided.share_at_least(each <= self.limit) if self.name in LOGNORMAL else None
 
     def samples_for(self, each: Floats) -> int | None:
         """Return the number of samples like these at which the bound would meet the limit; None if unknown."""
@@ -279,7 +269,9 @@ class Verdict(Record):
     @derived(heading="limit", json=False)
     def limit_shown(self) -> str:
         """Limit on the mean over samples."""
-        return self.criterion.short_text
+        sign = "≥" if self.criterion.is_lower_limit else "≤"
+        name, limit = self.criterion.name, self.criterion.format(self.criterion.limit)
+        return f"{_SHORT[name]} {sign} {limit}{_UNITS[name]}"
 
     @derived(heading="#cache\nshare", json=False)
     def cache_share(self) -> float | None:
@@ -336,7 +328,7 @@ def judge_curve(criterion: Criterion, each: Floats, curve: Axis) -> Verdict:
                 cache_share=float(curve.cache_shares[place]),
                 mean=float(values.mean()),
                 bound=bound,
-                above=criterion.bound_share_above(values),
+                above=1 - one_sided.share_at_least(values <= criterion.limit) if criterion.name in LOGNORMAL else None,
                 tested=is_tested,
                 holds=is_tested and criterion.allows(bound),
             )

@@ -204,8 +204,13 @@ class Correlation(Result):
     def details(self) -> Sequence[Part]:
         """Return the number of answered prompts, the further tables, and notes on the tests."""
         deciding = [one for one in self.settings if one.decides]
+        each = ", ".join(
+            f"{part.answered} of {plural(part.samples, 'prompt')} of {part.dataset}"
+            + (f" (score > {self.rule.right:g}; median {part.median_full:.2g})" if part.answered else "")
+            for part in self.parts
+        )
         return [
-            self._answered_note(),
+            f"The full cache answers {each}; lost: below {self.rule.lost:g} of its score.",
             *(correlation_tables.lowest_rho_notes(self.overall[0]) if deciding else []),
             *map(correlation_tables.describe_setting, self.settings),
             *correlation_tables.further_tables(self.settings, self.overall, self.across),
@@ -235,15 +240,6 @@ class Correlation(Result):
             for index, (part, sample) in enumerate(self.prompts)
             for number, config in enumerate(one.configs)
         ]
-
-    def _answered_note(self) -> str:
-        """Return the numbers of answered prompts: 'The full cache answers 12 of 16 prompts of needle …; lost: …'."""
-        each = ", ".join(
-            f"{part.answered} of {plural(part.samples, 'prompt')} of {part.dataset}"
-            + (f" (score > {self.rule.right:g}; median {part.median_full:.2g})" if part.answered else "")
-            for part in self.parts
-        )
-        return f"The full cache answers {each}; lost: below {self.rule.lost:g} of its score."
 
 
 def correlation(
@@ -295,6 +291,11 @@ def correlation(
             f"{ANALYSIS} needs at least {LEAST_CONFIGS} methods of one budget to rank, got {got}; measure more"
         )
     configs = [config for one in settings for config in one.configs]
+    datasets = list(dict.fromkeys(part.dataset for part in prompts.parts))
+    dataset_of = np.array([prompts.parts[part].dataset for part in prompts.part], dtype=str)  # (prompt,)
+    rows = {"": np.ones(len(dataset_of), dtype=bool)}
+    if len(datasets) > 1:
+        rows |= {dataset: dataset_of == dataset for dataset in datasets}
     return Correlation(
         identity=joint_identity([_identity(trace, configs, prompts.measures) for trace in chosen]),
         text=prompts.run.text,
@@ -302,7 +303,7 @@ def correlation(
         rule=rule,
         settings=settings,
         too_few=tuple(name for name, group in groups.items() if len(group) < LEAST_CONFIGS),
-        overall=_overall(prompts, settings),
+        overall=tuple(_overall_correlations(prompts, settings, dataset, chosen) for dataset, chosen in rows.items()),
         across=across_budgets(prompts),
         prompts=tuple(zip(prompts.part.tolist(), prompts.names, strict=True)),
     )
@@ -326,16 +327,6 @@ def _select_methods(trace: Trace, only: Sequence[str]) -> Trace:
             raise TraceError(f"expected {name} among the trace's methods, got a trace of {known}")
     part = trace.sel(where=lambda config: any(matches(config, name) for name in only))
     return dataclasses.replace(part, source=trace.source, digest=trace.digest)
-
-
-def _overall(prompts: PooledPrompts, settings: Sequence[Setting]) -> tuple[Overall, ...]:
-    """Return the correlations of all prompts, then of each data set if there are several."""
-    datasets = list(dict.fromkeys(part.dataset for part in prompts.parts))
-    dataset_of = np.array([prompts.parts[part].dataset for part in prompts.part], dtype=str)  # (prompt,)
-    rows = {"": np.ones(len(dataset_of), dtype=bool)}
-    if len(datasets) > 1:
-        rows |= {dataset: dataset_of == dataset for dataset in datasets}
-    return tuple(_overall_correlations(prompts, settings, dataset, chosen) for dataset, chosen in rows.items())
 
 
 def _overall_correlations(

@@ -19,7 +19,6 @@ from perturbkv.analyses.correlation.method_identity import (
 from perturbkv.analyses.measures import REFERENCE, Measures
 from perturbkv.analyses.names import fold
 from perturbkv.analyses.stats.intervals import Estimate, Interval
-from perturbkv.analyses.stats.permutation import PermutationNull
 from perturbkv.display import Part, Table
 
 SHOWN = ("rho", "rho_beyond", "rho_prompts", "auc", "auc_beyond", "auc_prompts")
@@ -231,13 +230,9 @@ def _format_p(baseline: IdentityBaseline) -> str:
 
 def _control_row(name: str, one: Control, baselines: IdentityBaselines) -> list[str]:
     """Return a measure's cells in the table of controls, its name first."""
-    others, between = map(format_share, (baselines.auc.others, one.between))
-    return [name, _format_null(one.rho), format_estimate(baselines.rho.others), others, between]
-
-
-def _format_null(one: PermutationNull) -> str:
-    """Return the middle 95 % of a permutation null: '−0.31 … 0.30'; a dash for NaN."""
-    return "–" if isnan(one.low) else f"{text.decimal(one.low)} … {text.decimal(one.high)}"
+    permuted = "–" if isnan(one.rho.low) else f"{text.decimal(one.rho.low)} … {text.decimal(one.rho.high)}"
+    areas = map(format_share, (baselines.auc.others, one.between))
+    return [name, permuted, format_estimate(baselines.rho.others), *areas]
 
 
 def _contrast_table(overall: Overall, settings: Sequence[Setting]) -> Table:

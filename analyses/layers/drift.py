@@ -143,7 +143,9 @@ def summarise(
 def compare_layers(measured: Measurements, about: RunIdentity, distance: str = "l1") -> LayerDrift:
     """Compare the drift of the two configurations of an identity after each layer. Raises as `summarise`."""
     first, second = _both_drifts(measured, about, distance)
-    means, norms = (first.mean(axis=0), second.mean(axis=0)), _mean_norms(measured, distance)
+    name = f"hidden_norm{distance_of(distance).suffix}"
+    means = first.mean(axis=0), second.mean(axis=0)
+    norms = measured[name].mean(axis=0) if name in measured else None  # cosine has none
     (mean_ratio, mean_ratio_interval), noise = drift_ratio(first, second), drift_floors(measured, distance)
     floor = None if noise is None else noise.mean(axis=0)
     return LayerDrift(
@@ -210,12 +212,6 @@ def _cache_shares(measured: Measurements, about: RunIdentity) -> tuple[float, fl
     """Return the cache shares of an identity's two configurations."""
     first, second = (float(measured.cache_shares[measured.index(config)]) for config in about.configs)
     return first, second
-
-
-def _mean_norms(measured: Measurements, distance: str) -> Floats | None:
-    """Return the mean norm of the full run's residual stream, (layer,); None for cosine, which has no norm."""
-    name = f"hidden_norm{distance_of(distance).suffix}"
-    return measured[name].mean(axis=0) if name in measured else None
 
 
 LAST_LAYER_ANALYSIS = "layers --per-sample"

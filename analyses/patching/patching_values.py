@@ -85,10 +85,6 @@ class MixtureOutcomes:
         """Return a mixture's propagated L1, (sample, layer, head), over samples in which it was stored by head."""
         return np.array([row.heads[self.step] for row in self.rows(mixture) if row.heads is not None])
 
-    def head_values(self, name: str) -> Floats:
-        """Return `head_floors` (noise floors) or `head_norms` (output norms), (sample, layer, head)."""
-        return np.array([self.store.largest_over_batches(sample, name)[self.step] for sample in self.samples])
-
 
 def change(differences: Floats, baseline: Floats, outcome: str) -> tuple[Floats, Band]:
     """Return the change of an outcome, from (…, sample) differences to the (sample,) baseline, with intervals.
@@ -113,11 +109,6 @@ def change(differences: Floats, baseline: Floats, outcome: str) -> tuple[Floats,
         return value - shift, None
     low, high = (np.asarray(end).reshape(value.shape) - shift for end in (ends.low, ends.high))
     return value - shift, intervals.Interval(low, high, ends.kind)
-
-
-def change_divisor(baseline: Floats, outcome: str) -> float:
-    """Return the divisor that turns Σ differences over samples into a `change`."""
-    return float(len(baseline) if outcome == "score" else baseline.sum())
 
 
 def sign_of_better(outcome: str) -> int:
@@ -320,7 +311,7 @@ def shapley(measured: MixtureOutcomes, outcome: str, orders: Orders | None) -> S
     else:
         contributions = coalition.marginal_contributions(values, orders)
         per_sample = contributions.mean(axis=0)
-        sampling = sampling_error(contributions, change_divisor(baseline, outcome))
+        sampling = sampling_error(contributions, float(len(baseline) if outcome == "score" else baseline.sum()))
     value, value_interval = change(per_sample, baseline, outcome)
     total, total_interval = change((values[measured.game.all_players] - baseline)[None], baseline, outcome)
     alone, last = (
@@ -407,7 +398,10 @@ def named_mixture(measured: MixtureOutcomes, name: str, mixture: Mixture) -> Nam
     """Compare a mixture with the baseline's kept sets everywhere; equal sets are ties (METHOD: the protocol, 4)."""
     first = measured.heads(measured.game.baseline_everywhere)
     second = np.where(_equal_sets(measured, mixture, first.shape[-1]), first, measured.heads(mixture))
-    floors, norms = (measured.head_values(kind) for kind in ("head_floors", "head_norms"))
+    floors, norms = (
+        np.array([measured.store.largest_over_batches(sample, kind)[measured.step] for sample in measured.samples])
+        for kind in ("head_floors", "head_norms")
+    )
     drift, drift_interval = _mixture_change(measured, mixture, "drift")
     score_change, score_interval = _mixture_change(measured, mixture, "score")
     kl, kl_interval = median_kl(measured, mixture)

@@ -197,11 +197,6 @@ def span_means(values: Sequence[Sequence[float]], span: int) -> Floats:
     ).reshape(len(values), count)
 
 
-def mean_cache_share(rows: Sequence[Row], label: str) -> float:
-    """Return a configuration's cache share, mean over samples; NaN where the rows do not hold it."""
-    return float(np.mean([row["evicted"][label].get("held_share", np.nan) for row in rows]))
-
-
 def divergence_point(rows: Sequence[Row], config: EvictionConfig, span: int) -> DivergencePoint:
     """Return the divergence of one configuration's answers; each point of its KL curve averages `span` steps."""
     label = config.label()
@@ -210,7 +205,7 @@ def divergence_point(rows: Sequence[Row], config: EvictionConfig, span: int) -> 
     rouge = np.array([rouge_l(row["evicted"][label]["text"], row["full"]["text"]) for row in rows])
     return DivergencePoint(
         config=config,
-        cache_share=mean_cache_share(rows, label),
+        cache_share=float(np.mean([row["evicted"][label].get("held_share", np.nan) for row in rows])),
         first_difference=first,
         equal_share_interval=intervals.of_share(np.isinf(first)),
         median_first_difference=float(np.quantile(first, 0.5, method="lower")),

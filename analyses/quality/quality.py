@@ -36,7 +36,7 @@ from perturbkv.analyses.sides import comparable_groups, pairs
 from perturbkv.analyses.verdicts import LESS, MORE
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
-from perturbkv.display import Part, Table, plural
+from perturbkv.display import Part, plural
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 
@@ -166,7 +166,10 @@ class Quality(Result):
         left = ", ".join(config.label() for config in self.left_out)
         one_token_answers = sum(task.one_token_answers for task in self.tasks)
         return [
-            *(self._column_table(one) for one in [*kinds, *(self.datasets if several else [])]),
+            *(
+                columns.table(self._column_title(one), self._column_lines(one), self.SHOWN, self.FIRST)
+                for one in [*kinds, *(self.datasets if several else [])]
+            ),
             score_tables.grades_note(self.datasets),
             *(["Every data set counts the same in a kind's mean and in the average."] if several else []),
             f"*: {score_tables.BEST}; differences show whether that is decided.",
@@ -207,10 +210,6 @@ class Quality(Result):
     def _caption(self) -> str:
         """Return the caption of the exported tables: the run, metrics and intervals."""
         return f"{self.identity.lines()[0]}. {score_tables.caption(self.datasets)}"
-
-    def _column_table(self, one: ScoreColumn) -> Table:
-        """Return the table of a data set, a kind of task, or the average."""
-        return columns.table(self._column_title(one), self._column_lines(one), self.SHOWN, self.FIRST)
 
     def _column_title(self, one: ScoreColumn) -> str:
         """Return a table's title: the data set, or the kind or average with its number of data sets; the baseline."""

@@ -98,7 +98,7 @@ def sign_flip_tests(differences: Floats) -> SignFlips:
         uncorrected=int(passing[0]),
         chance_mean=float(passing.mean()),
         chance_high=int(np.quantile(passing, 0.95, method="higher")),
-        least_tests=_least_tests(smallest, flat.shape[1]),
+        least_tests=0 if smallest > LEVEL else int(np.ceil(smallest * flat.shape[1] / LEVEL - _ROUNDING)),
         smallest=smallest,
     )
 
@@ -135,11 +135,6 @@ def benjamini_hochberg(p: Floats) -> NDArray[np.bool_]:
     adjusted = np.empty_like(scaled)
     adjusted[order] = np.minimum.accumulate(scaled[::-1])[::-1]
     return np.asarray(adjusted <= LEVEL)
-
-
-def _least_tests(smallest: float, count: int) -> int:
-    """Return how many of `count` tests must reach the smallest p for any to be significant; 0 if none can be."""
-    return 0 if smallest > LEVEL else int(np.ceil(smallest * count / LEVEL - _ROUNDING))
 
 
 _MOST_PERMUTATIONS = 2**12

@@ -233,7 +233,11 @@ class Tokens(Result, PairRecord):
 
     def body(self) -> list[Part]:
         """Return the table of heads, why the shown one's output moves, and the prompt with the fate of its tokens."""
-        return [self.table(), self._reason(), *self._cost(), self._legend(), self._prompt_passage()]
+        differs = [fate in (BASELINE, TREATMENT) for fate in self.fates]
+        spans: list[Span] = []
+        for first, end, shown in shown_parts(differs, self.everything):
+            spans += self._spans(first, end) if shown else [Span(f"── {self._fold_note(first, end)} ──", "aside")]
+        return [self.table(), self._reason(), *self._cost(), self._legend(), HighlightedText(spans)]
 
     def interval_note(self) -> str:
         """Return an empty note: numbers of one sample have no intervals."""
@@ -247,9 +251,14 @@ class Tokens(Result, PairRecord):
     def details(self) -> Sequence[Part]:
         """Return the evicted entries that add most to the output, and both sides' cache shares."""
         shares = " → ".join(map(text.decimal, self.cache_shares))
+        costs = np.nan_to_num(self.effects).min(axis=0)
+        places = [int(place) for place in costs.argsort(kind="stable")[:_COSTLY] if costs[place] < 0]
+        lines = [Line(str(place), (Context(self._context(place)), self.tokens[place])) for place in places]
+        title = "tokens whose loss lowers the text's log p most: nat, to first order, isolated, all heads"
+        columns = ("context", "baseline_effect", "treatment_effect")
         return [
             *self._loss_tables(),
-            *self._cost_table(),
+            *([table(title, lines, columns, "position")] if lines else []),
             f"Entries of the evicted cache over those of the full one: {shares}.",
         ]
 
@@ -283,15 +292,6 @@ class Tokens(Result, PairRecord):
             return ""
         return f" (‹{self._piece(place)}› at {place:,} costs most, {text.three_digits(effects[place])})"
 
-    def _cost_table(self) -> list[Part]:
-        """Return the table of the tokens whose loss costs the text most; empty where the trace does not tell."""
-        costs = np.nan_to_num(self.effects).min(axis=0)
-        places = [int(place) for place in costs.argsort(kind="stable")[:_COSTLY] if costs[place] < 0]
-        lines = [Line(str(place), (Context(self._context(place)), self.tokens[place])) for place in places]
-        title = "tokens whose loss lowers the text's log p most: nat, to first order, isolated, all heads"
-        columns = ("context", "baseline_effect", "treatment_effect")
-        return [table(title, lines, columns, "position")] if lines else []
-
     def records(self) -> list[dict[str, Any]]:
         """Return a row per token, in the prompt's order."""
         labels = {
@@ -324,14 +324,6 @@ class Tokens(Result, PairRecord):
         first, second = self.sides
         return {BOTH: "both keep", BASELINE: f"{first} alone", TREATMENT: f"{second} alone", NEITHER: "both evict",
                 QUESTION: "question, not compressed"}  # fmt: skip
-
-    def _prompt_passage(self) -> HighlightedText:
-        """Return the prompt; long parts without a difference are folded."""
-        differs = [fate in (BASELINE, TREATMENT) for fate in self.fates]
-        spans: list[Span] = []
-        for first, end, shown in shown_parts(differs, self.everything):
-            spans += self._spans(first, end) if shown else [Span(f"── {self._fold_note(first, end)} ──", "aside")]
-        return HighlightedText(spans)
 
     def _fold_note(self, first: int, end: int) -> str:
         """Return the note that replaces folded tokens: their number, and the number per fate."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from perturbkv.analyses.measurements import Floats
 from perturbkv.analyses.stats.arithmetic import ratio
-from perturbkv.analyses.tokens.fates import PromptText, prompt_of, relative_perturbations
+from perturbkv.analyses.tokens.fates import prompt_of, relative_perturbations
 from perturbkv.errors import TraceError
 from perturbkv.escaping import escape_control_characters
 from perturbkv.reporting.page_blocks import Blocks, block_bytes, deflate, encode_shares
@@ -49,7 +49,14 @@ def prompt_block(trace: Trace, sample: int) -> bytes | None:
         prompt = prompt_of(trace, trace.sample_ids[sample])
     except TraceError:
         return None
-    return deflate(json.dumps(_text_document(prompt), ensure_ascii=False, separators=(",", ":")).encode())
+    document = {
+        "pieces": [token_text(one) for one in prompt.pieces],
+        "compressed": prompt.compressed,
+        "cut": prompt.cut_index,
+        "cut_tokens": prompt.cut_tokens,
+        "cut_pieces": any(len(escape_control_characters(one)) > LONGEST for one in prompt.pieces),
+    }
+    return deflate(json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode())
 
 
 def token_text(text: str) -> str:
@@ -84,18 +91,6 @@ def prompt_attention(trace: Trace, sample: int) -> Floats | None:
 def attention_codes(attention: Floats) -> NDArray[np.uint8]:
     """Return attention weights as one-byte codes: weight ≈ exp((code − 255) · 0.08), code 0 for 0."""
     return encode_shares(attention, ATTENTION_STEP, ATTENTION_CODES).astype(np.uint8)
-
-
-def _text_document(prompt: PromptText) -> dict[str, object]:
-    """Return the JSON object of a prompt's text: tokens, number of compressed tokens, index and size of the cut."""
-    pieces = [token_text(one) for one in prompt.pieces]
-    return {
-        "pieces": pieces,
-        "compressed": prompt.compressed,
-        "cut": prompt.cut_index,
-        "cut_tokens": prompt.cut_tokens,
-        "cut_pieces": any(len(escape_control_characters(one)) > LONGEST for one in prompt.pieces),
-    }
 
 
 LOSS_STEP, LOSS_CODES = 0.0005, 65535
