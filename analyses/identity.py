@@ -21,7 +21,6 @@ from perturbkv.schema import MEASURED_LAYERS
 from perturbkv.storage.answers_file import WrittenAnswers
 from perturbkv.trace import Trace
 
-_BYTE_HEADINGS = ("", "#bits", "#bytes /\nfull")
 _TEXTS = {ANSWER: "an accepted answer", "given": "the given text"}
 """Text of a run whose steps do not read the full run's own -> its name."""
 MOST_NAMED = 12
@@ -101,7 +100,11 @@ class RunIdentity:
             return []
         rows = [[name, config.bits_text, f"{share:.2f}"]
                 for name, config, share in zip(self.names, self.configs, self.byte_shares, strict=True)]  # fmt: skip
-        return [Table("what is stored: bytes over those of the full cache in 16 bits", _BYTE_HEADINGS, rows)]
+        return [
+            Table(
+                "what is stored: bytes over those of the full cache in 16 bits", ("", "#bits", "#bytes /\nfull"), rows
+            )
+        ]
 
     def no_eviction_note(self) -> str:
         """Return notes on budgets that leave the cache whole, and on policies that evict nothing; empty for none."""

@@ -63,8 +63,7 @@ def draw_ablation(result: Ablation, width_mm: float = style.WIDE_MM) -> Figure:
         _draw_setting(panel, one, name, titles)
     label_outer(panels, f"Σ L1 over {BASELINE}'s (log axis)", "")
     draw_legend(figure, ratio_entries())
-    style.describe_run(figure, result.identity, style.interval_note(result.identity.samples))
-    return figure
+    return style.describe_run(figure, result.identity, style.interval_note(result.identity.samples))
 
 
 def _columns(width_mm: float) -> int:
@@ -115,8 +114,7 @@ def draw_methods(result: MethodRanking, width_mm: float = style.WIDE_MM) -> Figu
     handles = marker_entries((marker, name) for name, (marker, _) in _MARKS.items())
     band = Patch(color="0.9", label=f"within {margin_text(result.margin)}")
     draw_legend(figure, [*handles, band])
-    style.describe_run(figure, result.identity, style.interval_note(result.identity.samples))
-    return figure
+    return style.describe_run(figure, result.identity, style.interval_note(result.identity.samples))
 
 
 def _draw_methods_setting(axes: Axes, result: MethodSetting, margin: float) -> None:
@@ -132,7 +130,6 @@ def _draw_methods_setting(axes: Axes, result: MethodSetting, margin: float) -> N
 
 
 _BUDGETS_ROW_MM = 76
-_NOT_OF_SETTING = ("policy", "selection", "window", "alpha", "pool", "budget")
 
 
 def draw_methods_over_budgets(result: MethodRanking, width_mm: float = style.WIDE_MM) -> Figure:
@@ -156,15 +153,16 @@ def draw_methods_over_budgets(result: MethodRanking, width_mm: float = style.WID
     ]  # fmt: skip
     draw_legend(figure, handles)
     bands = style.interval_note(result.identity.samples)
-    style.describe_run(figure, result.identity, bands if few else f"only snapkv's band is drawn; {bands}")
-    return figure
+    return style.describe_run(figure, result.identity, bands if few else f"only snapkv's band is drawn; {bands}")
 
 
 def _group_over_budgets(result: MethodRanking) -> dict[str, list[MethodSetting]]:
     """Return name of a setting without its budget -> its settings, which differ in budget alone, by cache share."""
     groups: dict[str, list[MethodSetting]] = {}
     for one in sort_by_cache_share(result.settings, lambda one: one.cache_share):
-        groups.setdefault(common_text((one.baseline,), *_NOT_OF_SETTING), []).append(one)
+        groups.setdefault(
+            common_text((one.baseline,), *("policy", "selection", "window", "alpha", "pool", "budget")), []
+        ).append(one)
     return groups
 
 
@@ -225,8 +223,7 @@ def draw_restriction(result: Restriction, width_mm: float = style.WIDE_MM) -> Fi
         _draw_restriction_setting(panel, one, name)
         panel.set_xlabel(f"over {RESTRICTION_BASELINE}'s (log axis)")
     draw_legend(figure, [*ratio_entries(), drift_entry()])
-    style.describe_run(figure, result.identity, style.interval_note(result.identity.samples))
-    return figure
+    return style.describe_run(figure, result.identity, style.interval_note(result.identity.samples))
 
 
 def _draw_restriction_setting(axes: Axes, result: RestrictionSetting, name: str) -> None:
@@ -274,8 +271,7 @@ def draw_equal_bytes(result: EqualBytes, width_mm: float = style.WIDE_MM) -> Fig
     draw_legend(figure, handles, len(handles))
     key = [result.identity.name_of(one.config) for one in result.points]
     note = f"line: the least loss at no more bytes; {style.interval_note(result.identity.samples)}"
-    style.describe_run(figure, result.identity, note, key=key)
-    return figure
+    return style.describe_run(figure, result.identity, note, key=key)
 
 
 def _draw_curve(axes: Axes, result: EqualBytes, curve: str, colours: dict[str, Any]) -> None:

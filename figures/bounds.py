@@ -53,8 +53,7 @@ def draw_bound_tightness(result: BoundTightness, width_mm: float = style.WIDE_MM
     for panel in (axes[0], axes[2]) if key else ():
         panel.set_xlabel("configuration, named below")
     note = f"{_cache_shares_text(configs)} · {_bars_text(len(configs), result.identity.samples)}"
-    style.describe_run(figure, result.identity, note, key=key)
-    return figure
+    return style.describe_run(figure, result.identity, note, key=key)
 
 
 def _axis_names(
@@ -119,10 +118,9 @@ def draw_heads(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figur
         "Tightness of Theorem 2 by head",
         result.identity.layer,
     )
-    style.describe_run(
+    return style.describe_run(
         figure, result.identity, f"{_cache_shares_text(configs)} · n = {result.identity.samples} samples"
     )
-    return figure
 
 
 def _cache_shares_text(configs: Sequence[Tightness]) -> str:
@@ -275,7 +273,6 @@ def _dot_entry(edge: Any, face: Any, label: str) -> Line2D:
 
 _ASSUMPTION_WIDE, _NAME = 5, 18
 """Maps per row, and letters per line of a configuration's name."""
-_Named = tuple[str, ConfigAssumption]
 
 
 def draw_assumption(result: Assumption, width_mm: float = style.WIDE_MM) -> Figure:
@@ -288,8 +285,7 @@ def draw_assumption(result: Assumption, width_mm: float = style.WIDE_MM) -> Figu
         "Assumption 1: share of heads with σ (or S) > 0.5, mean of samples",
         result.identity.layer,
     )
-    style.describe_run(figure, result.identity, style.interval_note(result.identity.samples))
-    return figure
+    return style.describe_run(figure, result.identity, style.interval_note(result.identity.samples))
 
 
 def _assumption_rows(result: Assumption, narrow: bool) -> list[list[panels.Map]]:

@@ -47,8 +47,9 @@ def draw_cliff(result: Cliffs, width_mm: float = style.WIDE_MM) -> Figure:
     axes.xaxis.set_major_locator(FixedLocator(ticks))
     draw_legend(figure, handles)
     note = style.interval_note(result.identity.samples, medians=True)
-    style.describe_run(figure, result.identity, f"medians over samples; on dashed lines: where each passes · {note}")
-    return figure
+    return style.describe_run(
+        figure, result.identity, f"medians over samples; on dashed lines: where each passes · {note}"
+    )
 
 
 def _draw_median(axes: Axes, cliff: Cliff, colour: Any, marker: str, *, band: bool) -> Line2D:
@@ -111,12 +112,11 @@ def draw_safe_budget(result: SafeBudgets, width_mm: float = style.WIDE_MM) -> Fi
              for one, colour, marker, dash in named]  # fmt: skip
     draw_legend(figure, [*entries, Line2D([], [], color="#b00020", linewidth=0.9, label="limit")], 5)
     bounds_text = f"whiskers: one-sided 95 % bounds over n = {result.identity.samples} samples"
-    style.describe_run(
+    return style.describe_run(
         figure,
         result.identity,
         f"full marks: safe, ringed the smallest; side by side at one budget · {bounds_text}",
     )
-    return figure
 
 
 def _draw_criterion(axes: Axes, result: SafeBudgets, index: int) -> None:

@@ -52,8 +52,7 @@ def draw(result: Correlation, width_mm: float = style.WIDE_MM) -> Figure:
     draw_legend(figure, _legend(settings, colours), 2)
     for panel in axes[:2]:
         typeset(panel.get_yticklabels())
-    style.describe_run(figure, result.identity, _foot_text(result))
-    return figure
+    return style.describe_run(figure, result.identity, _foot_text(result))
 
 
 def _foot_text(result: Correlation) -> str:

@@ -162,8 +162,7 @@ def draw_pair(result: HeadComparison, width_mm: float = style.WIDE_MM, token_kin
     outside = [int(outside_axes(kind, axis_limits([kind])).sum()) for kind in (result.isolated, result.propagated)]
     by_kind = ["lowest panel: sums at the steps of each kind of decoded token, n samples"] if token_kinds else []
     note, caption = f"{shares} · {foot_text(result)}", [_caption_key([result], outside), *by_kind, shares]
-    style.describe_run(figure, result.identity, note, caption, sides=False)
-    return figure
+    return style.describe_run(figure, result.identity, note, caption, sides=False)
 
 
 def _draw_token_kinds(axes: Axes, result: HeadComparison, kinds: Sequence[TokenKind]) -> None:
@@ -299,8 +298,7 @@ def draw_panels(result: HeadComparisons, width_mm: float = style.WIDE_MM) -> Fig
     style.set_title(figure, title_text, title_text.partition(":")[0])
     key = f"{_NOTE}; Σ ×: sum over heads and samples over the first named's"
     note = f"{_NOTE}{triangles} · {foot_text(ordered[0])}"
-    style.describe_run(figure, result.identity, note, [key, _caption_key(ordered, outside)])
-    return figure
+    return style.describe_run(figure, result.identity, note, [key, _caption_key(ordered, outside)])
 
 
 def _sort_pairs(results: Sequence[HeadComparison]) -> list[HeadComparison]:

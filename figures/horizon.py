@@ -53,8 +53,7 @@ def draw(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
     _finish_panels(axes, result, rows, stacked=stacked)
     handles = _legend(configs, colours, dashes if len(rows) == 1 else {})
     draw_legend(figure, handles)
-    style.describe_run(figure, result.identity, f"{_samples_text(result)}{_cache_shares_text(configs)}")
-    return figure
+    return style.describe_run(figure, result.identity, f"{_samples_text(result)}{_cache_shares_text(configs)}")
 
 
 def _group_by_setting(configs: Sequence[ConfigHorizon]) -> dict[str, list[ConfigHorizon]]:
@@ -139,8 +138,7 @@ def draw_heads(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
     )
     flips = result.configs[0].curves["propagated"].sign_flips.flips
     note = f"decided by {flips:,} flips of samples' signs, Benjamini–Hochberg at 5 %"
-    style.describe_run(figure, result.identity, f"{_samples_text(result)} · {note}")
-    return figure
+    return style.describe_run(figure, result.identity, f"{_samples_text(result)} · {note}")
 
 
 def draw_steps(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
@@ -170,8 +168,7 @@ def draw_steps(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
     bar.outline.set_visible(False)
     typeset([bar.ax.set_ylabel(symbols_to_tex("Σ L / Σ ‖o_h‖₁"))])
     style.set_title(figure, "Propagated perturbation along the text")
-    style.describe_run(figure, result.identity, _samples_text(result))
-    return figure
+    return style.describe_run(figure, result.identity, _samples_text(result))
 
 
 def _samples_text(result: Horizon) -> str:

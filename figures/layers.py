@@ -31,8 +31,6 @@ _MOST_IN_A_PANEL = 2
 """Most budgets in one panel; of more, which would hide each other, each has a column of its own."""
 _COLUMNS, _NARROW_COLUMNS = 6, 3
 """Budgets side by side, in two columns of a journal and in one."""
-_LINES: tuple[Any, Any] = ("--", "-")
-"""Line styles of the two sides."""
 
 
 def draw_layers(result: DriftSeries, width_mm: float = style.WIDE_MM) -> Figure:
@@ -51,8 +49,7 @@ def draw_layers(result: DriftSeries, width_mm: float = style.WIDE_MM) -> Figure:
     interval_text = style.interval_note(result.identity.samples, medians=True)
     drifts = f"drift: medians; percent: of the means over samples · {interval_text}"
     note = f"{drifts} · ×: tied, {tied} · cache share of {shares}"
-    style.describe_run(figure, result.identity, note)
-    return figure
+    return style.describe_run(figure, result.identity, note)
 
 
 def _draw_shared_panels(results: Sequence[LayerDrift], width_mm: float) -> Figure:
@@ -119,9 +116,8 @@ def _share_scales(axes: np.ndarray, count: int) -> None:
 
 def _side_entries(result: LayerDrift, colour: Any = "0.3") -> list[Line2D]:
     """Return the legend entries of the baseline (dashed) and the treatment (solid)."""
-    names = result.sides
-    return [Line2D([], [], color=colour, linestyle=line, label=name)
-            for line, name in zip(_LINES, names, strict=True)]  # fmt: skip
+    first, second = result.sides
+    return [Line2D([], [], color=colour, linestyle="--", label=first), Line2D([], [], color=colour, label=second)]
 
 
 def _drift_label(result: LayerDrift, short: bool = False) -> str:
@@ -218,8 +214,7 @@ def draw_last_layer(result: SampleSeries, width_mm: float = style.WIDE_MM) -> Fi
     if any((result.verdict == 0).any() for result in ordered):
         entries.append(Line2D([], [], linestyle="", marker="x", markersize=3.5, color=_TIED, label="tied"))
     draw_legend(figure, entries, 5)
-    style.describe_run(figure, result.identity, _foot_text(ordered[0]))
-    return figure
+    return style.describe_run(figure, result.identity, _foot_text(ordered[0]))
 
 
 def _foot_text(result: LastLayer) -> str:
@@ -267,10 +262,9 @@ def draw_budget_curves(result: BudgetCurves, width_mm: float = style.WIDE_MM) ->
     handles = [line for line in axes[0].get_lines() if line.get_gid()]  # by label "_my.py:Score" would be lost
     draw_legend(figure, handles)
     interval_text = style.interval_note(result.identity.samples, medians=True)
-    style.describe_run(
+    return style.describe_run(
         figure, result.identity, f"drift and KL: medians over samples · {interval_text}{_cache_shares_text(result)}"
     )
-    return figure
 
 
 def _draw_quantity(axes: Axes, result: BudgetCurves, quantity: str, label: str, title: str, *, log: bool) -> None:

@@ -61,10 +61,9 @@ def _draw_maps(result: Needle, width_mm: float, outcome: str) -> Figure:
     where = f"Needle in {result.haystack}, {result.scenario}"
     style.set_title(figure, f"{where}: {common_text(result.identity.configs)}", where)
     shares = ", ".join(dict.fromkeys(text.decimal(method.cache_share) for method in result.methods))
-    style.describe_run(
+    return style.describe_run(
         figure, result.identity, f"{style.interval_note(result.identity.samples)} · cache share {shares}"
     )
-    return figure
 
 
 def methods_by_budget(result: Needle) -> list[Retrieval]:
@@ -131,8 +130,7 @@ def draw_needle_depths(result: Needle, width_mm: float = style.WIDE_MM) -> Figur
         f"b={one.config.budget}: {text.decimal(one.cache_share)}" for one in result.methods if one.config
     )
     note = "whole number: exact 95 % intervals over the prompts of a depth · cache share of"
-    style.describe_run(figure, result.identity, f"{note} {', '.join(shares)}")
-    return figure
+    return style.describe_run(figure, result.identity, f"{note} {', '.join(shares)}")
 
 
 def _draw_depth(axes: Axes, methods: list[Retrieval], depth_index: int) -> None:
@@ -179,8 +177,7 @@ def draw_retrieval(result: Needle, width_mm: float = style.WIDE_MM) -> Figure:
         f"n: deciding ones of the {prompts} that the full cache answers · bars: 95 % intervals over them, ranges "
         f"where they are fewer than {MIN_SAMPLES}"
     )
-    style.describe_run(figure, result.identity, foot)
-    return figure
+    return style.describe_run(figure, result.identity, foot)
 
 
 def _draw_budget(axes: Axes, budget: RankedBudget) -> None:

@@ -42,8 +42,7 @@ def draw(result: Patching, width_mm: float = style.WIDE_MM) -> Figure:
         {"shapley": _draw_shapley, "greedy": _draw_greedy}[kind](axes, result)
     _draw_mixtures(figure.add_subplot(grid[-1, 0]), result, _NARROW if narrow else _WIDE)
     draw_legend(figure, _legend(result), 3)
-    style.describe_run(figure, result.identity, style.interval_note(len(result.sample_ids)))
-    return figure
+    return style.describe_run(figure, result.identity, style.interval_note(len(result.sample_ids)))
 
 
 def _outcome_panels(figure: Figure, grid: Any, kinds: list[str], narrow: bool) -> list[Axes]:

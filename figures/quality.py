@@ -64,8 +64,7 @@ def draw_quality(result: Quality, width_mm: float = style.WIDE_MM) -> Figure:
         for name, (colour, marker) in looks
     ]
     draw_legend(figure, [full, *methods])
-    style.describe_run(figure, result.identity, f"{scores_note(result.datasets)} {_bars_text(result)}")
-    return figure
+    return style.describe_run(figure, result.identity, f"{scores_note(result.datasets)} {_bars_text(result)}")
 
 
 def drawn_columns(result: Quality) -> list[ScoreColumn]:
@@ -168,8 +167,7 @@ def draw_perplexity(result: Perplexity, width_mm: float = style.WIDE_MM) -> Figu
         draw_sum_ratio(axes, row, "ratio", one.ratio, one.ratio_interval, {"ratio": ("o", 0.0)})
     finish_ratio_panel(axes, names, result.title())
     axes.set_xlabel("perplexity over the full cache's")
-    style.describe_run(figure, result.identity, style.interval_note(len(result.samples)))
-    return figure
+    return style.describe_run(figure, result.identity, style.interval_note(len(result.samples)))
 
 
 _PANEL_MM, _DIVERGENCE_AROUND_MM = 52, 28
@@ -201,8 +199,7 @@ def draw_divergence(result: Divergence, width_mm: float = style.WIDE_MM) -> Figu
         panel.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
         panel.set_xlim(0, max(1, *result.lengths))
     draw_legend(figure, handles)
-    style.describe_run(figure, result.identity, _foot_text(result, len(configs)))
-    return figure
+    return style.describe_run(figure, result.identity, _foot_text(result, len(configs)))
 
 
 def _divergence_names(result: Divergence, configs: Sequence[DivergencePoint]) -> list[str]:

@@ -41,10 +41,9 @@ def draw(result: Tokens, width_mm: float = style.WIDE_MM) -> Figure:
     axes.set_title(_title(result), loc="left")
     draw_legend(figure, _legend(result))
     shares = cache_shares_text(result.cache_shares)
-    style.describe_run(
+    return style.describe_run(
         figure, result.identity, f"cache share {shares}{_LOSSES_NOTE if any(result.losses or ()) else ''}"
     )
-    return figure
 
 
 def _draw_cells(axes: Axes, result: Tokens, per_row: int, rows: int) -> None:

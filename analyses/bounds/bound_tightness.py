@@ -45,11 +45,7 @@ _BOUND = "θ̂"
 _LOW, _MEDIAN, _HIGH = (LEVELS.index(level) for level in (0.05, 0.5, 0.95))
 """Indices of three quantiles in `LEVELS`."""
 _PER_HEAD = ("least", "median", "largest")
-_ORDER = {MORE: "in most heads", LESS: "in fewer than half of the heads"}
-_GAIN = {MORE: "more often", LESS: "less often"}
-_PICKS_TITLE = f"the better of two selections, by a bound; {_BOUND} where both have one stage 1, heads with σ > 0.5"
 _BOUND_RATIOS = ("theta_theta_hat", "hat_relax")
-_ALL_RATIOS = ("share", "l_theta", "l_theta_hat", *_BOUND_RATIOS)
 
 
 @record
@@ -100,7 +96,7 @@ class BoundTightness(Result):
 
     def claims(self) -> Sequence[Claim]:
         """Return by what factor θ̂ exceeds the perturbation L, and whether a lower θ̂ means a lower L at one stage 1."""
-        levels = [(name, config.spreads["L/θ̂"].evidence) for name, config in self._named_configs()]
+        levels = [(name, config.spreads["L/θ̂"].evidence) for name, config in self._with_names(self.shown)]
         factors = [Case(name, float(each[_MEDIAN]), _factor_text(each)) for name, each in levels]
         subject = f"the ratio of the paper's bound {_BOUND} to the perturbation of {self.selection}"
         tightness = Claim(subject, "is", factors, missing=self._no_ratio_reason())
@@ -110,10 +106,17 @@ class BoundTightness(Result):
         gains = [Case.number(name, pair.gain, pair.gain_interval, text.difference_in_points, 0) for name, pair in known]
         few = "too few samples hold heads in which σ > 0.5 and both differ" if pairs else "the trace lacks one of them"
         lower = "the one of two-stage and two-stage-uniform with the lower θ̂"
-        given_up = "the attention given up (1 − S)"
-        order = Claim(lower, "perturbs less", shares, _ORDER, noun="setting", missing=few)
-        picks = [Claim("θ̂", "picks the better one", gains, _GAIN, given_up, noun="setting")] if known else []
-        return [tightness, order, *picks]
+        order = Claim(
+            lower,
+            "perturbs less",
+            shares,
+            {MORE: "in most heads", LESS: "in fewer than half of the heads"},
+            noun="setting",
+            missing=few,
+        )
+        often = {MORE: "more often", LESS: "less often"}
+        picks = Claim("θ̂", "picks the better one", gains, often, "the attention given up (1 − S)", noun="setting")
+        return [tightness, order, *([picks] if known else [])]
 
     def scope(self) -> Sequence[str]:
         """Return what the claims are of: heads, and the numbers of samples behind the factor and behind the order."""
@@ -130,7 +133,7 @@ class BoundTightness(Result):
 
     def lines(self) -> Sequence[Line]:
         """Return a line per configuration of the selection."""
-        return [Line(name, (config, config.cells())) for name, config in self._named_configs()]
+        return [Line(name, (config, config.cells())) for name, config in self._with_names(self.shown)]
 
     def caveats(self) -> Sequence[str]:
         """Return the note on left-out configurations; empty for none."""
@@ -139,7 +142,7 @@ class BoundTightness(Result):
     def details(self) -> Sequence[Part]:
         """Return the checked inequalities, further ratios, and the order of selections by each bound."""
         counts = ", ".join(f"{name} ({count:,})" for name, count in self.inequalities_checked.items())
-        flagged = [Line(name, (config.cells(flagged=True),)) for name, config in self._named_configs()]
+        flagged = [Line(name, (config.cells(flagged=True),)) for name, config in self._with_names(self.shown)]
         named = list(zip(self._setting_names(), self.agreements, strict=True))
         ranks = [
             Line(name if index == 0 else "", (rho,))
@@ -152,15 +155,21 @@ class BoundTightness(Result):
             for pair in agreement.shown
         ]
         numbers, first = ("values", "samples"), "setting"
+        title = f"the better of two selections, by a bound; {_BOUND} where both have one stage 1, heads with σ > 0.5"
         return [
             f"No violation over all configurations; checked {counts}.",
             "L: isolated perturbation; 1 − S: attention that was given up, which knows no values.",
             table("ratios of the bounds where σ > 0.5", self.lines(), _BOUND_RATIOS, self.FIRST),
-            table("ratios where σ ≤ 0.5, no evidence for Theorems 3 and 4", flagged, _ALL_RATIOS, self.FIRST),
+            table(
+                "ratios where σ ≤ 0.5, no evidence for Theorems 3 and 4",
+                flagged,
+                ("share", "l_theta", "l_theta_hat", *_BOUND_RATIOS),
+                self.FIRST,
+            ),
             table("order of selections by a bound and by L, all heads", ranks, ("bound", "mean", *numbers), first)
             if ranks
             else "Rank correlation needs three or more selections of one budget; this trace has fewer.",
-            *([table(_PICKS_TITLE, picks, ("bound", "agreement", "advantage", *numbers), first)] if picks else []),
+            *([table(title, picks, ("bound", "agreement", "advantage", *numbers), first)] if picks else []),
         ]
 
     def records(self) -> list[dict[str, Any]]:
@@ -190,10 +199,6 @@ class BoundTightness(Result):
     def plot_heads(self, width_mm: float | None = None, style: str = "screen") -> CaptionedFigure:
         """Return a figure of L/θ as maps of layer × head, one per budget."""
         return self._draw("BoundTightness.plot_heads", width_mm, style)
-
-    def _named_configs(self) -> list[tuple[str, Tightness]]:
-        """Return the shown configurations with their short names."""
-        return list(zip(self.identity.names, self.shown, strict=True))
 
     def _no_ratio_reason(self) -> str:
         """Return the reason why θ̂ / L is unknown, as a clause."""

@@ -23,7 +23,7 @@ from typing import ClassVar
 import numpy as np
 
 from perturbkv.analyses.budget.budget_axis import Axis
-from perturbkv.analyses.columns import Record, column, derived, record
+from perturbkv.analyses.columns import Derived, Record, attribute, column, derived, record
 from perturbkv.analyses.conclusions import NOTHING_TO_LOSE, cut_off_claim
 from perturbkv.analyses.measurements import Floats, Measurements, is_cut_off, scores, text_log_p
 from perturbkv.analyses.stats import one_sided
@@ -173,7 +173,14 @@ def criteria(
             "expected what a safe budget may cost, got nothing; give max_kl (--max-kl 0.1), max_perplexity "
             "(--max-perplexity 1.05), max_drop (--max-drop 1, points of 100) or min_top1 (--min-top1 0.99)"
         )
-    return tuple(_criterion(name, limit) for name, limit in limits.items() if limit is not None)
+    found = []
+    for name, limit in ((name, limit) for name, limit in limits.items() if limit is not None):
+        option, least, most, unit = _RANGES[name]
+        if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not least < limit < most:
+            end = f" and below {most:g}" if most < math.inf else ", finite"
+            raise ConfigError(f"expected {option} above {least}{end} ({unit}), got {limit}")
+        found.append(Criterion(name, limit / 100 if name == "drop" else float(limit)))
+    return tuple(found)
 
 
 _RANGES = {
@@ -183,15 +190,6 @@ _RANGES = {
     "top1": ("min_top1 (--min-top1)", 0, 1, "a share of tokens, such as 0.99"),
 }
 """Limit -> its option, the numbers that it lies above and below, and its unit."""
-
-
-def _criterion(name: str, limit: float) -> Criterion:
-    """Return the criterion of one limit. Raises ConfigError for a limit out of its range."""
-    option, least, most, unit = _RANGES[name]
-    if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not least < limit < most:
-        end = f" and below {most:g}" if most < math.inf else ", finite"
-        raise ConfigError(f"expected {option} above {least}{end} ({unit}), got {limit}")
-    return Criterion(name, limit / 100 if name == "drop" else float(limit))
 
 
 SAFE, FEW, NONE = "safe", "too few samples", "none"
@@ -233,15 +231,13 @@ class Verdict(Record):
         "known, and where nothing failed"
     )
 
-    @derived(key="criterion")
-    def criterion_name(self) -> str:
-        """Limited quantity: kl, perplexity, drop or top1."""
-        return self.criterion.name
-
-    @derived()
-    def limit(self) -> float:
-        """Limit, in its unit: nat; ratio to the full cache's perplexity; drop of the score, 0 to 1; share."""
-        return self.criterion.limit
+    criterion_name: ClassVar[Derived[str]] = attribute(
+        "criterion.name", "Limited quantity: kl, perplexity, drop or top1", key="criterion"
+    )
+    limit: ClassVar[Derived[float]] = attribute(
+        "criterion.limit",
+        "Limit, in its unit: nat; ratio to the full cache's perplexity; drop of the score, 0 to 1; share",
+    )
 
     @derived()
     def state(self) -> str:

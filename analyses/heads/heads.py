@@ -146,13 +146,21 @@ class HeadComparisons(MemberSequence[HeadComparison], Result):
         floors = [text.noise_floor_note(floor)]
         if distance_of(self.members[0].distance).of_text:
             floors = [text.effect_note(self.identity.effect_gradient), text.noise_floor_note(floor, "nat")]
+        seconds = {
+            config: duration
+            for pair in self.members
+            for config, duration in zip((pair.baseline, pair.treatment), pair.prefill_seconds[:2], strict=True)
+            if not isnan(duration)
+        }
+        own = ", ".join(f"{self.identity.name_of(config)} {value:.2f} s" for config, value in seconds.items())
+        full = self.members[0].prefill_seconds_full
         return [
             *by_kind,
             text.TIES_NOTE,
             f"Significant: {tests.flips:,} flips of whole samples' signs, Benjamini–Hochberg at 5 %; the smallest p is "
             f"{tests.smallest:.2g}: {power}. Without any effect p ≤ 0.05 in {tests.chance_mean:.1f} heads.",
             *floors,
-            *self._prefill_note(),
+            *([f"Prefill, mean over samples, masks dense: {own}; the full one {full:.2f} s."] if seconds else []),
         ]
 
     def records(self) -> list[dict[str, Any]]:
@@ -167,20 +175,6 @@ class HeadComparisons(MemberSequence[HeadComparison], Result):
     def _names(self) -> list[str]:
         """A distinct name per pair."""
         return pair_names(self.members)
-
-    def _prefill_note(self) -> list[str]:
-        """Return the note on the durations of configurations' own prefills; empty without own prefills."""
-        seconds = {
-            config: duration
-            for pair in self.members
-            for config, duration in zip((pair.baseline, pair.treatment), pair.prefill_seconds[:2], strict=True)
-            if not isnan(duration)
-        }
-        if not seconds:
-            return []
-        own = ", ".join(f"{self.identity.name_of(config)} {value:.2f} s" for config, value in seconds.items())
-        full = self.members[0].prefill_seconds_full
-        return [f"Prefill, mean over samples, masks dense: {own}; the full one {full:.2f} s."]
 
 
 def compare_heads(

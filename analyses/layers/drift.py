@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.analyses import text
-from perturbkv.analyses.columns import Record, column, derived, interval, record
+from perturbkv.analyses.columns import Derived, Record, attribute, column, derived, interval, record
 from perturbkv.analyses.conclusions import Case
 from perturbkv.analyses.identity import RunIdentity, identity_at
 from perturbkv.analyses.measurements import Floats, Measurements
@@ -45,15 +45,17 @@ class DriftPair(PairRecord, Record):
     cache_shares: tuple[float, float]
     identity: RunIdentity
 
-    @derived(key="held_over_full_baseline")
-    def cache_share_baseline(self) -> float:
-        """Entries that the baseline's cache holds over those of the full cache."""
-        return self.cache_shares[0]
-
-    @derived(key="held_over_full_treatment", heading="#cache\nshare")
-    def cache_share(self) -> float:
-        """Entries that the treatment's cache holds over those of the full cache."""
-        return self.cache_shares[1]
+    cache_share_baseline: ClassVar[Derived[float]] = attribute(
+        "cache_shares.0",
+        "Entries that the baseline's cache holds over those of the full cache",
+        key="held_over_full_baseline",
+    )
+    cache_share: ClassVar[Derived[float]] = attribute(
+        "cache_shares.1",
+        "Entries that the treatment's cache holds over those of the full cache",
+        key="held_over_full_treatment",
+        heading="#cache\nshare",
+    )
 
 
 @record
@@ -96,10 +98,7 @@ class LayerDrift(DriftPair):
     verdict: NDArray[np.int8] = column("1 drifts less, 0 tied, −1 more; of the means, without a test", dims=LAYER)
     noise_floor: Floats | None = column("mean over samples, in the distance's unit", dims=LAYER)
 
-    @derived()
-    def samples(self) -> int:
-        """Complete samples that have the step."""
-        return self.identity.samples
+    samples: ClassVar[Derived[int]] = attribute("identity.samples", "Complete samples that have the step")
 
     @derived()
     def noise_floor_known(self) -> bool:

@@ -38,14 +38,6 @@ if TYPE_CHECKING:
     from perturbkv.captions import CaptionedFigure
 
 
-_PREDICTED = {LESS: "fewer digits", MORE: "more digits"}
-_RANKS_NOTE = (
-    "ρ < 0: the more perturbed of a prompt's methods find less. Only methods of one budget, one granularity and one "
-    "protection are ranked. ρ is a mean over the n prompts whose methods differ, its interval is over them. L1, θ (of "
-    "all heads) and drift are relative to the full run's norms."
-)
-
-
 @record
 class LengthScore(Record):
     """The share of hidden numbers found in prompts of one length."""
@@ -98,7 +90,7 @@ class Needle(Result):
         return [
             Claim("an evicted cache", "finds the number in", found[1:]),
             Claim("the full cache", "finds it in", found[:1]),
-            Claim(perturbed, "find", cases, _PREDICTED, noun="budget", missing=few),
+            Claim(perturbed, "find", cases, {LESS: "fewer digits", MORE: "more digits"}, noun="budget", missing=few),
         ]
 
     def scope(self) -> Sequence[str]:
@@ -175,7 +167,11 @@ class Needle(Result):
                 "circular: on the answer's own tokens these nearly are the score",
                 [(budget, budget.circular) for budget in budgets],
             ),
-            _RANKS_NOTE,
+            (
+                "ρ < 0: the more perturbed of a prompt's methods find less. Only methods of one budget, one "
+                "granularity and one protection are ranked. ρ is a mean over the n prompts whose methods differ, its "
+                "interval is over them. L1, θ (of all heads) and drift are relative to the full run's norms."
+            ),
         ]
 
 

@@ -214,26 +214,25 @@ class Shapley(Record):
     @derived()
     def players(self) -> tuple[PlayerValue, ...]:
         """Values of each layer or head."""
-        return tuple(self._player(index, name) for index, name in enumerate(self.names))
+        return tuple(
+            PlayerValue(
+                player=name,
+                value=float(self.value[index]),
+                value_interval=interval_at(self.interval, index),
+                alone=float(self.alone.value[index]),
+                alone_interval=interval_at(self.alone.interval, index),
+                last=float(self.last.value[index]),
+                last_interval=interval_at(self.last.interval, index),
+                sampling=float(self.sampling[index]),
+                exact=not self.permutations,
+            )
+            for index, name in enumerate(self.names)
+        )
 
     @derived(key="sum")
     def value_sum(self) -> float:
         """Sum of all values."""
         return float(self.value.sum())
-
-    def _player(self, index: int, name: str) -> PlayerValue:
-        """Return the record of the player at an index."""
-        return PlayerValue(
-            player=name,
-            value=float(self.value[index]),
-            value_interval=interval_at(self.interval, index),
-            alone=float(self.alone.value[index]),
-            alone_interval=interval_at(self.alone.interval, index),
-            last=float(self.last.value[index]),
-            last_interval=interval_at(self.last.interval, index),
-            sampling=float(self.sampling[index]),
-            exact=not self.permutations,
-        )
 
 
 @record
@@ -397,7 +396,12 @@ class NamedMixture(Record):
 def named_mixture(measured: MixtureOutcomes, name: str, mixture: Mixture) -> NamedMixture:
     """Compare a mixture with the baseline's kept sets everywhere; equal sets are ties (METHOD: the protocol, 4)."""
     first = measured.heads(measured.game.baseline_everywhere)
-    second = np.where(_equal_sets(measured, mixture, first.shape[-1]), first, measured.heads(mixture))
+    treated = np.array(mixture.layers)
+    equal = np.array([~treated | measured.store.same[sample] for sample in measured.samples])
+    equal = np.repeat(equal, first.shape[-1] // equal.shape[-1], axis=-1)
+    layers = np.logical_and.accumulate(equal.all(axis=2), axis=1)
+    before = np.concatenate([np.ones((len(equal), 1), dtype=bool), layers[:, :-1]], axis=1)
+    second = np.where(np.asarray(equal & before[:, :, None]), first, measured.heads(mixture))
     floors, norms = (
         np.array([measured.store.largest_over_batches(sample, kind)[measured.step] for sample in measured.samples])
         for kind in ("head_floors", "head_norms")
@@ -439,16 +443,3 @@ def _mixture_change(measured: MixtureOutcomes, mixture: Mixture, outcome: str) -
 def _ratio_interval(interval: OptionalInterval) -> OptionalInterval:
     """Return the interval of a ratio, from the interval of the change (ratio − 1)."""
     return None if interval is None else Interval(interval.low + 1, interval.high + 1, interval.kind)
-
-
-def _equal_sets(measured: MixtureOutcomes, mixture: Mixture, heads: int) -> NDArray[np.bool_]:
-    """Return (sample, layer, head) True where kept sets equal the baseline's in this head and all earlier layers.
-
-    `heads` is the number of query heads of a layer; those of a group share a kept set.
-    """
-    treated = np.array(mixture.layers)
-    equal = np.array([~treated | measured.store.same[sample] for sample in measured.samples])
-    equal = np.repeat(equal, heads // equal.shape[-1], axis=-1)
-    layers = np.logical_and.accumulate(equal.all(axis=2), axis=1)
-    before = np.concatenate([np.ones((len(equal), 1), dtype=bool), layers[:, :-1]], axis=1)
-    return np.asarray(equal & before[:, :, None])

@@ -61,8 +61,10 @@ class Divergence(Result):
 
     def claims(self) -> Sequence[Claim]:
         """Return the median number of tokens before answers differ, and the median KL along the full cache's answer."""
-        first = [Case(name, one.median_first_difference, _equal_text(one)) for name, one in self._named]
-        kl = [Case(name, one.kl, _format_kl(one)) for name, one in self._named if one.kl is not None]
+        first = [
+            Case(name, one.median_first_difference, _equal_text(one)) for name, one in self._with_names(self.configs)
+        ]
+        kl = [Case(name, one.kl, _format_kl(one)) for name, one in self._with_names(self.configs) if one.kl is not None]
         answers = f"the median KL of {plural(self._answer_count, 'answer')}"
         forced = Claim(f"where every cache reads the full one's, {answers}", "is", kl)
         return [Claim("the median answer", "equals the full cache's", first), *([forced] if kl else [])]
@@ -76,7 +78,7 @@ class Divergence(Result):
 
     def lines(self) -> Sequence[Line]:
         """Return a line per configuration."""
-        return [Line(name, (one,)) for name, one in self._named]
+        return [Line(name, (one,)) for name, one in self._with_names(self.configs)]
 
     def interval_note(self) -> str:
         """Return the line on n and intervals."""
@@ -129,11 +131,6 @@ class Divergence(Result):
     def _answer_count(self) -> int:
         """The number of samples with a non-empty answer from the full cache."""
         return sum(length > 0 for length in self.lengths)
-
-    @property
-    def _named(self) -> list[tuple[str, DivergencePoint]]:
-        """The configurations with their names."""
-        return list(zip(self.identity.names, self.configs, strict=True))
 
 
 def divergence(answers: WrittenAnswers) -> Divergence:

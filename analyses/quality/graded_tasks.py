@@ -20,9 +20,6 @@ from perturbkv.display import plural
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 
-_OWN_METRICS = {NEEDLE: frozenset({"exact-number"})}
-"""Metrics of data sets whose runs record no wording."""
-
 
 @dataclass(frozen=True)
 class Terms:
@@ -61,7 +58,7 @@ def terms(run: RunConfig) -> Terms:
                if "generation_length" in wording)  # fmt: skip
     return Terms(
         metrics=frozenset(run.dataset_options.get(METRICS, ())),
-        own_metrics=metrics or _OWN_METRICS.get(run.dataset, frozenset()),
+        own_metrics=metrics or {NEEDLE: frozenset({"exact-number"})}.get(run.dataset, frozenset()),
         answer=run.generate,
         own_answers=tuple(sorted(lengths)),
         max_tokens=run.max_tokens,

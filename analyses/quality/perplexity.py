@@ -29,7 +29,6 @@ from perturbkv.trace import Trace
 
 ANALYSIS = "perplexity"
 _PERPLEXITY = replace(RATIO, limits=(1, np.inf))
-_COMPARED = {MORE: "higher", LESS: "lower", ALIKE: "as high"}
 
 
 @record
@@ -91,10 +90,16 @@ class Perplexity(Result):
 
     def claims(self) -> Sequence[Claim]:
         """Return whether evicted caches have a higher perplexity than the full cache, and the full cache's."""
-        ratios = [Case.ratio(name, one.ratio, one.ratio_interval) for name, one in self._named]
+        ratios = [Case.ratio(name, one.ratio, one.ratio_interval) for name, one in self._with_names(self.configs)]
         full = Case("", self.full, text.decimal(self.full, self.full_interval))
         return [
-            Claim("perplexity under an evicted cache", "is", ratios, _COMPARED, "under the full cache"),
+            Claim(
+                "perplexity under an evicted cache",
+                "is",
+                ratios,
+                {MORE: "higher", LESS: "lower", ALIKE: "as high"},
+                "under the full cache",
+            ),
             Claim("the full cache's perplexity", "is", [full]),
         ]
 
@@ -110,7 +115,7 @@ class Perplexity(Result):
 
     def lines(self) -> Sequence[Line]:
         """Return a line per configuration."""
-        return [Line(name, (one,)) for name, one in self._named]
+        return [Line(name, (one,)) for name, one in self._with_names(self.configs)]
 
     def interval_note(self) -> str:
         """Return the note on n and intervals."""
@@ -168,11 +173,6 @@ class Perplexity(Result):
     def _caption(self) -> str:
         """Return the caption of the exported tables: the run, the text and intervals."""
         return f"{self.identity.lines()[0]}. Perplexity: {self.title()}; geometric means. {self.interval_note()}"
-
-    @property
-    def _named(self) -> list[tuple[str, CachePerplexity]]:
-        """The configurations with their names."""
-        return list(zip(self.identity.names, self.configs, strict=True))
 
 
 def perplexity(trace: Trace) -> Perplexity:

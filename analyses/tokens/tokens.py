@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.analyses import text
-from perturbkv.analyses.columns import Line, Record, column, derived, record, table
+from perturbkv.analyses.columns import Derived, Line, Record, attribute, column, derived, record, table
 from perturbkv.analyses.conclusions import Case, Claim
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.measurements import Floats
@@ -85,10 +85,6 @@ _COSTLY = 10
 """Largest number of tokens in the table of what costs the text most."""
 _HEADS = 5
 """Largest number of heads in the table."""
-_OUTPUT_NOTE = (
-    "A ν = ‖A_i 𝒱_i‖₁: what an entry adds to the output under full attention, first decode step; C: its sum over all. "
-    "The output moves otherwise where it goes, as what stays is weighted anew."
-)
 
 
 @record
@@ -141,45 +137,37 @@ class Tokens(Result, PairRecord):
     other_pairs: int = column("further pairs of these sides in the trace", default=0)
     everything: bool = False
 
-    @derived()
-    def sample(self) -> str:
-        """The sample whose prompt this is."""
-        return self.prompt.sample
-
-    @derived(key="held_over_full_baseline")
-    def cache_share_baseline(self) -> float:
-        """Entries that the baseline's cache holds over those of the full cache."""
-        return self.cache_shares[0]
-
-    @derived(key="held_over_full_treatment")
-    def cache_share_treatment(self) -> float:
-        """Entries that the treatment's cache holds over those of the full cache."""
-        return self.cache_shares[1]
-
-    @derived(unit="share")
-    def evicted_attention_baseline(self) -> float:
-        """The head's attention on entries that the baseline evicts, 1 − S, first decode step."""
-        return self.evicted_attention[0]
-
-    @derived(unit="share")
-    def evicted_attention_treatment(self) -> float:
-        """The head's attention on entries that the treatment evicts, 1 − S, first decode step."""
-        return self.evicted_attention[1]
+    sample: ClassVar[Derived[str]] = attribute("prompt.sample", "The sample whose prompt this is")
+    cache_share_baseline: ClassVar[Derived[float]] = attribute(
+        "cache_shares.0",
+        "Entries that the baseline's cache holds over those of the full cache",
+        key="held_over_full_baseline",
+    )
+    cache_share_treatment: ClassVar[Derived[float]] = attribute(
+        "cache_shares.1",
+        "Entries that the treatment's cache holds over those of the full cache",
+        key="held_over_full_treatment",
+    )
+    evicted_attention_baseline: ClassVar[Derived[float]] = attribute(
+        "evicted_attention.0",
+        "The head's attention on entries that the baseline evicts, 1 − S, first decode step",
+        unit="share",
+    )
+    evicted_attention_treatment: ClassVar[Derived[float]] = attribute(
+        "evicted_attention.1",
+        "The head's attention on entries that the treatment evicts, 1 − S, first decode step",
+        unit="share",
+    )
 
     @derived()
     def chosen_among(self) -> str | None:
         """Heads among which the shown one changes most: of its layer or of the model; null where the head was given."""
         return self.chosen or None
 
-    @derived()
-    def cut_tokens(self) -> int:
-        """Tokens cut out of the prompt's middle."""
-        return self.prompt.cut_tokens
-
-    @derived()
-    def cut_after(self) -> int | None:
-        """Tokens before the cut; null where there is none."""
-        return self.prompt.cut_index
+    cut_tokens: ClassVar[Derived[int]] = attribute("prompt.cut_tokens", "Tokens cut out of the prompt's middle")
+    cut_after: ClassVar[Derived[int | None]] = attribute(
+        "prompt.cut_index", "Tokens before the cut; null where there is none"
+    )
 
     @derived()
     def counts(self) -> dict[str, int]:
@@ -361,7 +349,10 @@ class Tokens(Result, PairRecord):
         named = zip(self.sides, self.losses, strict=True)
         return [
             *(self._loss_table(name, lost) if lost else f"{name} evicts nothing" for name, lost in named),
-            _OUTPUT_NOTE,
+            (
+                "A ν = ‖A_i 𝒱_i‖₁: what an entry adds to the output under full attention, first decode step; C: its "
+                "sum over all. The output moves otherwise where it goes, as what stays is weighted anew."
+            ),
         ]
 
     def _loss_table(self, name: str, lost: Sequence[Loss]) -> Part:

@@ -149,13 +149,14 @@ def _ties_warning(sides: Sides, start: Start, tied: float | None) -> str:
 
 _UNITS = {"digits": "digits found", "score": "score"}
 """Variable of scores -> its name; leading digits come first, as their share is finer than right or wrong."""
-_TEXTS = ("answer_full", "answer", "expected_answers")
 
 
 def answers_part(trace: Trace) -> dict[str, Any] | None:
     """Return the page's JSON object on answers, their scores and texts; None where the trace has neither."""
     name = next((one for one in _UNITS if one in trace.arrays), None)
-    texts = {one: trace.arrays[one][trace.ok] for one in _TEXTS if one in trace.arrays}
+    texts = {
+        one: trace.arrays[one][trace.ok] for one in ("answer_full", "answer", "expected_answers") if one in trace.arrays
+    }
     if name is None and not texts:
         return None
     full = None if name is None else _complete_scores(trace, f"{name}_full")
@@ -223,20 +224,20 @@ def _mean_with_interval(scores: Floats | None) -> list[Any] | None:
     return [*with_interval(mean.value, ends), ends.kind if ends else "none"]
 
 
-_NEEDED = {
-    "losses": "lost_position",
-    "attention": "attention_full",
-    "distances": "perturbation_propagated_cosine",
-}
-"""Part of the page -> variable that it needs."""
-
-
 def missing_parts(trace: Trace, pairs: int) -> dict[str, str]:
     """Return missing part of the page -> sentence on how to measure it.
 
     `pairs` is the number of its pairs of configurations.
     """
-    lacking = {part: variable for part, variable in _NEEDED.items() if variable not in trace.arrays}
+    lacking = {
+        part: variable
+        for part, variable in {
+            "losses": "lost_position",
+            "attention": "attention_full",
+            "distances": "perturbation_propagated_cosine",
+        }.items()
+        if variable not in trace.arrays
+    }
     where, made_of = trace.source or "this trace", f"--model {trace.run.model} --dataset {trace.run.dataset}"
     one_config = (
         f"expected two configurations of one budget in {where}, got none; measure several: perturbkv trace {made_of} "

@@ -58,7 +58,7 @@ def test_sets_of_layers_and_unions_stand_beside_the_baselines_own_way_to_combine
 
 def test_the_conclusion_is_of_restrictions_alone() -> None:
     result = restriction(made())
-    assert {case.verdict for case in result.cases()} == {MORE}
+    assert {case.verdict for case in result.claims()[0].cases} == {MORE}
     assert "query" not in {case.name for case in result.cases()}
     assert result.conclusion() == (
         "A restricted kept set perturbs more than one of single entries per kv head in all 5 cases: 10 % [10, 10] more "
