@@ -43,7 +43,11 @@ def draw_bound_tightness(result: BoundTightness, width_mm: float = style.WIDE_MM
     """Draw by budget: ratios of bounds, tightness over retained mass, and how often a bound picks the better of two."""
     narrow = width_mm < style.WIDE_MM
     configs = sort_by_cache_share(result.shown, lambda config: config.cache_share)
-    ranked = _sort_agreements([one for one in result.agreements if one.shown], configs)
+    shares = {shown.config: shown.cache_share for shown in configs}
+    ranked = sort_by_cache_share(
+        [one for one in result.agreements if one.shown],
+        lambda agreement: max((shares.get(each, -1.0) for each in agreement.configs), default=-1.0),
+    )
     own, settings, key = _axis_names(configs, ranked)
     figure, axes = panel_grid(3, 1 if narrow else 3, width_mm, _NARROW_MM if narrow else _ROW_MM, 0)
     columns = 3 if narrow else 2
@@ -88,14 +92,6 @@ def _names_fit(names: Sequence[Sequence[str]]) -> bool:
     """Return whether tick names, each a list of lines, fit under a panel."""
     widths = [max(map(len, parts), default=0) + _GAP for parts in names]
     return sum(widths) <= _ROOM and max(map(len, names), default=0) <= _NAME_LINES
-
-
-def _sort_agreements(agreements: Sequence[RankAgreement], configs: Sequence[Tightness]) -> list[RankAgreement]:
-    """Return the agreements sorted by cache share; unchanged if a cache share is unknown."""
-    shares = {shown.config: shown.cache_share for shown in configs}
-    return sort_by_cache_share(
-        agreements, lambda agreement: max((shares.get(one, -1.0) for one in agreement.configs), default=-1.0)
-    )
 
 
 def _bars_text(configs: int, samples: int) -> str:

@@ -171,11 +171,6 @@ def compare_layers(measured: Measurements, about: RunIdentity, distance: str = "
     )
 
 
-def mean_drift(drift: Floats) -> tuple[Floats, Band]:
-    """Return the mean over samples of (sample, layer) drift, (layer,), with its interval."""
-    return drift.mean(axis=0), intervals.of_means(drift, POSITIVE)
-
-
 def drift_ratio(baseline: Floats, treatment: Floats) -> tuple[Floats, Band]:
     """Return the ratio of mean (sample, layer) drifts, (layer,), with its interval; NaN where the baseline's is 0."""
     means = np.asarray(ratio(treatment.mean(axis=0), baseline.mean(axis=0)))

@@ -163,6 +163,16 @@ class Patching(Result, PairRecord):
         title = f"{treatment}'s kept sets instead of {baseline}'s: over the baseline's"
         mixtures = [table(title, self._mixture_lines(), _MIXTURES, "mixture")] if self.shapley else []
         floor = text.noise_floor_note(self.named[0].heads.floor_relative_median)
+        sums = []
+        if values := self.shapley:
+            orders = f"{values.permutations} orders" if values.permutations else "all subsets"
+            whole = text.percent(values.total, values.total_interval)
+            more = f"the {MOST} largest of {len(values.players)}; --json and to_frame() have all. "
+            sums.append(
+                f"{more if len(values.players) > MOST else ''}Values add up to {text.percent(values.value_sum)}, all "
+                f"players switched: {whole} ({orders}, {values.coalitions:,} coalitions). Alone and last are the value "
+                "where players do not interact."
+            )
         path = [] if self.greedy is None else [
             Line(str(count), (step,)) for count, step in enumerate(self.greedy.steps())
         ]  # fmt: skip
@@ -174,7 +184,7 @@ class Patching(Result, PairRecord):
         shown: list[Part] = (
             [table(curves, path, ("first", "second", "chosen", "judged"), "switched"), halves] if path else []
         )
-        return [*self._sum_note(), *shown, *mixtures, f"{text.TIES_NOTE} {floor}"]
+        return [*sums, *shown, *mixtures, f"{text.TIES_NOTE} {floor}"]
 
     def records(self) -> list[dict[str, Any]]:
         """Return a row per player and sample: Shapley value, alone and last, in the outcome's own unit."""
@@ -201,20 +211,6 @@ class Patching(Result, PairRecord):
         baseline, _ = self.sides
         return [Line(f"{baseline} everywhere", (self,)), *(Line(one.name, (one, one.heads)) for one in self.named)]
 
-    def _sum_note(self) -> list[Part]:
-        """Return the note with the values' sum and the change with all players switched; empty without values."""
-        if self.shapley is None:
-            return []
-        values = self.shapley
-        orders = f"{values.permutations} orders" if values.permutations else "all subsets"
-        whole = text.percent(values.total, values.total_interval)
-        more = f"the {MOST} largest of {len(values.players)}; --json and to_frame() have all. "
-        return [
-            f"{more if len(values.players) > MOST else ''}Values add up to {text.percent(values.value_sum)}, all "
-            f"players switched: {whole} ({orders}, {values.coalitions:,} coalitions). Alone and last are the value "
-            "where players do not interact."
-        ]
-
 
 def patching_result(
     store: PatchingStore,
@@ -239,6 +235,7 @@ def patching_result(
     measured = MixtureOutcomes(store, game, settings.step)
     has_values = orders is None or len(orders) > 0
     kl, kl_interval = median_kl(measured, game.baseline_everywhere)
+    run, made = store.run, store.lines.made_with
     return Patching(
         baseline=store.run.configs[0],
         treatment=store.run.configs[1],
@@ -253,25 +250,19 @@ def patching_result(
         same=float(np.mean([store.same[name] for name in measured.samples])),
         sample_ids=tuple(measured.samples),
         failures=dict(store.failures),
-        identity=_identity(store, measured, digest),
-    )
-
-
-def _identity(store: PatchingStore, measured: MixtureOutcomes, digest: str) -> RunIdentity:
-    """Return the identity of the run that made the measurements."""
-    run, made = store.run, store.lines.made_with
-    return RunIdentity(
-        model=run.model,
-        dataset=run.dataset,
-        samples=len(measured.samples),
-        failed=len(store.failures),
-        configs=run.configs,
-        trace=digest,
-        random_weights=run.random_weights,
-        made_with=f"perturbkv {made.get('perturbkv_version', perturbkv.__version__)}",
-        scenario=run.scenario,
-        weights=str(made.get("weights", "")) if made.get("quantised_weights") is True else "",
-        ended=measured.ended,
-        source="measurements",
-        measured_layers=str(made.get(MEASURED_LAYERS, "")),
+        identity=RunIdentity(
+            model=run.model,
+            dataset=run.dataset,
+            samples=len(measured.samples),
+            failed=len(store.failures),
+            configs=run.configs,
+            trace=digest,
+            random_weights=run.random_weights,
+            made_with=f"perturbkv {made.get('perturbkv_version', perturbkv.__version__)}",
+            scenario=run.scenario,
+            weights=str(made.get("weights", "")) if made.get("quantised_weights") is True else "",
+            ended=measured.ended,
+            source="measurements",
+            measured_layers=str(made.get(MEASURED_LAYERS, "")),
+        ),
     )

@@ -351,7 +351,8 @@ def sampling_error(contributions: Floats, unit: float) -> Floats:
     By Student's t of the means of pairs of orders. `contributions` are (order, player, sample); their sums over samples
     are divided by `unit`, and NaN results where that is 0.
     """
-    pairs = coalition.pair_means(contributions.sum(axis=-1)) / (unit if unit else np.nan)
+    sums = contributions.sum(axis=-1)
+    pairs = sums.reshape(-1, 2, *sums.shape[1:]).mean(axis=1) / (unit if unit else np.nan)
     error = pairs.std(axis=0, ddof=1) / np.sqrt(len(pairs))
     return np.asarray(stats.t.ppf((1 + LEVEL) / 2, len(pairs) - 1) * error)
 
@@ -415,7 +416,9 @@ def named_mixture(measured: MixtureOutcomes, name: str, mixture: Mixture) -> Nam
         cache_share=measured.cache_share(mixture),
         heads=compare_kind(first, second, floors, norms, np.zeros(first.shape[1:], dtype=bool)),
         drift_ratio=drift + 1,
-        drift_ratio_interval=_ratio_interval(drift_interval),
+        drift_ratio_interval=None
+        if drift_interval is None
+        else Interval(drift_interval.low + 1, drift_interval.high + 1, drift_interval.kind),
         kl_median=kl,
         kl_median_interval=kl_interval,
         top1=float(measured.outcome(mixture, "top1").mean()),
@@ -438,8 +441,3 @@ def _mixture_change(measured: MixtureOutcomes, mixture: Mixture, outcome: str) -
         return float("nan"), None
     value, ends = change((measured.outcome(mixture, outcome) - baseline)[None], baseline, outcome)
     return float(value[0]), interval_at(ends, 0)
-
-
-def _ratio_interval(interval: OptionalInterval) -> OptionalInterval:
-    """Return the interval of a ratio, from the interval of the change (ratio − 1)."""
-    return None if interval is None else Interval(interval.low + 1, interval.high + 1, interval.kind)

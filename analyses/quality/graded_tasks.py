@@ -176,10 +176,11 @@ def _task(name: str, trace: Trace, indices: list[int]) -> Task:
     graded = scores(trace, ANALYSIS, instead=hint)
     perturbation = measured["perturbation_propagated"].sum(axis=(2, 3))
     norms = measured["output_norm"].sum(axis=(1, 2))
+    kind, worded = kind_of(trace.run.dataset), list(trace.run.dataset_options.get("wording", {}))
     return Task(
         name=name,
         dataset=trace.run.dataset,
-        kind=_kind(trace.run),
+        kind=kind_of(worded[0]) if kind == OTHERS and len(worded) == 1 else kind,
         samples=measured.sample_ids,
         failed=len(trace.failures),
         terms=terms(trace.run),
@@ -191,12 +192,6 @@ def _task(name: str, trace: Trace, indices: list[int]) -> Task:
         one_token_answers=int(has_only_first_token(trace).sum()),
         cut_off=int(is_cut_off(trace).sum()),
     )
-
-
-def _kind(run: RunConfig) -> str:
-    """Return a run's kind of task; for a file with rows of a single known data set, that data set's kind."""
-    kind, worded = kind_of(run.dataset), list(run.dataset_options.get("wording", {}))
-    return kind_of(worded[0]) if kind == OTHERS and len(worded) == 1 else kind
 
 
 def shared_configs(traces: Sequence[Trace]) -> tuple[EvictionConfig, ...]:

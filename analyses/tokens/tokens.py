@@ -15,7 +15,6 @@ from perturbkv.analyses import text
 from perturbkv.analyses.columns import Derived, Line, Record, attribute, column, derived, record, table
 from perturbkv.analyses.conclusions import Case, Claim
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.measurements import Floats
 from perturbkv.analyses.names import PairRecord, pair_columns
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.sides import choose_sides, pairs
@@ -261,24 +260,16 @@ class Tokens(Result, PairRecord):
 
     def _cost(self) -> list[str]:
         """Return what eviction with each side costs the text, as a list; empty where the trace does not tell."""
-        sides = zip(self.sides, self.text_changes, np.nan_to_num(self.effects), strict=True)
-        told = [
-            f"{name} {text.three_digits(change)}, to first order {text.three_digits(effects.sum())}"
-            f"{self._costliest(effects)}"
-            for name, change, effects in sides
-            if effects.any()
-        ]
+        told = []
+        for name, change, effects in zip(self.sides, self.text_changes, np.nan_to_num(self.effects), strict=True):
+            place = int(effects.argmin())
+            worst = f"‹{self._piece(place)}› at {place:,} costs most, {text.three_digits(effects[place])}"
+            first_order = text.three_digits(effects.sum()) + (f" ({worst})" if effects[place] < 0 else "")
+            told += [f"{name} {text.three_digits(change)}, to first order {first_order}"] if effects.any() else []
         if not told:
             return []
         by_gradient = text.FIRST_ORDER_NOTES[self.identity.effect_gradient]
         return [f"Change of the text's log p by eviction, in nat: {'; '.join(told)}. {by_gradient}\n"]
-
-    def _costliest(self, effects: Floats) -> str:
-        """Return the token whose loss lowers the text's log p most, in parentheses; empty where none lowers it."""
-        place = int(effects.argmin())
-        if effects[place] >= 0:
-            return ""
-        return f" (‹{self._piece(place)}› at {place:,} costs most, {text.three_digits(effects[place])})"
 
     def records(self) -> list[dict[str, Any]]:
         """Return a row per token, in the prompt's order."""

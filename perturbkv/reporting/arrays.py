@@ -149,7 +149,12 @@ def put_arrays(measured: TraceMeasures, blocks: Blocks) -> dict[str, PairCompari
     blocks.put_floats("total", np.stack(totals))
     blocks.put_floats("floor", np.stack(floors))
     blocks.put_floats("norm", Measurements(measured.trace, ANALYSIS)["output_norm"].mean(axis=0))
-    _put_pairs(blocks, comparisons)
+    if comparisons:  # sums, shares of better heads and verdicts of all pairs
+        compared = comparisons.values()
+        blocks.put_floats("pair_sum", np.stack([one.sums for one in compared]))
+        blocks.put_floats("pair_better", np.stack([one.better for one in compared if one.better is not None]))
+        verdicts = np.stack([one.verdict for one in compared if one.verdict is not None])
+        blocks.put_packed("verdict", pack_verdicts(verdicts), verdicts.shape)
     _put_drift(measured, blocks, equal)
     divergence = Measurements(measured.trace, ANALYSIS)["logit_kl"]
     blocks.put_floats("kl", with_band(np.median(divergence, axis=0), intervals.of_medians(divergence)))
@@ -159,20 +164,13 @@ def put_arrays(measured: TraceMeasures, blocks: Blocks) -> dict[str, PairCompari
     return comparisons
 
 
-def _put_pairs(blocks: Blocks, comparisons: dict[str, PairComparison]) -> None:
-    """Store the sums, shares of better heads and verdicts of all pairs in `blocks`; nothing if there are no pairs."""
-    if not comparisons:
-        return
-    blocks.put_floats("pair_sum", np.stack([one.sums for one in comparisons.values()]))
-    blocks.put_floats("pair_better", np.stack([one.better for one in comparisons.values() if one.better is not None]))
-    verdicts = np.stack([one.verdict for one in comparisons.values() if one.verdict is not None])
-    blocks.put_packed("verdict", pack_verdicts(verdicts), verdicts.shape)
-
-
 def _put_drift(measured: TraceMeasures, blocks: Blocks, equal: EqualSets | None) -> None:
     """Store drift and its noise floors in `blocks`, and the pairs' drift ratios unless `equal` is None."""
     each = drift_values(measured.trace)
-    means = [[with_band(*drift.mean_drift(values)) for values in np.moveaxis(one, 1, 0)] for one in each]
+    means = [
+        [with_band(values.mean(axis=0), intervals.of_means(values, POSITIVE)) for values in np.moveaxis(one, 1, 0)]
+        for one in each
+    ]
     blocks.put_floats("drift", np.array(means))
     blocks.put_codes("drift_sample", list(each), [log_scale(one) for one in each])
     blocks.put_floats("drift_floor", drift_floors(measured.trace))
