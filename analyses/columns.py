@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from itertools import product
 from typing import Any, ClassVar, Generic, Self, TypeVar, dataclass_transform, overload
 
@@ -88,12 +88,13 @@ def record(cls: type[AnyRecord]) -> type[AnyRecord]:
 class Derived(Generic[Value]):
     """A column computed from other columns on first access; the docstring of its method is its meaning."""
 
-    def __init__(self, compute: Callable[[Any], Value], **more: Any) -> None:
+    def __init__(self, compute: Callable[[Any], Value], meaning: str = "", **more: Any) -> None:
         self.compute = compute
-        self.__doc__ = compute.__doc__
-        self.name: str = compute.__name__
-        meaning = " ".join((compute.__doc__ or "").split()).removesuffix(".")
-        self.declared: Column = Column(meaning, **more)
+        self.__doc__ = meaning or compute.__doc__
+        self.declared: Column = Column(" ".join((self.__doc__ or "").split()).removesuffix("."), **more)
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
 
     @overload
     def __get__(self, instance: None, owner: type) -> Self: ...
@@ -112,6 +113,22 @@ class Derived(Generic[Value]):
 def derived(**more: Any) -> Callable[[Callable[[Any], Value]], Derived[Value]]:
     """Declare a method as a column whose meaning is its docstring; `more` are further attributes of `Column`."""
     return lambda compute: Derived(compute, **more)
+
+
+def attribute(path: str, meaning: str, **more: Any) -> Derived[Any]:
+    """Declare a column that is an attribute of another one, or an element of a pair: `identity.samples`, `pair.0`.
+
+    It has the interval of that attribute, `<attribute>_interval`, if there is one. `more` as of `derived`.
+    """
+    *owners, last = path.split(".")
+
+    def read(value: Any, name: str) -> Any:
+        return value[int(name)] if name.isdigit() else getattr(value, name)
+
+    def interval(instance: Any) -> Any:
+        return getattr(reduce(read, owners, instance), f"{last}_interval", None)
+
+    return Derived(lambda instance: reduce(read, (*owners, last), instance), meaning, interval=interval, **more)
 
 
 class Record:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -15,14 +14,13 @@ from perturbkv.analyses.names import SIDE, common_choices, common_text, distinct
 from perturbkv.configs import layer_types
 from perturbkv.configs.cache_contents import WITHOUT_EVICTION
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.run import ANSWER, FULL, RunConfig
+from perturbkv.configs.run import ANSWER, FULL
 from perturbkv.display import Table, plural
 from perturbkv.escaping import escape_line
 from perturbkv.schema import MEASURED_LAYERS
 from perturbkv.storage.answers_file import WrittenAnswers
 from perturbkv.trace import Trace
 
-_BYTE_HEADINGS = ("", "#bits", "#bytes /\nfull")
 _TEXTS = {ANSWER: "an accepted answer", "given": "the given text"}
 """Text of a run whose steps do not read the full run's own -> its name."""
 MOST_NAMED = 12
@@ -102,7 +100,11 @@ class RunIdentity:
             return []
         rows = [[name, config.bits_text, f"{share:.2f}"]
                 for name, config, share in zip(self.names, self.configs, self.byte_shares, strict=True)]  # fmt: skip
-        return [Table("what is stored: bytes over those of the full cache in 16 bits", _BYTE_HEADINGS, rows)]
+        return [
+            Table(
+                "what is stored: bytes over those of the full cache in 16 bits", ("", "#bits", "#bytes /\nfull"), rows
+            )
+        ]
 
     def no_eviction_note(self) -> str:
         """Return notes on budgets that leave the cache whole, and on policies that evict nothing; empty for none."""
@@ -170,18 +172,6 @@ class RunIdentity:
             f"{self.failed} samples failed" if self.failed else "",
         ]
         note = self.no_eviction_note()
-        return [
-            self._configurations_in_words(sides),
-            escape_line(", ".join(filter(None, run))),
-            *([note] if note else []),
-        ]
-
-    def provenance(self) -> str:
-        """Return the digest of what was drawn, and the version: 'trace 0123456789ab, perturbkv 0.1.0'."""
-        return f"{self.source} {self.trace or 'in memory'}, {self.made_with}"
-
-    def _configurations_in_words(self, sides: bool) -> str:
-        """Return the configurations in words: 'policy snapkv, window 32; h2o and snapkv; budgets 64 and 128'."""
         shared = [_choice_in_words(choice, word) for choice, word in common_choices(self.configs).items()]
         parts = self._distinct_parts(_choice_in_words)
         if len(parts) > 1 and not sides:
@@ -191,7 +181,12 @@ class RunIdentity:
         budgets = [_choice_in_words("budget", f"b={config.budget}") for config in self.configs]
         if named and named[-1] == list(dict.fromkeys(budgets)) and len(named[-1]) > 1:  # the settings are budgets
             texts[-1] = "budgets " + text.join_names([name.removeprefix("budget ") for name in named[-1]])
-        return "; ".join(filter(None, (", ".join(shared), *texts)))
+        configurations = "; ".join(filter(None, (", ".join(shared), *texts)))
+        return [configurations, escape_line(", ".join(filter(None, run))), *([note] if note else [])]
+
+    def provenance(self) -> str:
+        """Return the digest of what was drawn, and the version: 'trace 0123456789ab, perturbkv 0.1.0'."""
+        return f"{self.source} {self.trace or 'in memory'}, {self.made_with}"
 
     def _configurations_text(self) -> str:
         """Return the configurations in one line: shared choices, then distinct sides and settings.
@@ -211,8 +206,14 @@ class RunIdentity:
             {choice: word if choice in SIDE else write(choice, word) for choice, word in words.items()}
             for words in distinct_choices(self.configs)
         ]
-        sides, settings = ([_choices_text(words, of_side) for words in distinct] for of_side in (True, False))
-        parts = [list(dict.fromkeys(part)) for part in (sides, settings)]
+        parts = [
+            list(
+                dict.fromkeys(
+                    " ".join(w for choice, w in words.items() if (choice in SIDE) == side) for words in distinct
+                )
+            )
+            for side in (True, False)
+        ]
         if len(parts[0]) * len(parts[1]) != len(self.configs):
             parts = [[" ".join(words.values()) for words in distinct]]
         if sum(bool(name) for part in parts for name in part) > MOST_NAMED:
@@ -235,11 +236,6 @@ def _choice_in_words(choice: str, word: str) -> str:
     return f"{_WORDS[choice]}{value}" if choice in _WORDS else word.replace("=", " ")
 
 
-def _choices_text(words: dict[str, str], of_side: bool) -> str:
-    """Return the words of policy and selection if `of_side`, else of the other choices, as text."""
-    return " ".join(word for choice, word in words.items() if (choice in SIDE) == of_side)
-
-
 def identity_at(trace: Trace, configs: Sequence[EvictionConfig], step: int | None) -> RunIdentity:
     """Return the identity of a run whose numbers are those of one decode step, or, for None, means over all."""
     found = identity(trace, configs, step or 0)
@@ -250,6 +246,16 @@ def identity_at(trace: Trace, configs: Sequence[EvictionConfig], step: int | Non
 def identity(trace: Trace, configs: Sequence[EvictionConfig], step: int = 0) -> RunIdentity:
     """Return the identity of a trace's run, for the configurations shown and the samples that have a decode step."""
     samples = int((measured_steps(trace) > step).sum())
+    evicted = trace.arrays["evicted"][trace.ok][measured_steps(trace) > step]
+    groups: dict[str, dict[str, int]] = {}
+    for config in configs:
+        whole = int((evicted[:, trace.config_index(config.label())] == 0).sum())
+        # 0 keeps a budget with a configuration that never evicts from standing for all
+        groups.setdefault(f"b={config.budget}", {})[config.label()] = whole if config.evicts else 0
+    named = (
+        [(budget, min(counts.values()))] if min(counts.values()) else list(counts.items())
+        for budget, counts in groups.items()
+    )
     return RunIdentity(
         model=trace.run.model,
         dataset=trace.run.dataset,
@@ -265,7 +271,7 @@ def identity(trace: Trace, configs: Sequence[EvictionConfig], step: int = 0) -> 
         measured_layers=trace.attrs.get(MEASURED_LAYERS, ""),
         byte_shares=_trace_byte_shares(trace, configs),
         effect_gradient=trace.run.effect_gradient,
-        unevicted=_unevicted_counts(trace, configs, step),
+        unevicted=tuple((name, count) for group in named for name, count in group if count),
         compressed_again=trace.run.compressed_again,
         isolated_steps=_isolated_steps(trace),
     )
@@ -299,25 +305,6 @@ def _steps_in_words(trace: Trace, step: int | None) -> str:
     return f"{words or 'first step'} of {_TEXTS[trace.run.text]}"
 
 
-def _unevicted_counts(trace: Trace, configs: Sequence[EvictionConfig], step: int) -> tuple[tuple[str, int], ...]:
-    """Return (budget or label, number of samples with the step in which nothing was evicted), without zeros.
-
-    A budget stands for its configurations where each leaves the cache whole in some sample; the count is the least of
-    theirs.
-    """
-    evicted = trace.arrays["evicted"][trace.ok][measured_steps(trace) > step]
-    groups: dict[str, dict[str, int]] = {}
-    for config in configs:
-        whole = int((evicted[:, trace.config_index(config.label())] == 0).sum())
-        # 0 keeps a budget with a configuration that never evicts from standing for all
-        groups.setdefault(f"b={config.budget}", {})[config.label()] = whole if config.evicts else 0
-    named = (
-        [(budget, min(counts.values()))] if min(counts.values()) else list(counts.items())
-        for budget, counts in groups.items()
-    )
-    return tuple((name, count) for group in named for name, count in group if count)
-
-
 def joint_identity(runs: Sequence[RunIdentity]) -> RunIdentity:
     """Return the joint identity of several runs: the first's, with all models, data sets, digests, steps, samples."""
     return replace(
@@ -342,41 +329,26 @@ def _trace_byte_shares(trace: Trace, configs: Sequence[EvictionConfig]) -> tuple
 
 
 def answers_identity(answers: WrittenAnswers) -> RunIdentity:
-    """Return the identity of a file of answers that `perturbkv generate` wrote, with all its configurations."""
-    about = run_identity(answers.run, answers.made_with, len(answers.rows), "answers", answers.digest)
-    return replace(about, byte_shares=_answers_byte_shares(answers))
+    """Return the identity of a file of answers that `perturbkv generate` wrote, with all its configurations.
 
-
-def run_identity(
-    run: RunConfig, provenance: Mapping[str, Any], samples: int, source: str, digest: str = ""
-) -> RunIdentity:
-    """Return the identity of a run whose output is not a trace, with all its configurations.
-
-    Args:
-        run: what was run.
-        provenance: versions, type of quantised weights and measured layers, as the output records them.
-        samples: number of complete samples.
-        source: what the output is, such as `answers`.
-        digest: of the output; empty where there is none.
+    Byte shares are means over answers, none where one is unknown.
     """
+    run, made = answers.run, answers.made_with
+    each = [[row["evicted"][label].get("bytes_share") for row in answers.rows] for label in run.labels()]
+    known = all(None not in shares for shares in each)
     return RunIdentity(
         model=run.model,
         dataset=run.dataset,
-        samples=samples,
+        samples=len(answers.rows),
         failed=0,
         configs=run.configs,
-        trace=digest,
+        trace=answers.digest,
         random_weights=run.random_weights,
-        made_with=f"perturbkv {provenance.get('perturbkv_version', '')}".strip(),
+        made_with=f"perturbkv {made.get('perturbkv_version', '')}".strip(),
         scenario=run.scenario,
-        weights=str(provenance.get("weights", "")) if provenance.get("quantised_weights") is True else "",
-        source=source,
-        measured_layers=str(provenance.get(MEASURED_LAYERS, "")),
+        weights=str(made.get("weights", "")) if made.get("quantised_weights") is True else "",
+        source="answers",
+        measured_layers=str(made.get(MEASURED_LAYERS, "")),
+        byte_shares=tuple(float(np.mean(shares)) for shares in each) if known else (),
         compressed_again=run.compressed_again,
     )
-
-
-def _answers_byte_shares(answers: WrittenAnswers) -> tuple[float, ...]:
-    """Return the byte share of each configuration, mean over answers; empty where one is unknown."""
-    each = [[row["evicted"][label].get("bytes_share") for row in answers.rows] for label in answers.run.labels()]
-    return () if any(None in shares for shares in each) else tuple(float(np.mean(shares)) for shares in each)

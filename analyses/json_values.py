@@ -37,11 +37,6 @@ def config_columns(config: EvictionConfig) -> dict[str, str]:
     }
 
 
-def parse_config_object(document: Mapping[str, Any]) -> EvictionConfig:
-    """Return the configuration that a JSON object from `config_object` describes."""
-    return EvictionConfig.from_document({name: value for name, value in document.items() if name != "label"})
-
-
 def setting_object(configs: Iterable[EvictionConfig]) -> dict[str, Any]:
     """Return the choices that all configurations share, as a JSON object."""
     first, *others = (config.to_document() for config in configs)

@@ -15,7 +15,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from perturbkv.analyses.measurements import Floats, Measurements, measured_steps, summed_log_p
 from perturbkv.analyses.text import FIRST_ORDER_NOTES
@@ -161,8 +160,18 @@ def measure_values(trace: Trace, measures: Measures, analysis: str) -> dict[str,
         REFERENCE: 1 - measured["retained_mass"].mean(axis=(2, 3)),
         "kl": measured["logit_kl"],
         "drift": drift / hidden_norm[:, None],
-        **(_of_whole_text(measured) if measures.step is None else {}),
     }
+    if measures.step is None:  # the text is known to its end; losses are positive where it becomes less likely
+        full, evicted, _ = summed_log_p(trace, analysis)
+        values["isolated_first"] = _over_norms(Measurements(trace, analysis, 0), "perturbation_isolated")
+        values["text_loss"] = full[:, None] - evicted
+    if measures.step is None and "effect_isolated" in measured:
+        steps = measured_steps(trace)[:, None]  # sums over them, from means
+        values |= {
+            "effect": -steps * measured["effect_isolated"].sum(axis=(2, 3)),
+            "effect_size": steps * measured.sizes("effect_isolated").sum(axis=(2, 3)),
+            "effect_propagated": -steps * measured["effect_propagated"].sum(axis=(2, 3)),
+        }
     return equalise_identical_runs(trace, values)
 
 
@@ -171,42 +180,15 @@ def _over_norms(measured: Measurements, name: str) -> Floats:
     return np.asarray(measured[name].sum(axis=(2, 3)) / measured["output_norm"].sum(axis=(1, 2))[:, None])
 
 
-def _of_whole_text(measured: Measurements) -> dict[str, Floats]:
-    """Return the measures that only a text known to its end has: its first token apart, its log p, and effects on it.
-
-    Losses of log p are positive where the text becomes less likely.
-    """
-    trace, analysis = measured.trace, measured.analysis
-    full, evicted, _ = summed_log_p(trace, analysis)
-    values = {
-        "isolated_first": _over_norms(Measurements(trace, analysis, 0), "perturbation_isolated"),
-        "text_loss": full[:, None] - evicted,
-    }
-    if "effect_isolated" not in measured:
-        return values
-    steps = measured_steps(trace)[:, None]  # sums over them, from means
-    return values | {
-        "effect": -steps * measured["effect_isolated"].sum(axis=(2, 3)),
-        "effect_size": steps * measured.sizes("effect_isolated").sum(axis=(2, 3)),
-        "effect_propagated": -steps * measured["effect_propagated"].sum(axis=(2, 3)),
-    }
-
-
 def equalise_identical_runs(trace: Trace, values: dict[str, Floats]) -> dict[str, Floats]:
     """Return the (sample, config) arrays, with one value for all configurations whose kept sets are all equal.
 
     Their values differ by rounding alone.
     """
-    first = _first_equal_config(trace)
-    return {name: np.take_along_axis(array, first, axis=1) for name, array in values.items()}
-
-
-def _first_equal_config(trace: Trace) -> NDArray[np.int64]:
-    """Return, per (sample, config), the index of the first configuration with the same kept sets everywhere."""
     count, samples = len(trace.run.configs), int(trace.ok.sum())
-    first = np.tile(np.arange(count), (samples, 1))
+    first = np.tile(np.arange(count), (samples, 1))  # index of the first configuration with the same kept sets
     for later in range(count):
         for earlier in reversed(range(later)):  # the smallest index is written last
             same = equal_whole(trace, earlier, later)
             first[same, later] = first[same, earlier]
-    return first
+    return {name: np.take_along_axis(array, first, axis=1) for name, array in values.items()}

@@ -35,21 +35,19 @@ def check_no_duplicate_prompts(traces: Sequence[Trace], trace_name: Callable[[Tr
 
 
 def _prompt_keys(trace: Trace, index: int) -> list[str]:
-    """Return the keys that identify the prompt at an index: source and sample id, and its tokens' digest if stored."""
-    keys = [json.dumps([_prompt_source(trace), trace.sample_ids[index]])]
+    """Return the keys that identify the prompt at an index: source and sample id, and its tokens' digest if stored.
+
+    Its source is the file's digest, or data set, options and seed.
+    """
+    options = trace.run.dataset_options
+    chosen = {name: value for name, value in options.items() if name != METRICS}
+    source = options.get("file_sha256") or [trace.run.dataset, chosen, trace.run.seed]
+    keys = [json.dumps([source, trace.sample_ids[index]])]
     if "prompt_token" in trace.arrays and (count := int(trace.arrays["prompt_count"][index])):
         start = int(trace.arrays["prompt_offset"][index])
         tokens = np.asarray(trace.arrays["prompt_token"][start : start + count], dtype=np.int32)
         keys.append(hashlib.sha256(tokens.tobytes()).hexdigest())
     return keys
-
-
-def _prompt_source(trace: Trace) -> object:
-    """Return a JSON value that identifies a prompt's source: the file's digest, or data set, options and seed."""
-    options = trace.run.dataset_options
-    if digest := options.get("file_sha256"):
-        return digest
-    return [trace.run.dataset, {name: value for name, value in options.items() if name != METRICS}, trace.run.seed]
 
 
 _SHARED = ("model", "revision", "scenario", "dtype", "cache")

@@ -184,15 +184,11 @@ def _shared_choices(configs: Sequence[EvictionConfig]) -> set[str]:
 
 def fold(name: str, width: int = 16) -> str:
     """Return a name in lines of at most `width` letters where possible, broken at spaces, brackets, colons, commas."""
-    lines = textwrap.wrap(name, width, break_long_words=False, break_on_hyphens=False)
-    return "\n".join(part for line in lines for part in _break_word(line, width))
-
-
-def _break_word(line: str, width: int) -> list[str]:
-    """Return a word's parts, broken after brackets, colons and commas to fit `width` where possible."""
-    parts = [""]
-    for piece in _PIECES.findall(line) if len(line) > width else [line]:
-        if parts[-1] and len(parts[-1]) + len(piece) > width:
-            parts.append("")
-        parts[-1] += piece
-    return parts
+    parts = []
+    for line in textwrap.wrap(name, width, break_long_words=False, break_on_hyphens=False):
+        parts.append("")
+        for piece in _PIECES.findall(line) if len(line) > width else [line]:
+            if parts[-1] and len(parts[-1]) + len(piece) > width:
+                parts.append("")
+            parts[-1] += piece
+    return "\n".join(parts)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from perturbkv.analyses import text
-from perturbkv.analyses.columns import Line, Record, column, derived, interval, record
+from perturbkv.analyses.columns import Derived, Line, Record, attribute, column, derived, interval, record
 from perturbkv.analyses.heads import head_comparison
 from perturbkv.analyses.heads.head_comparison import HeadComparison
 from perturbkv.analyses.identity import RunIdentity, identity_at
@@ -29,27 +29,31 @@ from perturbkv.trace import Trace
 class ComparisonRow(HeadComparison):
     """A comparison of heads as a line of a table, isolated and propagated perturbation side by side."""
 
-    @derived(json=False, heading="#isolated\nsum", interval=lambda row: row.isolated.sum_ratio_interval)
-    def isolated_ratio(self) -> float:
-        """Isolated perturbation over the baseline's, summed over heads and samples."""
-        return self.isolated.sum_ratio
-
-    @derived(json=False, heading="#propagated\nsum", interval=lambda row: row.propagated.sum_ratio_interval)
-    def propagated_ratio(self) -> float:
-        """Propagated perturbation over the baseline's, summed over heads and samples."""
-        return self.propagated.sum_ratio
-
-    @derived(json=False, heading="#propagated\nmedian head", interval=lambda row: row.propagated.median_ratio_interval)
-    def median_ratio(self) -> float:
-        """The median head's propagated perturbation over the baseline's."""
-        return self.propagated.median_ratio
-
-    @derived(
-        json=False, heading="#heads\nbetter", unit="share", interval=lambda row: row.propagated.better_share_interval
+    isolated_ratio: ClassVar[Derived[float]] = attribute(
+        "isolated.sum_ratio",
+        "Isolated perturbation over the baseline's, summed over heads and samples",
+        json=False,
+        heading="#isolated\nsum",
     )
-    def better_share(self) -> float:
-        """Mean over samples of each sample's share of heads with less propagated perturbation."""
-        return self.propagated.better_share
+    propagated_ratio: ClassVar[Derived[float]] = attribute(
+        "propagated.sum_ratio",
+        "Propagated perturbation over the baseline's, summed over heads and samples",
+        json=False,
+        heading="#propagated\nsum",
+    )
+    median_ratio: ClassVar[Derived[float]] = attribute(
+        "propagated.median_ratio",
+        "The median head's propagated perturbation over the baseline's",
+        json=False,
+        heading="#propagated\nmedian head",
+    )
+    better_share: ClassVar[Derived[float]] = attribute(
+        "propagated.better_share",
+        "Mean over samples of each sample's share of heads with less propagated perturbation",
+        json=False,
+        heading="#heads\nbetter",
+        unit="share",
+    )
 
 
 @record

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 _MOST_NOTES = 3
+Member = TypeVar("Member")
 
 
 class Result(Record, ABC):
@@ -61,6 +62,10 @@ class Result(Record, ABC):
     def conclusion(self) -> str:
         """Return the claims as one sentence, with what they are of."""
         return conclude(self.claims(), self.scope())
+
+    def _with_names(self, members: Sequence[Member]) -> list[tuple[str, Member]]:
+        """Return members, one per configuration of the identity, with the configurations' names."""
+        return list(zip(self.identity.names, members, strict=True))
 
     def title(self) -> str:
         """Return the table's title, a few words."""
@@ -181,7 +186,6 @@ def add_first_step(result: AnyResult, step: int | None, analyse_first_step: Call
     return beside
 
 
-Member = TypeVar("Member")
 MemberResult = TypeVar("MemberResult", bound=Result)
 
 

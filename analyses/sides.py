@@ -83,7 +83,8 @@ def pairs(run: RunConfig, baseline: str, treatment: str) -> list[Pair]:
     policy. Two selections are compared within each policy; a selection against a policy is that of the run's first
     policy that has it. Raises TraceError where the run has no such pair.
     """
-    free = {f"policy_{option}" for side in (baseline, treatment) for option in _named_options(side)}
+    parts = [parse(part) for side in (baseline, treatment) for part in split_policy_and_selection(side)]
+    free = {f"policy_{option or 'by'}" for part in parts for option in part.options}
     within = _is_selection(baseline) and _is_selection(treatment)
     firsts, seconds = (_side_configs(run, side, every_policy=within) for side in (baseline, treatment))
     matched = [
@@ -98,11 +99,6 @@ def pairs(run: RunConfig, baseline: str, treatment: str) -> list[Pair]:
             f"expected configurations to compare '{baseline}' with '{treatment}', got a trace of {sides_text(run)}"
         )
     return sorted(matched, key=lambda pair: (firsts.index(pair[0]), seconds.index(pair[1])))
-
-
-def _named_options(side: str) -> set[str]:
-    """Return the names of options given in a side's text."""
-    return {name or "by" for part in split_policy_and_selection(side) for name in parse(part).options}
 
 
 def _matching_baselines(

@@ -134,7 +134,15 @@ def equal_isolated(trace: Trace, first: int, second: int) -> Mask:
     """
     if trace.run.compresses:
         return np.zeros(trace.arrays["kept_count"][trace.ok][:, first].shape, dtype=bool)
-    return np.asarray(trace.same_kept(first, second) & _equal_storage(trace, first, second)[:, None, None])
+    # equal sets make equal caches: of one precision, and where something is evicted, of one correction and positions
+    one, other = trace.run.configs[first], trace.run.configs[second]
+    complete = trace.arrays["evicted"][trace.ok][:, first] == 0
+    alike_evicted = one.evicts and other.evicts and one.correction == other.correction
+    own = trace.arrays.get("own_entries")
+    kept = np.ones_like(complete) if own is None else (own[trace.ok][:, [first, second]] == 0).all(axis=1)
+    same_positions = complete | (one.in_cache == other.in_cache)  # a cache that keeps everything has no other positions
+    alike = kept & (complete | alike_evicted) & same_positions & (one.precision == other.precision)
+    return np.asarray(trace.same_kept(first, second) & alike[:, None, None])
 
 
 def equal_propagated(trace: Trace, first: int, second: int) -> Mask:
@@ -155,21 +163,6 @@ def equal_layers(trace: Trace, first: int, second: int) -> Mask:
 def equal_whole(trace: Trace, first: int, second: int) -> Mask:
     """Return (sample,) True where all sets are equal, and so the final norm, the logits and every later token."""
     return np.asarray(equal_layers(trace, first, second)[:, -1])
-
-
-def _equal_storage(trace: Trace, first: int, second: int) -> Mask:
-    """Return (sample,) True where equal kept sets make equal caches: those of one precision.
-
-    Where something is evicted, also of one correction and the same positions, and by two policies that evict. False
-    where somebody's cache has entries of its own.
-    """
-    one, other = trace.run.configs[first], trace.run.configs[second]
-    complete = trace.arrays["evicted"][trace.ok][:, first] == 0
-    alike_evicted = one.evicts and other.evicts and one.correction == other.correction
-    own = trace.arrays.get("own_entries")
-    kept = np.ones_like(complete) if own is None else (own[trace.ok][:, [first, second]] == 0).all(axis=1)
-    same_positions = complete | (one.in_cache == other.in_cache)  # a cache that keeps everything has no other positions
-    return np.asarray(kept & (complete | alike_evicted) & same_positions & (one.precision == other.precision))
 
 
 def _up_to_layer(same: Mask) -> Mask:

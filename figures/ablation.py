@@ -54,15 +54,16 @@ _COLUMNS, _LINE_MM, _AROUND_MM, _LOWEST_MM = 2, 4.2, 21, 40
 def draw_ablation(result: Ablation, width_mm: float = style.WIDE_MM) -> Figure:
     """Draw a panel per setting; left of 1 an ingredient perturbs less than the baseline."""
     ordered = sort_by_cache_share(result.settings, lambda one: one.cache_share)
-    titles = _row_titles(ordered)
+    named = {row.title: row.name for result in ordered for row in result.rows}
+    order = list(INGREDIENTS)
+    titles = {BASELINE: BASELINE} | dict(sorted(named.items(), key=lambda item: order.index(item[1])))
     height = max(_LOWEST_MM, len(titles) * _LINE_MM + _AROUND_MM)
     figure, panels = panel_grid(len(ordered), _columns(width_mm), width_mm, height, 10, sharex=True)
     for panel, one, name in zip(panels, ordered, _setting_names(ordered), strict=True):
         _draw_setting(panel, one, name, titles)
     label_outer(panels, f"Σ L1 over {BASELINE}'s (log axis)", "")
     draw_legend(figure, ratio_entries())
-    style.describe_run(figure, result.identity, style.interval_note(result.identity.samples))
-    return figure
+    return style.describe_run(figure, result.identity, style.interval_note(result.identity.samples))
 
 
 def _columns(width_mm: float) -> int:
@@ -74,13 +75,6 @@ def _setting_names(results: Sequence[Setting]) -> list[str]:
     """Return each setting's short name; its full name where nothing distinguishes it."""
     names = short_names([result.baseline for result in results], "alpha")
     return [name or result.setting for name, result in zip(names, results, strict=True)]
-
-
-def _row_titles(results: Sequence[Setting]) -> dict[str, str]:
-    """Return the rows of all panels as title -> ingredient: the baseline, then each ingredient at each α."""
-    named = {row.title: row.name for result in results for row in result.rows}
-    order = list(INGREDIENTS)
-    return {BASELINE: BASELINE} | dict(sorted(named.items(), key=lambda item: order.index(item[1])))
 
 
 def _draw_setting(axes: Axes, result: Setting, name: str, titles: dict[str, str]) -> None:
@@ -120,8 +114,7 @@ def draw_methods(result: MethodRanking, width_mm: float = style.WIDE_MM) -> Figu
     handles = marker_entries((marker, name) for name, (marker, _) in _MARKS.items())
     band = Patch(color="0.9", label=f"within {margin_text(result.margin)}")
     draw_legend(figure, [*handles, band])
-    style.describe_run(figure, result.identity, style.interval_note(result.identity.samples))
-    return figure
+    return style.describe_run(figure, result.identity, style.interval_note(result.identity.samples))
 
 
 def _draw_methods_setting(axes: Axes, result: MethodSetting, margin: float) -> None:
@@ -137,7 +130,6 @@ def _draw_methods_setting(axes: Axes, result: MethodSetting, margin: float) -> N
 
 
 _BUDGETS_ROW_MM = 76
-_NOT_OF_SETTING = ("policy", "selection", "window", "alpha", "pool", "budget")
 
 
 def draw_methods_over_budgets(result: MethodRanking, width_mm: float = style.WIDE_MM) -> Figure:
@@ -161,15 +153,16 @@ def draw_methods_over_budgets(result: MethodRanking, width_mm: float = style.WID
     ]  # fmt: skip
     draw_legend(figure, handles)
     bands = style.interval_note(result.identity.samples)
-    style.describe_run(figure, result.identity, bands if few else f"only snapkv's band is drawn; {bands}")
-    return figure
+    return style.describe_run(figure, result.identity, bands if few else f"only snapkv's band is drawn; {bands}")
 
 
 def _group_over_budgets(result: MethodRanking) -> dict[str, list[MethodSetting]]:
     """Return name of a setting without its budget -> its settings, which differ in budget alone, by cache share."""
     groups: dict[str, list[MethodSetting]] = {}
     for one in sort_by_cache_share(result.settings, lambda one: one.cache_share):
-        groups.setdefault(common_text((one.baseline,), *_NOT_OF_SETTING), []).append(one)
+        groups.setdefault(
+            common_text((one.baseline,), *("policy", "selection", "window", "alpha", "pool", "budget")), []
+        ).append(one)
     return groups
 
 
@@ -225,18 +218,12 @@ def draw_restriction(result: Restriction, width_mm: float = style.WIDE_MM) -> Fi
     longest = max(len(one.rows) for one in ordered)
     height = (longest + 1) * _RESTRICTION_LINE_MM + _RESTRICTION_AROUND_MM
     figure, panels = panel_grid(len(ordered), _columns(width_mm), width_mm, height, 10, sharex=True)
-    for panel, one, name in zip(panels, ordered, _restriction_names(ordered), strict=True):
+    names = short_names([one.baseline for one in ordered]) if len(ordered) > 1 else [ordered[0].setting]
+    for panel, one, name in zip(panels, ordered, names, strict=True):
         _draw_restriction_setting(panel, one, name)
         panel.set_xlabel(f"over {RESTRICTION_BASELINE}'s (log axis)")
     draw_legend(figure, [*ratio_entries(), drift_entry()])
-    style.describe_run(figure, result.identity, style.interval_note(result.identity.samples))
-    return figure
-
-
-def _restriction_names(results: Sequence[RestrictionSetting]) -> list[str]:
-    """Return distinct names of settings; the full name of a single setting."""
-    names = short_names([result.baseline for result in results])
-    return [result.setting if len(results) == 1 else name for result, name in zip(results, names, strict=True)]
+    return style.describe_run(figure, result.identity, style.interval_note(result.identity.samples))
 
 
 def _draw_restriction_setting(axes: Axes, result: RestrictionSetting, name: str) -> None:
@@ -284,8 +271,7 @@ def draw_equal_bytes(result: EqualBytes, width_mm: float = style.WIDE_MM) -> Fig
     draw_legend(figure, handles, len(handles))
     key = [result.identity.name_of(one.config) for one in result.points]
     note = f"line: the least loss at no more bytes; {style.interval_note(result.identity.samples)}"
-    style.describe_run(figure, result.identity, note, key=key)
-    return figure
+    return style.describe_run(figure, result.identity, note, key=key)
 
 
 def _draw_curve(axes: Axes, result: EqualBytes, curve: str, colours: dict[str, Any]) -> None:

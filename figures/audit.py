@@ -28,10 +28,9 @@ def draw(result: Audit, width_mm: float = style.WIDE_MM) -> Figure:
     _draw_kept_share(figure, kept, result)
     _draw_distance(far, result)
     style.set_title(figure, f"{escape_line(result.eviction)}: {result.verdict}")
-    style.describe_run(
+    return style.describe_run(
         figure, result.identity, "floors: of runs of the plain model that keep the same entries, the worst head"
     )
-    return figure
 
 
 def _draw_kept_share(figure: Figure, axes: Axes, result: Audit) -> None:
@@ -98,8 +97,7 @@ def draw_dump(result: DumpAudit, width_mm: float = style.WIDE_MM) -> Figure:
     shown = {line.get_label(): line for axes in panels for line in axes.get_lines()}
     style.draw_legend_below(panels[-1], list(shown.values()), 2)
     style.set_title(figure, f"{escape_line(result.engine or result.dump)}: {result.verdict}")
-    style.describe_run(figure, result.identity, "floor: between two ways of reading the same tokens")
-    return figure
+    return style.describe_run(figure, result.identity, "floor: between two ways of reading the same tokens")
 
 
 def _draw_entries(axes: Axes, result: DumpAudit, kind: int) -> None:

@@ -43,7 +43,11 @@ def draw_bound_tightness(result: BoundTightness, width_mm: float = style.WIDE_MM
     """Draw by budget: ratios of bounds, tightness over retained mass, and how often a bound picks the better of two."""
     narrow = width_mm < style.WIDE_MM
     configs = sort_by_cache_share(result.shown, lambda config: config.cache_share)
-    ranked = _sort_agreements([one for one in result.agreements if one.shown], configs)
+    shares = {shown.config: shown.cache_share for shown in configs}
+    ranked = sort_by_cache_share(
+        [one for one in result.agreements if one.shown],
+        lambda agreement: max((shares.get(each, -1.0) for each in agreement.configs), default=-1.0),
+    )
     own, settings, key = _axis_names(configs, ranked)
     figure, axes = panel_grid(3, 1 if narrow else 3, width_mm, _NARROW_MM if narrow else _ROW_MM, 0)
     columns = 3 if narrow else 2
@@ -53,8 +57,7 @@ def draw_bound_tightness(result: BoundTightness, width_mm: float = style.WIDE_MM
     for panel in (axes[0], axes[2]) if key else ():
         panel.set_xlabel("configuration, named below")
     note = f"{_cache_shares_text(configs)} · {_bars_text(len(configs), result.identity.samples)}"
-    style.describe_run(figure, result.identity, note, key=key)
-    return figure
+    return style.describe_run(figure, result.identity, note, key=key)
 
 
 def _axis_names(
@@ -91,14 +94,6 @@ def _names_fit(names: Sequence[Sequence[str]]) -> bool:
     return sum(widths) <= _ROOM and max(map(len, names), default=0) <= _NAME_LINES
 
 
-def _sort_agreements(agreements: Sequence[RankAgreement], configs: Sequence[Tightness]) -> list[RankAgreement]:
-    """Return the agreements sorted by cache share; unchanged if a cache share is unknown."""
-    shares = {shown.config: shown.cache_share for shown in configs}
-    return sort_by_cache_share(
-        agreements, lambda agreement: max((shares.get(one, -1.0) for one in agreement.configs), default=-1.0)
-    )
-
-
 def _bars_text(configs: int, samples: int) -> str:
     """Return the foot's text on bars: spreads in the first two panels, intervals over samples in the last."""
     band = ", quartiles" if configs <= _BANDS else ""
@@ -119,10 +114,9 @@ def draw_heads(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figur
         "Tightness of Theorem 2 by head",
         result.identity.layer,
     )
-    style.describe_run(
+    return style.describe_run(
         figure, result.identity, f"{_cache_shares_text(configs)} · n = {result.identity.samples} samples"
     )
-    return figure
 
 
 def _cache_shares_text(configs: Sequence[Tightness]) -> str:
@@ -275,7 +269,6 @@ def _dot_entry(edge: Any, face: Any, label: str) -> Line2D:
 
 _ASSUMPTION_WIDE, _NAME = 5, 18
 """Maps per row, and letters per line of a configuration's name."""
-_Named = tuple[str, ConfigAssumption]
 
 
 def draw_assumption(result: Assumption, width_mm: float = style.WIDE_MM) -> Figure:
@@ -288,8 +281,7 @@ def draw_assumption(result: Assumption, width_mm: float = style.WIDE_MM) -> Figu
         "Assumption 1: share of heads with σ (or S) > 0.5, mean of samples",
         result.identity.layer,
     )
-    style.describe_run(figure, result.identity, style.interval_note(result.identity.samples))
-    return figure
+    return style.describe_run(figure, result.identity, style.interval_note(result.identity.samples))
 
 
 def _assumption_rows(result: Assumption, narrow: bool) -> list[list[panels.Map]]:
@@ -307,16 +299,11 @@ def _assumption_rows(result: Assumption, narrow: bool) -> list[list[panels.Map]]
             for index, (name, config) in enumerate(named)
         ]
     return [
-        row
+        [
+            _assumption_map(name if index == 0 else "", config, reading, READINGS[reading])
+            for name, config in named[start : start + _ASSUMPTION_WIDE]
+        ]
         for start in range(0, len(named), _ASSUMPTION_WIDE)
-        for row in _reading_rows(named[start : start + _ASSUMPTION_WIDE])
-    ]
-
-
-def _reading_rows(named: Sequence[_Named]) -> list[list[panels.Map]]:
-    """Return a row of maps per reading of σ, with the configurations' names above the first row."""
-    return [
-        [_assumption_map(name if index == 0 else "", config, reading, READINGS[reading]) for name, config in named]
         for index, reading in enumerate(READINGS)
     ]
 

@@ -47,8 +47,9 @@ def draw_cliff(result: Cliffs, width_mm: float = style.WIDE_MM) -> Figure:
     axes.xaxis.set_major_locator(FixedLocator(ticks))
     draw_legend(figure, handles)
     note = style.interval_note(result.identity.samples, medians=True)
-    style.describe_run(figure, result.identity, f"medians over samples; on dashed lines: where each passes · {note}")
-    return figure
+    return style.describe_run(
+        figure, result.identity, f"medians over samples; on dashed lines: where each passes · {note}"
+    )
 
 
 def _draw_median(axes: Axes, cliff: Cliff, colour: Any, marker: str, *, band: bool) -> Line2D:
@@ -71,25 +72,15 @@ def _draw_thresholds(axes: Axes, result: Cliffs) -> None:
         axes.axhline(threshold, color="0.55", linewidth=0.7, linestyle="--", zorder=1, gid="threshold")
         for shift, (one, colour) in enumerate(zip(result, colours, strict=True)):
             height = threshold * step ** ((len(result) - 1) / 2 - shift)
-            _draw_crossing(axes, one, index, height, colour, limits)
+            crossing = one.crossings[index]
+            if crossing.interval is not None:
+                ends = np.clip([crossing.interval.low, crossing.interval.high], *limits)
+                axes.plot(ends, [height] * 2, color=colour, linewidth=1.8, alpha=0.6, solid_capstyle="butt",
+                          gid=f"interval {one.name}")  # fmt: skip
+            if crossing.known:
+                axes.plot([crossing.value], [height], color=colour, marker="d", markersize=3.8, linestyle="", zorder=4,
+                          gid=f"crossing {one.name}")  # fmt: skip
     axes.set(xlim=limits, ylim=(min(low, min(result.thresholds) / 2), max(high, max(result.thresholds) * 2)))
-
-
-def _draw_crossing(
-    axes: Axes, cliff: Cliff, index: int, height: float, colour: Any, limits: tuple[float, float]
-) -> None:
-    """Draw the interval and the mark of crossing number `index` at a height.
-
-    The interval, if any, is cut off at `limits`, the ends of the x axis; an unknown crossing has no mark.
-    """
-    crossing = cliff.crossings[index]
-    if crossing.interval is not None:
-        ends = np.clip([crossing.interval.low, crossing.interval.high], *limits)
-        axes.plot(ends, [height] * 2, color=colour, linewidth=1.8, alpha=0.6, solid_capstyle="butt",
-                  gid=f"interval {cliff.name}")  # fmt: skip
-    if crossing.known:
-        axes.plot([crossing.value], [height], color=colour, marker="d", markersize=3.8, linestyle="", zorder=4,
-                  gid=f"crossing {cliff.name}")  # fmt: skip
 
 
 _SAFE_BUDGET_ROW_MM = 70
@@ -116,14 +107,16 @@ def draw_safe_budget(result: SafeBudgets, width_mm: float = style.WIDE_MM) -> Fi
     figure, panels = panel_grid(count, 1 if narrow else count, width_mm, _SAFE_BUDGET_ROW_MM, 0)
     for index, axes in enumerate(panels):
         _draw_criterion(axes, result, index)
-    draw_legend(figure, _safe_budget_legend(result), 5)
+    named = zip(result, style.category_colours(len(result)), cycle("os^Dv"), cycle(_DASHES), strict=False)
+    entries = [Line2D([], [], color=colour, marker=marker, linestyle=dash, markersize=3, label=one.name)
+             for one, colour, marker, dash in named]  # fmt: skip
+    draw_legend(figure, [*entries, Line2D([], [], color="#b00020", linewidth=0.9, label="limit")], 5)
     bounds_text = f"whiskers: one-sided 95 % bounds over n = {result.identity.samples} samples"
-    style.describe_run(
+    return style.describe_run(
         figure,
         result.identity,
         f"full marks: safe, ringed the smallest; side by side at one budget · {bounds_text}",
     )
-    return figure
 
 
 def _draw_criterion(axes: Axes, result: SafeBudgets, index: int) -> None:
@@ -133,8 +126,8 @@ def _draw_criterion(axes: Axes, result: SafeBudgets, index: int) -> None:
     axes.axhline(scale * criterion.limit, color="#b00020", linewidth=0.9, zorder=1, gid="limit")
     looks = zip(result, style.category_colours(len(result)), cycle("os^Dv"), cycle(_DASHES), strict=False)
     for number, (one, colour, marker, dash) in enumerate(looks):
-        _draw_verdict(axes, one.verdicts[index], {"color": colour, "marker": marker, "linestyle": dash}, scale,
-              _shift_factor(number, len(result)))  # fmt: skip
+        shift = float(_ASIDE ** (number - (len(result) - 1) / 2))
+        _draw_verdict(axes, one.verdicts[index], {"color": colour, "marker": marker, "linestyle": dash}, scale, shift)
     axes.set_title(_SAFE_BUDGET_TITLES[criterion.name], loc="left")
     unit = result[0].verdicts[index].budgets[0].config.budget.unit
     axes.set(xlabel=f"budget, {unit}", ylabel=_LABELS[criterion.name])
@@ -142,11 +135,6 @@ def _draw_criterion(axes: Axes, result: SafeBudgets, index: int) -> None:
     budgets = sorted({tested.config.budget.value for one in result for tested in one.verdicts[index].budgets})
     axes.xaxis.set_major_locator(FixedLocator(budgets))
     axes.xaxis.set_minor_locator(NullLocator())
-
-
-def _shift_factor(number: int, count: int) -> float:
-    """Return the factor on x that moves line `number` of `count` aside, on a logarithmic axis."""
-    return float(_ASIDE ** (number - (count - 1) / 2))
 
 
 def _draw_verdict(axes: Axes, verdict: Verdict, look: dict[str, Any], scale: float, shift: float) -> None:
@@ -166,11 +154,3 @@ def _draw_verdict(axes: Axes, verdict: Verdict, look: dict[str, Any], scale: flo
         last = np.flatnonzero(safe)[-1]
         axes.plot(budgets[last], means[last], color=colour, linestyle="", marker="o", markersize=7,
                   markerfacecolor="none", gid="smallest")  # fmt: skip
-
-
-def _safe_budget_legend(result: SafeBudgets) -> list[Line2D]:
-    """Return a legend entry per selection, and an entry for the limit."""
-    named = zip(result, style.category_colours(len(result)), cycle("os^Dv"), cycle(_DASHES), strict=False)
-    entries = [Line2D([], [], color=colour, marker=marker, linestyle=dash, markersize=3, label=one.name)
-             for one, colour, marker, dash in named]  # fmt: skip
-    return [*entries, Line2D([], [], color="#b00020", linewidth=0.9, label="limit")]

@@ -52,8 +52,7 @@ def draw(result: Correlation, width_mm: float = style.WIDE_MM) -> Figure:
     draw_legend(figure, _legend(settings, colours), 2)
     for panel in axes[:2]:
         typeset(panel.get_yticklabels())
-    style.describe_run(figure, result.identity, _foot_text(result))
-    return figure
+    return style.describe_run(figure, result.identity, _foot_text(result))
 
 
 def _foot_text(result: Correlation) -> str:
@@ -71,13 +70,18 @@ def _draw_measures(axes: Axes, settings: Sequence[Setting], colours: Sequence[An
     """Draw a statistic ("rho" or "auc") per measure and setting; into an empty panel, why no prompt decides."""
     measures = settings[0].measures
     heights = _row_heights(measures)
-    for shift, colour, setting in zip(_row_offsets(len(settings)), colours, settings, strict=True):
+    shifts = [0.0] if len(settings) == 1 else np.linspace(-_SPREAD / 2, _SPREAD / 2, len(settings)).tolist()
+    for shift, colour, setting in zip(shifts, colours, settings, strict=True):
         for name in heights:
             measured = getattr(setting.strength(name), statistic)
             null = getattr(setting.identity_baselines(name), statistic).exchanged
             height, gid = heights[name] + shift, f"{statistic} {setting.name} {name}"
-            _draw_point(axes, height, measured.value, measured.interval, colour, gid)
-            _draw_null_band(axes, height, null.low, null.high)
+            if not np.isnan(measured.value):
+                axes.errorbar([measured.value], [height], xerr=style.error_bars(measured.value, measured.interval),
+                              color=colour, marker="o", markersize=2.8, linewidth=0.9, gid=gid)  # fmt: skip
+            if not np.isnan(null.low):
+                axes.plot([null.low, null.high], [height, height], color=_NULL_COLOUR, linewidth=4.2,
+                          solid_capstyle="butt", zorder=0.5)  # fmt: skip
     _frame(axes, measures, *_FRAMES[statistic])
     values = [getattr(setting.strength(name), statistic).value for setting in settings for name in heights]
     if np.isnan(values).all():
@@ -88,24 +92,6 @@ def _draw_measures(axes: Axes, settings: Sequence[Setting], colours: Sequence[An
 def _row_heights(measures: Measures) -> dict[str, float]:
     """Return the height of each measure's row; a gap is above the circular ones."""
     return {name: row + (_GAP if name in measures.circular else 0) for row, name in enumerate(measures.names)}
-
-
-def _row_offsets(count: int) -> list[float]:
-    """Return the vertical offsets of `count` settings' points around a measure's row, the first on top."""
-    return [0.0] if count == 1 else list(np.linspace(-_SPREAD / 2, _SPREAD / 2, count))
-
-
-def _draw_point(axes: Axes, height: float, value: float, interval: Any, colour: Any, gid: str) -> None:
-    """Draw a value with its interval at a height; nothing for NaN."""
-    if not np.isnan(value):
-        axes.errorbar([value], [height], xerr=style.error_bars(value, interval), color=colour, marker="o",
-                      markersize=2.8, linewidth=0.9, gid=gid)  # fmt: skip
-
-
-def _draw_null_band(axes: Axes, height: float, low: float, high: float) -> None:
-    """Draw the middle 95 % of the method identity baseline, behind the point; nothing where it is NaN."""
-    if not np.isnan(low):
-        axes.plot([low, high], [height, height], color=_NULL_COLOUR, linewidth=4.2, solid_capstyle="butt", zorder=0.5)
 
 
 def _frame(axes: Axes, measures: Measures, middle: float, limits: tuple[float, float], label: str) -> None:

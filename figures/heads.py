@@ -67,7 +67,10 @@ def draw_scatter(
     axes.scatter(x[shown], y[shown], s=size, c=layers[shown], linewidths=0, zorder=3, gid="heads", **colours)
     axes.scatter(x[flagged], y[flagged], s=size + 14 * scale, facecolors="none", edgecolors=FLAG_COLOUR, linewidths=0.6,
                  zorder=4, gid="flagged")  # fmt: skip
-    for marker, there in _edge_markers(kind, ends).items():
+    baselines, treatments = kind.baseline_mean, kind.treatment_mean
+    sides = {"v": treatments < ends[0], "^": treatments > ends[1]}
+    sides |= {"<": (baselines < ends[0]) & ~sides["v"], ">": (baselines > ends[1]) & ~sides["^"]}
+    for marker, there in ((marker, there) for marker, there in sides.items() if there.any()):
         axes.scatter(x[there], y[there], s=size + 10 * scale, c=layers[there], marker=marker, linewidths=0, zorder=5,
                      clip_on=False, gid="outside", **colours)  # fmt: skip
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal" if square else "auto")
@@ -79,14 +82,6 @@ def outside_axes(kind: HeadKind, ends: tuple[float, float]) -> NDArray[np.bool_]
     """Return (layer, head) True where the baseline's or the treatment's mean is outside the axes."""
     both = np.stack([kind.baseline_mean, kind.treatment_mean])
     return np.asarray(((both < ends[0]) | (both > ends[1])).any(axis=0))
-
-
-def _edge_markers(kind: HeadKind, ends: tuple[float, float]) -> dict[str, NDArray[np.bool_]]:
-    """Return triangle marker -> (layer, head) mask of heads outside the axes on that side."""
-    x, y = kind.baseline_mean, kind.treatment_mean
-    sides = {"v": y < ends[0], "^": y > ends[1]}
-    sides |= {"<": (x < ends[0]) & ~sides["v"], ">": (x > ends[1]) & ~sides["^"]}
-    return {marker: there for marker, there in sides.items() if there.any()}
 
 
 def axis_limits(kinds: Sequence[HeadKind]) -> tuple[float, float]:
@@ -162,8 +157,7 @@ def draw_pair(result: HeadComparison, width_mm: float = style.WIDE_MM, token_kin
     outside = [int(outside_axes(kind, axis_limits([kind])).sum()) for kind in (result.isolated, result.propagated)]
     by_kind = ["lowest panel: sums at the steps of each kind of decoded token, n samples"] if token_kinds else []
     note, caption = f"{shares} · {foot_text(result)}", [_caption_key([result], outside), *by_kind, shares]
-    style.describe_run(figure, result.identity, note, caption, sides=False)
-    return figure
+    return style.describe_run(figure, result.identity, note, caption, sides=False)
 
 
 def _draw_token_kinds(axes: Axes, result: HeadComparison, kinds: Sequence[TokenKind]) -> None:
@@ -295,12 +289,14 @@ def draw_panels(result: HeadComparisons, width_mm: float = style.WIDE_MM) -> Fig
     draw_legend(figure, _legend(ordered))
     style.draw_layer_bar(figure, panels, ordered[0].flagged.shape[0], "bottom" if narrow else "right",
                     result.identity.layer)  # fmt: skip
-    title_text, triangles = _figure_title(ordered), " · triangles: heads outside the axes" if any(outside) else ""
+    baselines, treatments = _side_names(ordered)
+    shared = common_text([side for result in ordered for side in (result.baseline, result.treatment)])
+    title_text = f"Propagated, {' or '.join(baselines)} → {', '.join(treatments)}: {shared}"
+    triangles = " · triangles: heads outside the axes" if any(outside) else ""
     style.set_title(figure, title_text, title_text.partition(":")[0])
     key = f"{_NOTE}; Σ ×: sum over heads and samples over the first named's"
     note = f"{_NOTE}{triangles} · {foot_text(ordered[0])}"
-    style.describe_run(figure, result.identity, note, [key, _caption_key(ordered, outside)])
-    return figure
+    return style.describe_run(figure, result.identity, note, [key, _caption_key(ordered, outside)])
 
 
 def _sort_pairs(results: Sequence[HeadComparison]) -> list[HeadComparison]:
@@ -323,13 +319,6 @@ def _side_names(results: Sequence[HeadComparison]) -> tuple[list[str], list[str]
     """Return the distinct names of all baselines and of all treatments."""
     names = [result.sides for result in results]
     return list(dict.fromkeys(first for first, _ in names)), list(dict.fromkeys(second for _, second in names))
-
-
-def _figure_title(results: Sequence[HeadComparison]) -> str:
-    """Return the figure's title: the compared sides, and the choices that all configurations share."""
-    baselines, treatments = _side_names(results)
-    shared = common_text([side for result in results for side in (result.baseline, result.treatment)])
-    return f"Propagated, {' or '.join(baselines)} → {', '.join(treatments)}: {shared}"
 
 
 def _side_text(result: HeadComparison, several_baselines: bool, several_treatments: bool) -> str:

@@ -43,7 +43,9 @@ def draw(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
     figure = style.figure(width_mm, height + _AROUND_MM)
     shape = (3, 1) if stacked else (len(rows), 3)
     axes = figure.subplots(*shape, squeeze=False, sharex=True).reshape(len(rows), 3)
-    colours, dashes = _selection_colours(configs), dict(zip(groups, _DASHES * len(groups), strict=False))
+    names = list(dict.fromkeys(_selection_name(config, configs) for config in configs))
+    colours = dict(zip(names, style.category_colours(len(names)), strict=True))
+    dashes = dict(zip(groups, _DASHES * len(groups), strict=False))
     for panels, shown in zip(axes, rows, strict=True):
         for config in shown:
             line = dashes[setting_name(config.config)] if len(rows) == 1 else "-"
@@ -51,8 +53,7 @@ def draw(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
     _finish_panels(axes, result, rows, stacked=stacked)
     handles = _legend(configs, colours, dashes if len(rows) == 1 else {})
     draw_legend(figure, handles)
-    style.describe_run(figure, result.identity, f"{_samples_text(result)}{_cache_shares_text(configs)}")
-    return figure
+    return style.describe_run(figure, result.identity, f"{_samples_text(result)}{_cache_shares_text(configs)}")
 
 
 def _group_by_setting(configs: Sequence[ConfigHorizon]) -> dict[str, list[ConfigHorizon]]:
@@ -67,12 +68,6 @@ def _selection_name(config: ConfigHorizon, configs: Sequence[ConfigHorizon]) -> 
     """Return policy and selection, each only if it differs among the configurations."""
     words = distinct_choices([one.config for one in configs])[list(configs).index(config)]
     return " ".join(word for choice, word in words.items() if choice in SIDE) or "evicted"
-
-
-def _selection_colours(configs: Sequence[ConfigHorizon]) -> dict[str, Any]:
-    """Return the colour per name of a selection."""
-    names = list(dict.fromkeys(_selection_name(config, configs) for config in configs))
-    return dict(zip(names, style.category_colours(len(names)), strict=True))
 
 
 def _draw_config(panels: Any, config: ConfigHorizon, colour: Any, line: str) -> None:
@@ -130,17 +125,20 @@ def draw_heads(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
     names = short_names([one.config for one in configs])
     maps = [_growth_map(name or "evicted", config) for name, config in zip(names, configs, strict=True)]
     rows = [maps[start : start + columns] for start in range(0, len(maps), columns)]
+    grown = np.concatenate([config.curves["propagated"].head_growth.ravel() for config in result.configs])
+    ends = ((grown < 2.0**-_MOST).any(), (grown > 2.0**_MOST).any())
+    extend = {(False, False): "neither", (True, False): "min", (False, True): "max", (True, True): "both"}[ends]
+    label = "log₂ of last third of steps\nover first; dot: grows"
     figure = heatmaps.draw_maps(
         rows,
         width_mm,
-        _growth_scale(result),
+        heatmaps.Scale(-_MOST, _MOST, label, style.signed_colours(), extend),
         f"Growth of the propagated perturbation, {result.configs[0].curves['propagated'].head_growth.size} heads",
         result.identity.layer,
     )
     flips = result.configs[0].curves["propagated"].sign_flips.flips
     note = f"decided by {flips:,} flips of samples' signs, Benjamini–Hochberg at 5 %"
-    style.describe_run(figure, result.identity, f"{_samples_text(result)} · {note}")
-    return figure
+    return style.describe_run(figure, result.identity, f"{_samples_text(result)} · {note}")
 
 
 def draw_steps(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
@@ -170,17 +168,7 @@ def draw_steps(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
     bar.outline.set_visible(False)
     typeset([bar.ax.set_ylabel(symbols_to_tex("Σ L / Σ ‖o_h‖₁"))])
     style.set_title(figure, "Propagated perturbation along the text")
-    style.describe_run(figure, result.identity, _samples_text(result))
-    return figure
-
-
-def _growth_scale(result: Horizon) -> heatmaps.Scale:
-    """Return the colour scale centred at no growth, with arrows where growth exceeds it."""
-    grown = np.concatenate([config.curves["propagated"].head_growth.ravel() for config in result.configs])
-    ends = ((grown < 2.0**-_MOST).any(), (grown > 2.0**_MOST).any())
-    extend = {(False, False): "neither", (True, False): "min", (False, True): "max", (True, True): "both"}[ends]
-    label = "log₂ of last third of steps\nover first; dot: grows"
-    return heatmaps.Scale(-_MOST, _MOST, label, style.signed_colours(), extend)
+    return style.describe_run(figure, result.identity, _samples_text(result))
 
 
 def _samples_text(result: Horizon) -> str:

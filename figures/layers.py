@@ -31,8 +31,6 @@ _MOST_IN_A_PANEL = 2
 """Most budgets in one panel; of more, which would hide each other, each has a column of its own."""
 _COLUMNS, _NARROW_COLUMNS = 6, 3
 """Budgets side by side, in two columns of a journal and in one."""
-_LINES: tuple[Any, Any] = ("--", "-")
-"""Line styles of the two sides."""
 
 
 def draw_layers(result: DriftSeries, width_mm: float = style.WIDE_MM) -> Figure:
@@ -51,8 +49,7 @@ def draw_layers(result: DriftSeries, width_mm: float = style.WIDE_MM) -> Figure:
     interval_text = style.interval_note(result.identity.samples, medians=True)
     drifts = f"drift: medians; percent: of the means over samples · {interval_text}"
     note = f"{drifts} · ×: tied, {tied} · cache share of {shares}"
-    style.describe_run(figure, result.identity, note)
-    return figure
+    return style.describe_run(figure, result.identity, note)
 
 
 def _draw_shared_panels(results: Sequence[LayerDrift], width_mm: float) -> Figure:
@@ -119,9 +116,8 @@ def _share_scales(axes: np.ndarray, count: int) -> None:
 
 def _side_entries(result: LayerDrift, colour: Any = "0.3") -> list[Line2D]:
     """Return the legend entries of the baseline (dashed) and the treatment (solid)."""
-    names = result.sides
-    return [Line2D([], [], color=colour, linestyle=line, label=name)
-            for line, name in zip(_LINES, names, strict=True)]  # fmt: skip
+    first, second = result.sides
+    return [Line2D([], [], color=colour, linestyle="--", label=first), Line2D([], [], color=colour, label=second)]
 
 
 def _drift_label(result: LayerDrift, short: bool = False) -> str:
@@ -208,9 +204,17 @@ def draw_last_layer(result: SampleSeries, width_mm: float = style.WIDE_MM) -> Fi
     baseline, _ = ordered[0].sides
     distance = DISTANCES[ordered[0].distance]
     label_outer(panels, f"sample, by {baseline}", f"last layer's drift ({distance})")
-    draw_legend(figure, _last_layer_legend(ordered), 5)
-    style.describe_run(figure, result.identity, _foot_text(ordered[0]))
-    return figure
+    hollow, filled = ordered[0].sides
+    entries = [
+        Line2D([], [], linestyle="", marker="o", markersize=3.5, markerfacecolor="white", color="0.3", label=hollow),
+        Line2D([], [], linestyle="", marker="o", markersize=3.5, color="0.3", label=filled),
+        Line2D([], [], color=_BETTER, label=f"{filled} drifts less"),
+        Line2D([], [], color=_WORSE, label="more"),
+    ]
+    if any((result.verdict == 0).any() for result in ordered):
+        entries.append(Line2D([], [], linestyle="", marker="x", markersize=3.5, color=_TIED, label="tied"))
+    draw_legend(figure, entries, 5)
+    return style.describe_run(figure, result.identity, _foot_text(ordered[0]))
 
 
 def _foot_text(result: LastLayer) -> str:
@@ -244,20 +248,6 @@ def _draw_samples(axes: Axes, result: LastLayer, font: float) -> None:
         style.draw_note(axes, f"{plural(hidden, 'drift')} of 0 not drawn")
 
 
-def _last_layer_legend(results: Sequence[LastLayer]) -> list[Line2D]:
-    """Return the legend entries of both sides and of less, more and tied drift."""
-    hollow, filled = results[0].sides
-    entries = [
-        Line2D([], [], linestyle="", marker="o", markersize=3.5, markerfacecolor="white", color="0.3", label=hollow),
-        Line2D([], [], linestyle="", marker="o", markersize=3.5, color="0.3", label=filled),
-        Line2D([], [], color=_BETTER, label=f"{filled} drifts less"),
-        Line2D([], [], color=_WORSE, label="more"),
-    ]
-    if any((result.verdict == 0).any() for result in results):
-        entries.append(Line2D([], [], linestyle="", marker="x", markersize=3.5, color=_TIED, label="tied"))
-    return entries
-
-
 _BUDGETS_ROW_MM = 66
 
 
@@ -272,10 +262,9 @@ def draw_budget_curves(result: BudgetCurves, width_mm: float = style.WIDE_MM) ->
     handles = [line for line in axes[0].get_lines() if line.get_gid()]  # by label "_my.py:Score" would be lost
     draw_legend(figure, handles)
     interval_text = style.interval_note(result.identity.samples, medians=True)
-    style.describe_run(
+    return style.describe_run(
         figure, result.identity, f"drift and KL: medians over samples · {interval_text}{_cache_shares_text(result)}"
     )
-    return figure
 
 
 def _draw_quantity(axes: Axes, result: BudgetCurves, quantity: str, label: str, title: str, *, log: bool) -> None:
@@ -307,18 +296,13 @@ def _set_share_axis(axes: Axes, result: BudgetCurves) -> None:
     """Give the x axis the label, the ticks and the limits of the curves' shares."""
     shares = np.concatenate([100 * _x_shares(result, curve) for curve in result])
     least, most = float(shares.min()), float(shares.max())
-    marks = _percent_ticks(least, most)
+    every = [step * 10.0**power for power in range(-3, 4) for step in (1, 2.5, 5)]
+    inside = [tick for tick in every if least / 1.25 <= tick <= most * 1.25]
+    fine = [step * 10.0**power for power in range(-3, 4) for step in range(1, 10)]
+    marks = inside if len(inside) >= 2 else [tick for tick in fine if least / 1.6 <= tick <= most * 1.6]
     axes.set_xlabel(f"{'cache share' if _cache_shares_known(result) else 'kept share of a head'} (%)")
     axes.xaxis.set_major_locator(FixedLocator(marks))
     axes.set_xlim(min(least, *marks) / 1.15, max(most, *marks) * 1.15)
-
-
-def _percent_ticks(low: float, high: float) -> list[float]:
-    """Return ticks from about `low` to `high`: 1, 2.5 and 5 times powers of ten, or 1 to 9 times if too few fit."""
-    every = [step * 10.0**power for power in range(-3, 4) for step in (1, 2.5, 5)]
-    inside = [tick for tick in every if low / 1.25 <= tick <= high * 1.25]
-    fine = [step * 10.0**power for power in range(-3, 4) for step in range(1, 10)]
-    return inside if len(inside) >= 2 else [tick for tick in fine if low / 1.6 <= tick <= high * 1.6]
 
 
 def _cache_shares_text(result: BudgetCurves) -> str:

@@ -61,10 +61,9 @@ def _draw_maps(result: Needle, width_mm: float, outcome: str) -> Figure:
     where = f"Needle in {result.haystack}, {result.scenario}"
     style.set_title(figure, f"{where}: {common_text(result.identity.configs)}", where)
     shares = ", ".join(dict.fromkeys(text.decimal(method.cache_share) for method in result.methods))
-    style.describe_run(
+    return style.describe_run(
         figure, result.identity, f"{style.interval_note(result.identity.samples)} · cache share {shares}"
     )
-    return figure
 
 
 def methods_by_budget(result: Needle) -> list[Retrieval]:
@@ -122,21 +121,16 @@ def draw_needle_depths(result: Needle, width_mm: float = style.WIDE_MM) -> Figur
         _draw_depth(panel, methods, index)
         panel.set_title(f"depth {result.depths[index]:g}", loc="left", fontsize=style.points(6.5 if narrow else 7.5))
         panel.tick_params(axis="y", labelsize=style.points(5.5 if narrow else 7))
-    panels[0].set_yticks(range(len(methods)), _method_names(result, methods))
+    names = dict(zip(result.identity.configs, short_names(result.identity.configs), strict=True))
+    shown = [names[method.config] or "evicted" if method.config else "full cache" for method in methods]
+    panels[0].set_yticks(range(len(methods)), shown)
     label_outer(panels, "share", "")
     draw_legend(figure, marker_entries(_MARKS.values(), 3.2))
     shares = dict.fromkeys(
         f"b={one.config.budget}: {text.decimal(one.cache_share)}" for one in result.methods if one.config
     )
     note = "whole number: exact 95 % intervals over the prompts of a depth · cache share of"
-    style.describe_run(figure, result.identity, f"{note} {', '.join(shares)}")
-    return figure
-
-
-def _method_names(result: Needle, methods: list[Retrieval]) -> list[str]:
-    """Return the methods' distinct names, each on one line."""
-    names = dict(zip(result.identity.configs, short_names(result.identity.configs), strict=True))
-    return [names[method.config] or "evicted" if method.config else "full cache" for method in methods]
+    return style.describe_run(figure, result.identity, f"{note} {', '.join(shares)}")
 
 
 def _draw_depth(axes: Axes, methods: list[Retrieval], depth_index: int) -> None:
@@ -183,8 +177,7 @@ def draw_retrieval(result: Needle, width_mm: float = style.WIDE_MM) -> Figure:
         f"n: deciding ones of the {prompts} that the full cache answers · bars: 95 % intervals over them, ranges "
         f"where they are fewer than {MIN_SAMPLES}"
     )
-    style.describe_run(figure, result.identity, foot)
-    return figure
+    return style.describe_run(figure, result.identity, foot)
 
 
 def _draw_budget(axes: Axes, budget: RankedBudget) -> None:
@@ -193,7 +186,18 @@ def _draw_budget(axes: Axes, budget: RankedBudget) -> None:
     positions = {name: row + (_GAP if name in CIRCULAR else 0) for row, name in enumerate(names)}
     for one in (*budget.correlations, *budget.circular):
         _draw_correlation(axes, positions[one.measure], one)
-    _frame_correlations(axes, positions, names)
+    axes.axvline(0, color="0.55", linewidth=0.8, zorder=1)
+    axes.axhline(len(FIRST_STEP_MEASURES) - 0.45, color="0.55", linewidth=0.6, linestyle=":")
+    axes.text(0.98, len(FIRST_STEP_MEASURES) - 0.37, "circular: nearly the score", transform=axes.get_yaxis_transform(),
+              ha="right", va="top", fontsize=style.points(5.5), color="0.35",
+              bbox={"facecolor": "white", "linewidth": 0, "pad": 0.8})  # fmt: skip
+    axes.set_yticks(list(positions.values()), list(names.values()))
+    axes.set(
+        xlim=(-1.05, 1.05),
+        ylim=(max(positions.values()) + 0.5, -0.5),
+        xticks=[-1, -0.5, 0, 0.5, 1],
+        xlabel="Spearman’s ρ within a prompt",
+    )
     deciding = {outcome: budget.by_outcome(outcome)[0].deciding for outcome in OUTCOMES}
     shares = " to ".join(dict.fromkeys(map(text.decimal, budget.cache_share_range)))
     title = (
@@ -211,25 +215,6 @@ def _draw_budget(axes: Axes, budget: RankedBudget) -> None:
     elif reasons:
         title += f"\n{reasons[0]}"
     axes.set_title(title, loc="left", fontsize=style.points(6.5))
-
-
-def _frame_correlations(axes: Axes, positions: dict[str, float], names: dict[str, str]) -> None:
-    """Draw the line of no association and the border above circular measures; label the axes.
-
-    `positions` and `names`: height and label of each measure's row.
-    """
-    axes.axvline(0, color="0.55", linewidth=0.8, zorder=1)
-    axes.axhline(len(FIRST_STEP_MEASURES) - 0.45, color="0.55", linewidth=0.6, linestyle=":")
-    axes.text(0.98, len(FIRST_STEP_MEASURES) - 0.37, "circular: nearly the score", transform=axes.get_yaxis_transform(),
-              ha="right", va="top", fontsize=style.points(5.5), color="0.35",
-              bbox={"facecolor": "white", "linewidth": 0, "pad": 0.8})  # fmt: skip
-    axes.set_yticks(list(positions.values()), list(names.values()))
-    axes.set(
-        xlim=(-1.05, 1.05),
-        ylim=(max(positions.values()) + 0.5, -0.5),
-        xticks=[-1, -0.5, 0, 0.5, 1],
-        xlabel="Spearman’s ρ within a prompt",
-    )
 
 
 def _undecided_reason(budget: RankedBudget, outcome: str) -> str:

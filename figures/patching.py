@@ -18,7 +18,6 @@ from perturbkv.figures.labels import draw_legend
 
 if TYPE_CHECKING:
     from perturbkv.analyses.patching.patching import Patching
-    from perturbkv.analyses.patching.patching_values import Shapley
 
 _PANEL_MM, _NARROW_PANEL_MM, _LINE_MM, _AROUND_MM = 52, 38, 5.5, 22
 _ORDERS, _SAMPLES = 2.6, 0.7
@@ -43,8 +42,7 @@ def draw(result: Patching, width_mm: float = style.WIDE_MM) -> Figure:
         {"shapley": _draw_shapley, "greedy": _draw_greedy}[kind](axes, result)
     _draw_mixtures(figure.add_subplot(grid[-1, 0]), result, _NARROW if narrow else _WIDE)
     draw_legend(figure, _legend(result), 3)
-    style.describe_run(figure, result.identity, style.interval_note(len(result.sample_ids)))
-    return figure
+    return style.describe_run(figure, result.identity, style.interval_note(len(result.sample_ids)))
 
 
 def _outcome_panels(figure: Figure, grid: Any, kinds: list[str], narrow: bool) -> list[Axes]:
@@ -68,7 +66,9 @@ def _draw_shapley(axes: Axes, result: Patching) -> None:
                 linewidth=_ORDERS, gid="orders")  # fmt: skip
     axes.plot(players, values.value, "o", color=colour, markersize=2.4, gid="values")
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda at, _: _player_name(result.names, at)))
+    axes.xaxis.set_major_formatter(
+        FuncFormatter(lambda at, _: result.names[round(at)] if 0 <= round(at) < len(result.names) else "")
+    )
     axes.set(xlabel="layer" if result.by == "layers" else "layer-head", ylabel=_SHORT[result.outcome],
              xlim=(-0.5, len(players) - 0.5))  # fmt: skip
     _set_percent_ticks(axes)
@@ -120,9 +120,11 @@ def _legend(result: Patching) -> list[Line2D]:
     value, colours = style.category_colours(1)[0], style.category_colours(4)
     handles = []
     if result.shapley is not None:
+        drawn = f"orders: ± {100 * result.shapley.sampling.max():.1f} % at most"
+        error = drawn if result.shapley.permutations else "all subsets: no error"
         handles += [
             Line2D([], [], color=value, linewidth=_SAMPLES, marker="o", markersize=2.4, label="value, over samples"),
-            Line2D([], [], color=value, linewidth=_ORDERS, alpha=0.45, label=_sampling_error_text(result.shapley)),
+            Line2D([], [], color=value, linewidth=_ORDERS, alpha=0.45, label=error),
         ]
     if result.greedy is not None:
         handles += [
@@ -137,11 +139,6 @@ def _legend(result: Patching) -> list[Line2D]:
     ]
 
 
-def _sampling_error_text(values: Shapley) -> str:
-    """Return the largest error from sampling permutations as text, or that all subsets were measured."""
-    return f"orders: ± {100 * values.sampling.max():.1f} % at most" if values.permutations else "all subsets: no error"
-
-
 def _set_percent_ticks(axes: Axes) -> None:
     """Label the y axis in signed per cent."""
     axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: _signed_percent(share)))
@@ -152,8 +149,3 @@ def _signed_percent(share: float) -> str:
     size = abs(100 * share)
     digits = 0 if size >= 10 or abs(size - round(size)) < _ROUNDING else 1
     return f"{100 * share:+z.{digits}f} %".replace("-", "−").replace("+0 %", "0 %")
-
-
-def _player_name(names: list[str], at: float) -> str:
-    """Return the name of the player nearest to a tick; empty beyond the first and the last player."""
-    return names[round(at)] if 0 <= round(at) < len(names) else ""

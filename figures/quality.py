@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, NullLocator
@@ -23,7 +22,7 @@ from perturbkv.analyses.quality.divergence import Divergence
 from perturbkv.analyses.quality.divergence_point import DivergencePoint
 from perturbkv.analyses.quality.perplexity import Perplexity
 from perturbkv.analyses.quality.quality import Quality
-from perturbkv.analyses.quality.score_columns import FULL, MethodScore, ScoreColumn, rows
+from perturbkv.analyses.quality.score_columns import FULL, ScoreColumn, rows
 from perturbkv.analyses.quality.score_tables import scores_note
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES, Band, median_level
 from perturbkv.display import plural
@@ -58,9 +57,14 @@ def draw_quality(result: Quality, width_mm: float = style.WIDE_MM) -> Figure:
         _draw_column(panel, column, curves, title_letters=(_TITLE_NARROW if narrow else _TITLE_WIDE) // columns)
         panel.set_ylabel("score × 100" if index % columns == 0 else "")
         panel.set_xlabel(_x_label(result) if index + columns >= len(shown) else "")
-    draw_legend(figure, _quality_legend(curves))
-    style.describe_run(figure, result.identity, f"{scores_note(result.datasets)} {_bars_text(result)}")
-    return figure
+    full = Line2D([], [], color="0.35", linestyle="--", linewidth=0.9, label=FULL)
+    looks = zip(curves, _method_looks(len(curves)), strict=True)
+    methods = [
+        Line2D([], [], color=colour, marker=marker, markersize=3, markerfacecolor="none", label=name)
+        for name, (colour, marker) in looks
+    ]
+    draw_legend(figure, [full, *methods])
+    return style.describe_run(figure, result.identity, f"{scores_note(result.datasets)} {_bars_text(result)}")
 
 
 def drawn_columns(result: Quality) -> list[ScoreColumn]:
@@ -81,27 +85,27 @@ def _curves_by_method(result: Quality) -> Curves:
 
 def _draw_column(axes: Axes, column: ScoreColumn, curves: Curves, title_letters: int) -> None:
     """Draw one data set's scores over cache shares, a curve per method; `title_letters` per line of the title."""
-    _draw_full_score(axes, column)
+    axes.axhline(100 * column.full, color="0.35", linestyle="--", linewidth=0.9, zorder=1, gid=FULL)
+    ends = column.full_interval
+    if ends is not None:
+        axes.axhspan(100 * ends.low, 100 * ends.high, color="0.5", alpha=0.12, linewidth=0, zorder=0)
     offsets = np.arange(len(curves)) - (len(curves) - 1) / 2
     distance = min(_APART, _SPREAD / max(1, len(curves) - 1))
     looks = zip(curves.items(), _method_looks(len(curves)), distance * offsets, strict=True)
     for (name, members), (colour, marker), points in looks:
         scores = [column.methods[index] for index, _ in members]
+        bars = [bar for bar in (style.error_bars(one.score, one.score_interval) for one in scores) if bar is not None]
         curve = axes.errorbar(100 * np.array([_cache_share(column, *one) for one in members]),
                              np.array([100 * one.score for one in scores]),
-                             yerr=_score_bars(scores), color=colour, marker=marker, markersize=2.6,
-                             markerfacecolor="none", linewidth=0.9, elinewidth=0.6, gid=name)  # fmt: skip
-        _shift_curve(axes, curve, points)
+                             yerr=100 * np.hstack(bars) if len(bars) == len(scores) else None, color=colour,
+                             marker=marker, markersize=2.6, markerfacecolor="none", linewidth=0.9, elinewidth=0.6,
+                             gid=name)  # fmt: skip
+        shift = ScaledTranslation(points / 72, 0, axes.figure.dpi_scale_trans)
+        for artist in curve.get_children():
+            artist.set_transform(axes.transData + shift)
     axes.set_title(fold(f"{column.name}, n\u00a0=\u00a0{column.samples}", title_letters), loc="left")
     _set_limits(axes, [_cache_share(column, *one) for members in curves.values() for one in members])
     axes.grid(visible=True, axis="y")
-
-
-def _shift_curve(axes: Axes, curve: ErrorbarContainer, points: float) -> None:
-    """Shift a drawn curve, with its error bars, sideways by `points` of print, without changing its data."""
-    shift = ScaledTranslation(points / 72, 0, axes.figure.dpi_scale_trans)
-    for artist in curve.get_children():
-        artist.set_transform(axes.transData + shift)
 
 
 def _set_limits(axes: Axes, shares: Sequence[float]) -> None:
@@ -112,38 +116,20 @@ def _set_limits(axes: Axes, shares: Sequence[float]) -> None:
     """
     axes.margins(x=_MARGIN)
     style.set_log_axes(axes, x=True)
-    _set_ticks(axes, sorted({round(100 * share, 1) for share in shares}))
+    sizes = sorted({round(100 * share, 1) for share in shares})
+    if len(sizes) <= _MARKS and all(after > _ALIKE * before for before, after in pairwise(sizes)):
+        axes.set_xticks(sizes, [f"{size:.{0 if size > _WHOLE else 1}f}" for size in sizes])
+        axes.xaxis.set_minor_locator(NullLocator())
     if max(shares) < _ALIKE * min(shares):
         axes.set_xlim(100 * min(shares) / 2, 100 * max(shares) * 2)
     low, high = axes.get_ylim()
     axes.set_ylim(min(0.0, low) if high > 1 else 0.0, high if high > 1 else 100.0)
 
 
-def _set_ticks(axes: Axes, sizes: Sequence[float]) -> None:
-    """Put x ticks at the cache sizes `sizes`, if few and distinct enough."""
-    if len(sizes) <= _MARKS and all(after > _ALIKE * before for before, after in pairwise(sizes)):
-        axes.set_xticks(sizes, [f"{size:.{0 if size > _WHOLE else 1}f}" for size in sizes])
-        axes.xaxis.set_minor_locator(NullLocator())
-
-
 def _cache_share(column: ScoreColumn, index: int, budget: float) -> float:
     """Return a configuration's cache share in a column; its budget if the share is unknown."""
     share = column.methods[index].cache_share
     return budget if np.isnan(share) else share
-
-
-def _draw_full_score(axes: Axes, column: ScoreColumn) -> None:
-    """Draw the full cache's score as a line, its interval as a band."""
-    axes.axhline(100 * column.full, color="0.35", linestyle="--", linewidth=0.9, zorder=1, gid=FULL)
-    ends = column.full_interval
-    if ends is not None:
-        axes.axhspan(100 * ends.low, 100 * ends.high, color="0.5", alpha=0.12, linewidth=0, zorder=0)
-
-
-def _score_bars(scores: Sequence[MethodScore]) -> Any:
-    """Return error bars (2, budget): the distances from scores to their intervals' ends; None without intervals."""
-    bars = [bar for bar in (style.error_bars(one.score, one.score_interval) for one in scores) if bar is not None]
-    return 100 * np.hstack(bars) if len(bars) == len(scores) else None
 
 
 def _method_looks(count: int) -> list[tuple[Any, str]]:
@@ -156,14 +142,6 @@ def _x_label(result: Quality) -> str:
     """Return the x label: cache shares, or budgets if any cache share is unknown."""
     known = not any(np.isnan(method.cache_share) for column in result.datasets for method in column.methods)
     return "cache share (%)" if known else "budget × 100"
-
-
-def _quality_legend(curves: Curves) -> list[Line2D]:
-    """Return the legend entries of the full cache and of the methods."""
-    full = Line2D([], [], color="0.35", linestyle="--", linewidth=0.9, label=FULL)
-    looks = zip(curves, _method_looks(len(curves)), strict=True)
-    return [full, *(Line2D([], [], color=colour, marker=marker, markersize=3, markerfacecolor="none", label=name)
-                    for name, (colour, marker) in looks)]  # fmt: skip
 
 
 def _bars_text(result: Quality) -> str:
@@ -189,8 +167,7 @@ def draw_perplexity(result: Perplexity, width_mm: float = style.WIDE_MM) -> Figu
         draw_sum_ratio(axes, row, "ratio", one.ratio, one.ratio_interval, {"ratio": ("o", 0.0)})
     finish_ratio_panel(axes, names, result.title())
     axes.set_xlabel("perplexity over the full cache's")
-    style.describe_run(figure, result.identity, style.interval_note(len(result.samples)))
-    return figure
+    return style.describe_run(figure, result.identity, style.interval_note(len(result.samples)))
 
 
 _PANEL_MM, _DIVERGENCE_AROUND_MM = 52, 28
@@ -212,10 +189,17 @@ def draw_divergence(result: Divergence, width_mm: float = style.WIDE_MM) -> Figu
         _draw_divergence_config(axes, result, one, name, look, bands=len(configs) <= _BANDS)
         for one, name, look in zip(configs, _divergence_names(result, configs), _divergence_looks(configs), strict=True)
     ]
-    _finish_divergence(axes, result)
+    axes[0].set(ylim=(-0.03, 1.03), ylabel="share of samples", xlabel="tokens of the answer")
+    axes[0].set_title("Own answers: no token differs yet", loc="left")
+    if len(axes) > 1:
+        axes[1].set(ylim=(0, None), ylabel="KL, nat", xlabel="token of the full cache's answer")
+        axes[1].set_title("Next token's distribution", loc="left")
+        style.draw_note(axes[1], f"everything kept: {np.nanmax(result.noise_floor):.1e}")
+    for panel in axes:
+        panel.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+        panel.set_xlim(0, max(1, *result.lengths))
     draw_legend(figure, handles)
-    style.describe_run(figure, result.identity, _foot_text(result, len(configs)))
-    return figure
+    return style.describe_run(figure, result.identity, _foot_text(result, len(configs)))
 
 
 def _divergence_names(result: Divergence, configs: Sequence[DivergencePoint]) -> list[str]:
@@ -259,19 +243,6 @@ def _draw_divergence_config(
             panel.fill_between(positions, ends.low, ends.high, color=look["color"], alpha=0.13, linewidth=0,
                                gid=f"{kind} band", step="post" if kind == "alike" else None)  # fmt: skip
     return Line2D([], [], label=name, **look)
-
-
-def _finish_divergence(axes: Sequence[Axes], result: Divergence) -> None:
-    """Set titles, labels and ranges of the divergence panels."""
-    axes[0].set(ylim=(-0.03, 1.03), ylabel="share of samples", xlabel="tokens of the answer")
-    axes[0].set_title("Own answers: no token differs yet", loc="left")
-    if len(axes) > 1:
-        axes[1].set(ylim=(0, None), ylabel="KL, nat", xlabel="token of the full cache's answer")
-        axes[1].set_title("Next token's distribution", loc="left")
-        style.draw_note(axes[1], f"everything kept: {np.nanmax(result.noise_floor):.1e}")
-    for panel in axes:
-        panel.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
-        panel.set_xlim(0, max(1, *result.lengths))
 
 
 def _foot_text(result: Divergence, configs: int) -> str:

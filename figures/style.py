@@ -346,8 +346,8 @@ def describe_run(
     caption: Sequence[str] = (),
     sides: bool = True,
     key: Sequence[str] = (),
-) -> None:
-    """Describe a figure's run after a note: in its caption and, in a style with notes, at its foot.
+) -> Figure:
+    """Return the figure, its run described after a note: in its caption and, in a style with notes, at its foot.
 
     Random weights are told at the top in every style, and a key at the foot.
 
@@ -366,21 +366,17 @@ def describe_run(
     figure.names = [name for config in identity.configs for name in (config.policy.name, config.selection.name)]
     figure.provenance = identity.provenance()
     numbered = " · ".join(f"{number}  {name}" for number, name in enumerate(key, 1))
-    _draw_foot(figure, [numbered, *([note, *identity.lines()] if current_style().notes else [])])
-
-
-def _draw_foot(figure: Figure, texts: Sequence[str]) -> None:
-    """Write lines of small text at the figure's foot, broken to its width, and lay out the panels above them."""
+    texts = [numbered, *([note, *identity.lines()] if current_style().notes else [])]
     size, width = points(_FOOT_POINTS), figure.get_figwidth() * 72
     lines = [line for text in texts if text for line in _wrap(text, int(width / (size * _FOOT_LETTER)))]
-    if not lines:
-        return
-    foot_mm = len(lines) * _LINE_HEIGHT * size + 1.5
-    grow(figure, foot_mm - _USUAL_FOOT_MM)
-    share, engine = foot_mm / INCH_MM / figure.get_figheight(), figure.get_layout_engine()
-    assert engine is not None
-    engine.set(rect=(0, share, 1, 1 - share))  # type: ignore[call-arg]
-    figure.text(0.008, 0.006, "\n".join(lines), fontsize=size, color="0.35", va="bottom", ha="left")
+    if lines:  # broken to the figure's width, the panels above them
+        foot_mm = len(lines) * _LINE_HEIGHT * size + 1.5
+        grow(figure, foot_mm - _USUAL_FOOT_MM)
+        share, engine = foot_mm / INCH_MM / figure.get_figheight(), figure.get_layout_engine()
+        assert engine is not None
+        engine.set(rect=(0, share, 1, 1 - share))  # type: ignore[call-arg]
+        figure.text(0.008, 0.006, "\n".join(lines), fontsize=size, color="0.35", va="bottom", ha="left")
+    return figure
 
 
 def _wrap(line: str, letters: int) -> list[str]:

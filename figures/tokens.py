@@ -34,14 +34,16 @@ def draw(result: Tokens, width_mm: float = style.WIDE_MM) -> Figure:
     figure = style.figure(width_mm, max(_LOWEST_MM, _AROUND_MM + rows * _ROW_MM))
     axes = figure.subplots()
     _draw_cells(axes, result, per_row, rows)
-    _draw_losses(axes, result, per_row)
+    for lost, (marker, colour, lift) in zip(result.losses or (), _LOSSES, strict=False):
+        for loss in lost:
+            x, y = loss.position % per_row + 0.5, loss.position // per_row + lift
+            axes.plot(x, y, marker=marker, color=colour, markersize=2.6, markeredgecolor="white", markeredgewidth=0.3)
     axes.set_title(_title(result), loc="left")
     draw_legend(figure, _legend(result))
     shares = cache_shares_text(result.cache_shares)
-    style.describe_run(
+    return style.describe_run(
         figure, result.identity, f"cache share {shares}{_LOSSES_NOTE if any(result.losses or ()) else ''}"
     )
-    return figure
 
 
 def _draw_cells(axes: Axes, result: Tokens, per_row: int, rows: int) -> None:
@@ -58,14 +60,6 @@ def _draw_cells(axes: Axes, result: Tokens, per_row: int, rows: int) -> None:
     axes.set_xlabel(f"position in its row of {per_row}")
     axes.set_ylabel("row from")  # short, as few rows are low
     axes.tick_params(length=0)
-
-
-def _draw_losses(axes: Axes, result: Tokens, per_row: int) -> None:
-    """Draw a triangle on each side's evicted tokens with the largest losses."""
-    for lost, (marker, colour, lift) in zip(result.losses or (), _LOSSES, strict=False):
-        for loss in lost:
-            x, y = loss.position % per_row + 0.5, loss.position // per_row + lift
-            axes.plot(x, y, marker=marker, color=colour, markersize=2.6, markeredgecolor="white", markeredgewidth=0.3)
 
 
 def _title(result: Tokens) -> str:

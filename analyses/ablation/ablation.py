@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -71,11 +71,17 @@ class Ablation(SettingsResult):
 
     def details(self) -> Sequence[Part]:
         """Return notes on controls, missing ingredients and left-out configurations; definitions of ties, floors."""
-        names = [name or setting.setting for name, setting in zip(self.setting_names(), self.settings, strict=True)]
-        named = zip(names, self.settings, strict=True)
+        notes = []
+        for name, setting in zip(self.setting_names(), self.settings, strict=True):
+            named, controls = name or setting.setting, ", ".join(config.selection.name for config in setting.controls)
+            notes.append(f"{named}: controls of the same budget and protection: {controls}")
+            notes += [f"{named}: not in this trace: {', '.join(setting.absent)}"] if setting.absent else []
+        counts = Counter(f"{config.policy}:{config.selection}" for config in self.left_out)
+        left = ", ".join(name if count == 1 else f"{count} × {name}" for name, count in counts.items())
+        why = f"Left out, as nothing in their settings but controls can be compared with {BASELINE}"
         return [
-            *(note for name, setting in named for note in _setting_notes(name, setting)),
-            *([_left_out_note(self.left_out)] if self.left_out else []),
+            *notes,
+            *([f"{why}: {left}"] if left else []),
             text.TIES_NOTE,
             "With one kept set per query head there is no group, and no row for its product.",
             text.noise_floor_note(self.settings[0].rows[0].propagated.floor_relative_median),
@@ -131,17 +137,3 @@ def ablation(trace: Trace, step: int | None = None) -> Ablation:
     """
     result = Ablation.from_settings(trace, settings(trace, step), step, left_out=left_out_configs(trace.run))
     return add_first_step(result, result.step, partial(ablation, trace, 0))
-
-
-def _setting_notes(name: str, setting: Setting) -> list[str]:
-    """Return notes on the setting called `name`: its controls, and the ingredients that the trace lacks."""
-    controls = ", ".join(config.selection.name for config in setting.controls)
-    absent = [f"{name}: not in this trace: {', '.join(setting.absent)}"] if setting.absent else []
-    return [f"{name}: controls of the same budget and protection: {controls}", *absent]
-
-
-def _left_out_note(configs: Iterable[EvictionConfig]) -> str:
-    """Return the note that lists configurations left out: '… h2o:attention, 2 × snapkv:random'."""
-    counts = Counter(f"{config.policy}:{config.selection}" for config in configs)
-    names = ", ".join(name if count == 1 else f"{count} × {name}" for name, count in counts.items())
-    return f"Left out, as nothing in their settings but controls can be compared with {BASELINE}: {names}"

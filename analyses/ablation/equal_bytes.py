@@ -16,7 +16,7 @@ import numpy as np
 
 from perturbkv.analyses import text
 from perturbkv.analyses.ablation.methods import RELATIVE, relative_sum
-from perturbkv.analyses.columns import Line, Record, column, derived, interval, record
+from perturbkv.analyses.columns import Derived, Line, Record, attribute, column, interval, record
 from perturbkv.analyses.conclusions import Case, Claim
 from perturbkv.analyses.heads.head_comparison import compared_perturbation, sum_ratio
 from perturbkv.analyses.identity import RunIdentity, identity_at
@@ -44,7 +44,6 @@ SUBJECTS = {
 _KINDS = {(True, False): EVICTED, (False, True): ROUNDED, (True, True): BOTH, (False, False): WHOLE}
 """(evicts, quantised) -> kind."""
 DOMINATED, ON_CURVE = "dominated", "curve"
-_WORDS = {DOMINATED: "dominated", ON_CURVE: "on the curve"}
 CURVES = {"packed": "held_bytes", "resident": "resident_bytes"}
 """How bytes are counted, as a file would hold the cache or as memory does -> variable."""
 
@@ -96,34 +95,36 @@ class CachePoint(Record):
     packed: Standing = column("by the bytes that its cache takes in a file")
     resident: Standing = column("by the bytes that its cache takes in memory while it is read")
 
-    @derived(json=False, heading="#packed\n/ full", text=_share_text)
-    def packed_share(self) -> float:
-        """Bytes as a file would hold the cache, over those of the full one in 16 bits."""
-        return self.packed.share
-
-    @derived(json=False, heading="packed\ncurve")
-    def packed_verdict(self) -> str:
-        """Whether another one takes no more packed bytes and loses less."""
-        return self.packed.verdict
-
-    @derived(json=False, heading="#resident\n/ full", text=_share_text)
-    def resident_share(self) -> float:
-        """Bytes in memory while the cache is read, over those of the full one in 16 bits."""
-        return self.resident.share
-
-    @derived(json=False, heading="resident\ncurve")
-    def resident_verdict(self) -> str:
-        """Whether another one takes no more resident bytes and loses less."""
-        return self.resident.verdict
+    packed_share: ClassVar[Derived[float]] = attribute(
+        "packed.share",
+        "Bytes as a file would hold the cache, over those of the full one in 16 bits",
+        json=False,
+        heading="#packed\n/ full",
+        text=_share_text,
+    )
+    packed_verdict: ClassVar[Derived[str]] = attribute(
+        "packed.verdict",
+        "Whether another one takes no more packed bytes and loses less",
+        json=False,
+        heading="packed\ncurve",
+    )
+    resident_share: ClassVar[Derived[float]] = attribute(
+        "resident.share",
+        "Bytes in memory while the cache is read, over those of the full one in 16 bits",
+        json=False,
+        heading="#resident\n/ full",
+        text=_share_text,
+    )
+    resident_verdict: ClassVar[Derived[str]] = attribute(
+        "resident.verdict",
+        "Whether another one takes no more resident bytes and loses less",
+        json=False,
+        heading="resident\ncurve",
+    )
 
     def standing(self, curve: str) -> Standing:
         """Return the standing on a curve, of `CURVES`."""
         return {"packed": self.packed, "resident": self.resident}[curve]
-
-
-def _loss_text(one: CachePoint) -> str:
-    """Return a loss with its interval in one line: '0.188 [0.171, 0.207]'."""
-    return text.three_digits(one.relative, one.relative_interval).replace("\n", " ")
 
 
 @record
@@ -151,7 +152,13 @@ class EqualBytes(Result):
     def claims(self) -> Sequence[Claim]:
         """Return in how many cases caches of each kind are dominated, and the losses at the least and the most."""
         return [
-            Claim(subject, "is", cases, _WORDS, missing="its bytes are not told")
+            Claim(
+                subject,
+                "is",
+                cases,
+                {DOMINATED: "dominated", ON_CURVE: "on the curve"},
+                missing="its bytes are not told",
+            )
             for kind, subject in SUBJECTS.items()
             if (cases := self._cases(kind))
         ]
@@ -218,15 +225,13 @@ class EqualBytes(Result):
         """Return the losses of a kind's configurations as cases, each with its share of the main curve's bytes."""
         found = [(one, one.standing(self.main_curve)) for one in self.points if one.kind == kind]
         few = self.identity.samples < MIN_SAMPLES
-        return [
-            Case(
-                "",
-                one.relative if where.is_told else np.nan,
-                f"{_loss_text(one)} at {_share_text(where.share)}",
-                FEW if few and where.verdict == UNDECIDED else where.verdict,
-            )
-            for one, where in found
-        ]
+        cases = []
+        for one, where in found:
+            loss = text.three_digits(one.relative, one.relative_interval).replace("\n", " ")
+            verdict = FEW if few and where.verdict == UNDECIDED else where.verdict
+            known = one.relative if where.is_told else np.nan
+            cases.append(Case("", known, f"{loss} at {_share_text(where.share)}", verdict))
+        return cases
 
 
 def equal_bytes(trace: Trace, step: int | None = None) -> EqualBytes:
@@ -264,7 +269,8 @@ def equal_bytes(trace: Trace, step: int | None = None) -> EqualBytes:
         )
         for index, (config, kind) in enumerate(zip(measured.trace.run.configs, kinds, strict=True))
     ]
-    order = sorted(range(len(points)), key=lambda index: (_place(points[index].packed), -points[index].relative))
+    places = [one.packed.share if one.packed.is_told else np.inf for one in points]
+    order = sorted(range(len(points)), key=lambda index: (places[index], -points[index].relative))
     moved = measured["perturbation_propagated"].sum(axis=(2, 3)) / measured["output_norm"].sum(axis=(1, 2))[:, None]
     result = EqualBytes(
         points=tuple(points[index] for index in order),
@@ -275,11 +281,6 @@ def equal_bytes(trace: Trace, step: int | None = None) -> EqualBytes:
         shares={curve: each[:, order] for curve, each in shares.items()},
     )
     return add_first_step(result, result.step, partial(equal_bytes, trace, 0))
-
-
-def _place(standing: Standing) -> float:
-    """Return a standing's place in the order of bytes, those that are not told last."""
-    return standing.share if standing.is_told else np.inf
 
 
 def _kinds(measured: Measurements) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 from perturbkv.analyses.ablation.methods import controls_of_others
-from perturbkv.analyses.columns import Line, column, derived, record
+from perturbkv.analyses.columns import Derived, Line, attribute, column, record
 from perturbkv.analyses.heads import head_comparison
 from perturbkv.analyses.identity import identity_at
 from perturbkv.analyses.names import setting_name
@@ -47,8 +47,6 @@ Alpha = float | str | None
 """α of two stages, the text of an α table; None without stages."""
 _ByIngredient = dict[tuple[str, Alpha], EvictionConfig]
 """(ingredient, α) -> configuration of a setting."""
-_ROW_CHOICES = ("alpha", "product")
-"""Choices that distinguish rows, beside their selection."""
 _FREE = ("selection", "selection_alpha", "granularity_product")
 """Choices in which the rows of a setting differ, as `EvictionConfig.flat` names them."""
 _STAGED = ("two-stage-uniform", "two-stage", MEAN_OF_PRODUCTS)
@@ -90,12 +88,11 @@ class Setting(BaselineSetting):
     @property
     def setting(self) -> str:
         """The choices that all rows share, in a label's notation."""
-        return setting_name(self.baseline, *_ROW_CHOICES)
+        return setting_name(self.baseline, "alpha", "product")
 
-    @derived()
-    def granularity(self) -> str:
-        """Heads that share a kept set: query, kv, layer, head or model."""
-        return self.baseline.granularity.name
+    granularity: ClassVar[Derived[str]] = attribute(
+        "baseline.granularity.name", "Heads that share a kept set: query, kv, layer, head or model"
+    )
 
     def lines(self) -> Sequence[Line]:
         """Return a line per ingredient over the baseline, then one per ingredient over the row that lacks it."""
@@ -131,12 +128,6 @@ def _setting_groups(run: RunConfig) -> list[list[EvictionConfig]]:
     return [group for group in compared if not controls.issuperset(group)]
 
 
-def _ingredient(config: EvictionConfig) -> str:
-    """Return a configuration's ingredient: its selection's name, or `MEAN_OF_PRODUCTS` for two-stage that uses it."""
-    grouped = config.granularity.options.get("product") == MEAN_OF_PRODUCTS
-    return MEAN_OF_PRODUCTS if config.selection.name == "two-stage" and grouped else config.selection.name
-
-
 def _configs_by_ingredient(configs: Iterable[EvictionConfig]) -> _ByIngredient:
     """Return (ingredient, α) -> configuration; α is None for an ingredient without stages.
 
@@ -144,7 +135,8 @@ def _configs_by_ingredient(configs: Iterable[EvictionConfig]) -> _ByIngredient:
     """
     members: _ByIngredient = {}
     for config in sorted(configs, key=budget_order):
-        ingredient = _ingredient(config)
+        grouped = config.granularity.options.get("product") == MEAN_OF_PRODUCTS
+        ingredient = MEAN_OF_PRODUCTS if config.selection.name == "two-stage" and grouped else config.selection.name
         members.setdefault((ingredient, _alpha(config) if ingredient in _STAGED else None), config)
     return members
 

@@ -82,12 +82,6 @@ class ControlComparison(HeadComparison):
         return cls(**field_values(compared), isolated_verdict=isolated, propagated_verdict=propagated, margin=margin)
 
     @property
-    def propagated_side(self) -> str:
-        """The verdict on the propagated sums as one of `perturbkv.analyses.verdicts`: better is less."""
-        decided = self.propagated_verdict.verdict
-        return {BETTER: LESS, WORSE: MORE}.get(decided, decided)
-
-    @property
     def kinds(self) -> dict[str, tuple[HeadKind, ControlVerdict]]:
         """Name of each kind of perturbation -> its sums and the verdict on them."""
         return {
@@ -283,17 +277,15 @@ def settings(
 
 def controls_of_others(run: RunConfig) -> set[EvictionConfig]:
     """Return SnapKV's configurations that a run holds as controls of another method, with its window and protection."""
-    groups = [(group, base) for group in _setting_groups(run) if (base := baseline_of(group))]
-    return {config for group, base in groups for config in _controls_of_others(group, base)}
-
-
-def _controls_of_others(group: Sequence[EvictionConfig], base: EvictionConfig) -> list[EvictionConfig]:
-    """Return a group's SnapKV configurations that are controls of other methods, and not of the baseline `base`."""
-    snapkv = [config for config in group if config.policy.name == BASELINE[0]]
-    own_controls = [config for config in snapkv if _control_key(config) in _control_keys(base, config)]
-    methods = [config for config in group if config not in own_controls]
-    keys = {key for method in methods for key in _control_keys(base, method)} - _control_keys(base, base)
-    return [config for config in snapkv if _control_key(config) in keys]
+    controls: set[EvictionConfig] = set()
+    for group in _setting_groups(run):
+        if base := baseline_of(group):
+            snapkv = [config for config in group if config.policy.name == BASELINE[0]]
+            own_controls = [config for config in snapkv if _control_key(config) in _control_keys(base, config)]
+            methods = [config for config in group if config not in own_controls]
+            keys = {key for method in methods for key in _control_keys(base, method)} - _control_keys(base, base)
+            controls |= {config for config in snapkv if _control_key(config) in keys}
+    return controls
 
 
 def _setting_groups(run: RunConfig) -> list[list[EvictionConfig]]:
@@ -306,16 +298,6 @@ def baseline_of(group: Sequence[EvictionConfig]) -> EvictionConfig | None:
     """Return SnapKV's configuration with the fewest protected entries in a group; None without SnapKV."""
     named = [config for config in group if (config.policy.name, config.selection.name) == BASELINE]
     return min(named, key=lambda config: sum(protection(config) or ()), default=None)
-
-
-def _methods(group: list[EvictionConfig], base: EvictionConfig) -> list[EvictionConfig]:
-    """Return a group's configurations other than the baseline and the controls of methods."""
-    controls = {key for config in group if config != base for key in _control_keys(base, config)}
-    return [
-        config
-        for config in group
-        if config != base and (_control_key(config) not in controls or config.policy.name != BASELINE[0])
-    ]
 
 
 def _control_keys(base: EvictionConfig, config: EvictionConfig) -> set[tuple[Any, ...]]:
@@ -339,8 +321,13 @@ def _setting(
     margin: float,
 ) -> MethodSetting:
     """Return a group's setting: its methods, or only those named in `only`, compared with the baseline."""
+    others = [config for config in group if config != baseline]
+    controls = {key for config in others for key in _control_keys(baseline, config)}
     methods = [
-        config for config in _methods(group, baseline) if not only or any(_is_method(config, name) for name in only)
+        config
+        for config in others
+        if (_control_key(config) not in controls or config.policy.name != BASELINE[0])
+        and (not only or any(_is_method(config, name) for name in only))
     ]
     measured = Measurements(trace, ANALYSIS, step)
     rows = [
@@ -355,24 +342,20 @@ def _setting(
         )
         for config in methods
     ]
+    distinct = list(rows)
+    for index, row in enumerate(rows):  # what tells apart rows of equal name
+        same = [other.treatment for other in rows if other.name == row.name]
+        if len(same) > 1:
+            words = distinct_choices(same, "policy", "selection")[same.index(row.treatment)]
+            distinct[index] = dataclasses.replace(row, difference=" ".join(words.values()))
     return MethodSetting(
         baseline=baseline,
         **next_token_kl(trace, ANALYSIS, baseline, step),
         **relative_sum(measured, baseline),
         controls=_compare_with_controls(trace, baseline, baseline, group, step, margin),
-        rows=tuple(sorted(_with_distinct_names(rows), key=lambda row: row.propagated.sum_ratio)),
+        rows=tuple(sorted(distinct, key=lambda row: row.propagated.sum_ratio)),
         identity=identity_at(trace, group, step),
     )
-
-
-def _with_distinct_names(rows: list[Row]) -> list[Row]:
-    """Return the rows, with the choices that tell apart rows of equal name in `difference`."""
-    distinct = []
-    for row in rows:
-        same = [other.treatment for other in rows if other.name == row.name]
-        words = distinct_choices(same, "policy", "selection")[same.index(row.treatment)] if len(same) > 1 else {}
-        distinct.append(dataclasses.replace(row, difference=" ".join(words.values())))
-    return distinct
 
 
 def _compare_with_controls(
@@ -427,7 +410,11 @@ class MethodRanking(SettingsResult):
         compared = [(name, row.controls[control]) for name, row in rows if control in row.controls]
         if not compared:
             return None
-        against = [one.propagated.case(name)._replace(verdict=one.propagated_side) for name, one in compared]
+        decided = [one.propagated_verdict.verdict for _, one in compared]
+        against = [
+            one.propagated.case(name)._replace(verdict={BETTER: LESS, WORSE: MORE}.get(verdict, verdict))
+            for (name, one), verdict in zip(compared, decided, strict=True)
+        ]
         subject, where = compared[0][0] if len(compared) == 1 else "a method", " at equal protection"
         return Claim(subject, "perturbs", against, COMPARED, control, where, margin=self._margin_text)
 
@@ -443,18 +430,12 @@ class MethodRanking(SettingsResult):
 
     def caveats(self) -> Sequence[str]:
         """Return the notes that define 'same ends' and the verdicts on the controls."""
-        ends = "Same ends: under the method's own window and protection."
-        return list(filter(None, [ends, self._verdict_note]))
-
-    @property
-    def _verdict_note(self) -> str:
-        """A sentence on how the verdicts are made; empty with too few samples for intervals."""
-        if self.identity.samples < MIN_SAMPLES:
-            return ""
-        return (
+        verdicts = (
             f"Better or worse: by the interval; {self._margin_text}: by two one-sided tests at 5 %; undecided: about n "
             "such samples would decide."
         )
+        ends = "Same ends: under the method's own window and protection."
+        return [ends, verdicts] if self.identity.samples >= MIN_SAMPLES else [ends]
 
     def details(self) -> Sequence[Part]:
         """Return each method's isolated perturbation over SnapKV's and the controls', its drift and KL, the floor."""
@@ -478,24 +459,14 @@ class MethodRanking(SettingsResult):
         `baseline` is SnapKV's label. A verdict is 1 (better), 0 (tied) or −1 (worse). `against_random` and
         `against_attention` are the verdicts on the sum of all heads against the control of the same protection.
         """
-        return [
-            {**head, **_control_verdicts(row, head["kind"])}
-            for setting in self.settings
-            for row in setting.rows
-            for head in head_rows(row, name=row.name)
-        ]
-
-
-def _control_verdicts(row: Row, kind: str) -> dict[str, str | None]:
-    """Return against_<control> -> verdict on a method's sum of a kind; None where the trace lacks the control.
-
-    `kind` is isolated or propagated.
-    """
-    verdicts: dict[str, str | None] = {f"against_{name}": None for name in CONTROLS}
-    for name, comparison in row.controls.items():
-        _, verdict = comparison.kinds[kind]
-        verdicts[f"against_{name}"] = verdict.verdict
-    return verdicts
+        rows = []
+        for row in (row for setting in self.settings for row in setting.rows):
+            for head in head_rows(row, name=row.name):
+                for name in CONTROLS:
+                    control = row.controls.get(name)  # None where the trace lacks it
+                    head[f"against_{name}"] = control and control.kinds[head["kind"]][1].verdict
+                rows.append(head)
+        return rows
 
 
 def methods(trace: Trace, step: int | None = None, only: Sequence[str] = (), margin: float = MARGIN) -> MethodRanking:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, derived, record, table
-from perturbkv.analyses.conclusions import COMPARED, Case, Claim
+from perturbkv.analyses.conclusions import COMPARED, Claim
 from perturbkv.analyses.identity import identity_at
 from perturbkv.analyses.names import common_text
 from perturbkv.analyses.outcomes import Outcome, OutcomeSetting, SettingsResult, head_rows, next_token_kl
@@ -81,12 +81,18 @@ def settings(trace: Trace, step: int | None = None) -> tuple[RestrictionSetting,
     Raises TraceError where no setting holds the baseline and another row, and as `head_comparison.summarise`.
     """
     groups = group_settings(trace.run, *_FREE)
-    results = [
-        _setting(trace, baseline, treatments, step)
-        for group in groups
-        for baseline in filter(_is_baseline, group)
-        if (treatments := [config for config in group if _is_treatment(config, baseline)])
-    ]
+    results = []
+    for group in groups:
+        kept = [config for config in group if config.granularity.name == RESTRICTION_BASELINE and config.block == 1]
+        for baseline in (config for config in kept if reduction(config.granularity) != UNION):
+            own = reduction(baseline.granularity)  # treatments combine scores so, too, or by union
+            treatments = [
+                config
+                for config in group
+                if config != baseline and config.granularity.options.get("reduce", own) in (own, UNION)
+            ]
+            if treatments:
+                results.append(_setting(trace, baseline, treatments, step))
     if not results:
         names = ", ".join(dict.fromkeys(restriction_text(config) for config in trace.run.configs))
         raise TraceError(
@@ -94,18 +100,6 @@ def settings(trace: Trace, step: int | None = None) -> tuple[RestrictionSetting,
             f"all else; got a trace of {names}"
         )
     return tuple(results)
-
-
-def _is_baseline(config: EvictionConfig) -> bool:
-    """Return whether a configuration keeps a set of single entries per key/value head, by scores of the group."""
-    single = config.granularity.name == RESTRICTION_BASELINE and config.block == 1
-    return single and reduction(config.granularity) != UNION
-
-
-def _is_treatment(config: EvictionConfig, baseline: EvictionConfig) -> bool:
-    """Return whether a configuration of the baseline's group combines scores as the baseline does, or by union."""
-    own = config.granularity.options.get("reduce", reduction(baseline.granularity))
-    return config != baseline and own in (reduction(baseline.granularity), UNION)
 
 
 def _setting(
@@ -140,21 +134,15 @@ class Restriction(SettingsResult):
     def claims(self) -> Sequence[Claim]:
         """Return by how much more restricted kept sets perturb than the baseline, without sets per query head."""
         baseline = f"one of single entries per {RESTRICTION_BASELINE} head"
-        cases, none = (
-            self.cases(),
-            f"this trace holds no shared sets and no blocks, only {RESTRICTION_BASELINE} and query",
-        )
-        missing = "too little is perturbed" if cases else none
-        return [Claim("a restricted kept set", "perturbs", cases, COMPARED, baseline, missing=missing)]
-
-    def cases(self) -> list[Case]:
-        """Return the ratio of propagated perturbation of every restriction in every setting, as cases."""
-        return [
+        cases = [
             row.propagated.case(f"{where} {row.name}".strip())
             for where, setting in zip(self.setting_names(), self.settings, strict=True)
             for row in setting.rows
             if not row.is_per_query_head
         ]
+        none = f"this trace holds no shared sets and no blocks, only {RESTRICTION_BASELINE} and query"
+        missing = "too little is perturbed" if cases else none
+        return [Claim("a restricted kept set", "perturbs", cases, COMPARED, baseline, missing=missing)]
 
     def title(self) -> str:
         """Return the table's title: the baseline, and the choices of a single setting."""

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.analyses import text
-from perturbkv.analyses.columns import Line, Record, column, derived, long_form, record, table
+from perturbkv.analyses.columns import Derived, Line, Record, attribute, column, derived, long_form, record, table
 from perturbkv.analyses.conclusions import Case, Claim
 from perturbkv.analyses.identity import RunIdentity, identity_at
 from perturbkv.analyses.json_values import config_columns
@@ -32,7 +32,6 @@ READINGS = {"sigma_topk": "top ⌊αb⌋ of A", "sigma_stage1": "stage 1, window
 """Variable -> entries whose attention is summed: σ as the paper states it, as the selection's first stage has it, and
 of the whole kept set, which the paper's figure 4 plots (METHOD: Assumption 1)."""
 HEADS = ("layer", "head")
-_WORDS = {MORE: "in most heads", LESS: "in fewer than half of the heads"}
 _MOST_LISTED, _MOST_LAYERS = 40, 5
 """Largest numbers of heads and of layers that a table lists by name."""
 
@@ -124,35 +123,29 @@ class ConfigAssumption(Record):
         """The readings by variable, in the order of `READINGS`."""
         return {name: getattr(self, name) for name in READINGS}
 
-    @derived(
+    stage1_share: ClassVar[Derived[float]] = attribute(
+        "sigma_stage1.share",
+        "Heads in which stage 1 and the window hold more than 0.5 of the attention, mean over samples",
         unit="share",
         heading="#σ > 0.5,\nstage 1",
         json=False,
-        interval=lambda config: config.sigma_stage1.share_interval,
     )
-    def stage1_share(self) -> float:
-        """Heads in which stage 1 and the window hold more than 0.5 of the attention, mean over samples."""
-        return self.sigma_stage1.share
 
-    @derived(
+    topk_share: ClassVar[Derived[float]] = attribute(
+        "sigma_topk.share",
+        "Heads in which the ⌊αb⌋ largest of A sum to more than 0.5, as the paper states σ, mean over samples",
         unit="share",
         heading="#σ > 0.5,\ntop ⌊αb⌋",
         json=False,
-        interval=lambda config: config.sigma_topk.share_interval,
     )
-    def topk_share(self) -> float:
-        """Heads in which the ⌊αb⌋ largest of A sum to more than 0.5, as the paper states σ, mean over samples."""
-        return self.sigma_topk.share
 
-    @derived(
+    kept_share: ClassVar[Derived[float]] = attribute(
+        "retained_mass.share",
+        "Heads in which S, all that is kept, exceeds 0.5, which the paper's figure 4 plots, mean over samples",
         unit="share",
         heading="#S > 0.5,\nall kept",
         json=False,
-        interval=lambda config: config.retained_mass.share_interval,
     )
-    def kept_share(self) -> float:
-        """Heads in which S, all that is kept, exceeds 0.5, which the paper's figure 4 plots, mean over samples."""
-        return self.retained_mass.share
 
 
 def sigmas(trace: Trace, selection: str, step: int | None) -> tuple[ConfigAssumption, ...]:
@@ -210,10 +203,7 @@ class Assumption(Result):
     step: int | None = column(text.STEP)
     identity: RunIdentity
 
-    @derived()
-    def samples(self) -> int:
-        """Complete samples that have the step."""
-        return self.identity.samples
+    samples: ClassVar[Derived[int]] = attribute("identity.samples", "Complete samples that have the step")
 
     @derived()
     def readings(self) -> Mapping[str, str]:
@@ -222,11 +212,19 @@ class Assumption(Result):
 
     def claims(self) -> Sequence[Claim]:
         """Return whether Assumption 1 holds in most heads, by the share of heads at each budget and α."""
-        readings = [(name, config.sigma_stage1) for name, config in self._named_configs]
+        readings = [(name, config.sigma_stage1) for name, config in self._with_names(self.configs)]
         cases = [
             Case.number(name, reading.share, reading.share_interval, text.percent, 0.5) for name, reading in readings
         ]
-        return [Claim("the paper's assumption", "holds", cases, _WORDS, noun="configuration")]
+        return [
+            Claim(
+                "the paper's assumption",
+                "holds",
+                cases,
+                {MORE: "in most heads", LESS: "in fewer than half of the heads"},
+                noun="configuration",
+            )
+        ]
 
     def scope(self) -> Sequence[str]:
         """Return what the claim is of."""
@@ -238,20 +236,20 @@ class Assumption(Result):
 
     def lines(self) -> Sequence[Line]:
         """Return a line per configuration, with its σ of stage 1."""
-        return [Line(name, (config, config.sigma_stage1)) for name, config in self._named_configs]
+        return [Line(name, (config, config.sigma_stage1)) for name, config in self._with_names(self.configs)]
 
     def details(self) -> Sequence[Part]:
         """Return a table per reading of σ, and the heads whose mean σ of stage 1 is at most 0.5."""
         readings = [
             table(
                 f"{title} ({variable})",
-                [Line(name, (config.readings[variable],)) for name, config in self._named_configs],
+                [Line(name, (config.readings[variable],)) for name, config in self._with_names(self.configs)],
                 ("share", "weak_count", "weak_layers"),
                 self.FIRST,
             )
             for variable, title in READINGS.items()
         ]
-        weak = [Line(name, (config.sigma_stage1,)) for name, config in self._named_configs]
+        weak = [Line(name, (config.sigma_stage1,)) for name, config in self._with_names(self.configs)]
         return [
             *readings,
             table("heads that fail in stage 1", weak, ("weak_names",), self.FIRST),
@@ -270,11 +268,6 @@ class Assumption(Result):
                 {"sigma": reading.mean, "samples_at_most_half": reading.below, "samples": reading.samples},
             )
         ]
-
-    @property
-    def _named_configs(self) -> list[tuple[str, ConfigAssumption]]:
-        """The configurations with their names."""
-        return list(zip(self.identity.names, self.configs, strict=True))
 
 
 def assumption(trace: Trace, selection: str = "two-stage", step: int | None = None) -> Assumption:

@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from perturbkv.analyses import text
 from perturbkv.analyses.bounds.rank_agreement import BOUNDS, CONTENDERS, Concordance, RankAgreement, compare_orders
@@ -46,11 +45,7 @@ _BOUND = "θ̂"
 _LOW, _MEDIAN, _HIGH = (LEVELS.index(level) for level in (0.05, 0.5, 0.95))
 """Indices of three quantiles in `LEVELS`."""
 _PER_HEAD = ("least", "median", "largest")
-_ORDER = {MORE: "in most heads", LESS: "in fewer than half of the heads"}
-_GAIN = {MORE: "more often", LESS: "less often"}
-_PICKS_TITLE = f"the better of two selections, by a bound; {_BOUND} where both have one stage 1, heads with σ > 0.5"
 _BOUND_RATIOS = ("theta_theta_hat", "hat_relax")
-_ALL_RATIOS = ("share", "l_theta", "l_theta_hat", *_BOUND_RATIOS)
 
 
 @record
@@ -101,11 +96,27 @@ class BoundTightness(Result):
 
     def claims(self) -> Sequence[Claim]:
         """Return by what factor θ̂ exceeds the perturbation L, and whether a lower θ̂ means a lower L at one stage 1."""
-        levels = [(name, config.spreads["L/θ̂"].evidence) for name, config in self._named_configs()]
+        levels = [(name, config.spreads["L/θ̂"].evidence) for name, config in self._with_names(self.shown)]
         factors = [Case(name, float(each[_MEDIAN]), _factor_text(each)) for name, each in levels]
         subject = f"the ratio of the paper's bound {_BOUND} to the perturbation of {self.selection}"
         tightness = Claim(subject, "is", factors, missing=self._no_ratio_reason())
-        return [tightness, *self._order_claims()]
+        pairs = self._theta_hat_pairs()
+        known = [(name, pair) for name, pair in pairs if pair.samples >= MIN_SAMPLES]
+        shares = [Case.number(name, pair.share, pair.share_interval, text.percent, 0.5) for name, pair in known]
+        gains = [Case.number(name, pair.gain, pair.gain_interval, text.difference_in_points, 0) for name, pair in known]
+        few = "too few samples hold heads in which σ > 0.5 and both differ" if pairs else "the trace lacks one of them"
+        lower = "the one of two-stage and two-stage-uniform with the lower θ̂"
+        order = Claim(
+            lower,
+            "perturbs less",
+            shares,
+            {MORE: "in most heads", LESS: "in fewer than half of the heads"},
+            noun="setting",
+            missing=few,
+        )
+        often = {MORE: "more often", LESS: "less often"}
+        picks = Claim("θ̂", "picks the better one", gains, often, "the attention given up (1 − S)", noun="setting")
+        return [tightness, order, *([picks] if known else [])]
 
     def scope(self) -> Sequence[str]:
         """Return what the claims are of: heads, and the numbers of samples behind the factor and behind the order."""
@@ -122,7 +133,7 @@ class BoundTightness(Result):
 
     def lines(self) -> Sequence[Line]:
         """Return a line per configuration of the selection."""
-        return [Line(name, (config, config.cells())) for name, config in self._named_configs()]
+        return [Line(name, (config, config.cells())) for name, config in self._with_names(self.shown)]
 
     def caveats(self) -> Sequence[str]:
         """Return the note on left-out configurations; empty for none."""
@@ -131,13 +142,34 @@ class BoundTightness(Result):
     def details(self) -> Sequence[Part]:
         """Return the checked inequalities, further ratios, and the order of selections by each bound."""
         counts = ", ".join(f"{name} ({count:,})" for name, count in self.inequalities_checked.items())
-        flagged = [Line(name, (config.cells(flagged=True),)) for name, config in self._named_configs()]
+        flagged = [Line(name, (config.cells(flagged=True),)) for name, config in self._with_names(self.shown)]
+        named = list(zip(self._setting_names(), self.agreements, strict=True))
+        ranks = [
+            Line(name if index == 0 else "", (rho,))
+            for name, agreement in named
+            for index, rho in enumerate(rho for rho in agreement.correlations if set(rho.selections) <= {*CONTENDERS})
+        ]
+        picks = [
+            Line(f"{name} {pair.first} or {pair.second}".strip() if pair.bound == BOUNDS[0] else "", (pair,))
+            for name, agreement in named
+            for pair in agreement.shown
+        ]
+        numbers, first = ("values", "samples"), "setting"
+        title = f"the better of two selections, by a bound; {_BOUND} where both have one stage 1, heads with σ > 0.5"
         return [
             f"No violation over all configurations; checked {counts}.",
             "L: isolated perturbation; 1 − S: attention that was given up, which knows no values.",
             table("ratios of the bounds where σ > 0.5", self.lines(), _BOUND_RATIOS, self.FIRST),
-            table("ratios where σ ≤ 0.5, no evidence for Theorems 3 and 4", flagged, _ALL_RATIOS, self.FIRST),
-            *self._order_tables(),
+            table(
+                "ratios where σ ≤ 0.5, no evidence for Theorems 3 and 4",
+                flagged,
+                ("share", "l_theta", "l_theta_hat", *_BOUND_RATIOS),
+                self.FIRST,
+            ),
+            table("order of selections by a bound and by L, all heads", ranks, ("bound", "mean", *numbers), first)
+            if ranks
+            else "Rank correlation needs three or more selections of one budget; this trace has fewer.",
+            *([table(title, picks, ("bound", "agreement", "advantage", *numbers), first)] if picks else []),
         ]
 
     def records(self) -> list[dict[str, Any]]:
@@ -156,20 +188,17 @@ class BoundTightness(Result):
                     "head": range(config.flagged_heads.shape[1]),
                 },
                 {
-                    **dict(zip(_PER_HEAD, _none_where_nan(spread.by_head), strict=True)),
+                    **{name: np.where(np.isnan(each), None, each)
+                       for name, each in zip(_PER_HEAD, spread.by_head, strict=True)},
                     "sigma_at_most_half": config.flagged_heads,
                     "samples": config.evicted_samples,
                 },
             )
-        ]
+        ]  # fmt: skip
 
     def plot_heads(self, width_mm: float | None = None, style: str = "screen") -> CaptionedFigure:
         """Return a figure of L/θ as maps of layer × head, one per budget."""
         return self._draw("BoundTightness.plot_heads", width_mm, style)
-
-    def _named_configs(self) -> list[tuple[str, Tightness]]:
-        """Return the shown configurations with their short names."""
-        return list(zip(self.identity.names, self.shown, strict=True))
 
     def _no_ratio_reason(self) -> str:
         """Return the reason why θ̂ / L is unknown, as a clause."""
@@ -184,42 +213,9 @@ class BoundTightness(Result):
         named = zip(self._setting_names(), self.agreements, strict=True)
         return [(name, pair) for name, one in named for pair in one.pairs if pair.bound == _BOUND]
 
-    def _order_claims(self) -> list[Claim]:
-        """Return whether, of two selections of one stage 1, the lower θ̂ has the lower L, and more often than 1 − S."""
-        pairs = self._theta_hat_pairs()
-        known = [(name, pair) for name, pair in pairs if pair.samples >= MIN_SAMPLES]
-        shares = [Case.number(name, pair.share, pair.share_interval, text.percent, 0.5) for name, pair in known]
-        gains = [Case.number(name, pair.gain, pair.gain_interval, text.difference_in_points, 0) for name, pair in known]
-        few = "too few samples hold heads in which σ > 0.5 and both differ" if pairs else "the trace lacks one of them"
-        lower = "the one of two-stage and two-stage-uniform with the lower θ̂"
-        given_up = "the attention given up (1 − S)"
-        order = Claim(lower, "perturbs less", shares, _ORDER, noun="setting", missing=few)
-        return [order, *([Claim("θ̂", "picks the better one", gains, _GAIN, given_up, noun="setting")] if known else [])]
-
     def _setting_names(self) -> list[str]:
         """Return a short name per setting of several selections."""
         return short_names([agreement.most_specific_config for agreement in self.agreements], "selection")
-
-    def _order_tables(self) -> list[Part]:
-        """Return tables of ρ between each bound and L, and of how often a bound picks the better of two selections."""
-        named = list(zip(self._setting_names(), self.agreements, strict=True))
-        ranks = [
-            Line(name if index == 0 else "", (rho,))
-            for name, agreement in named
-            for index, rho in enumerate(rho for rho in agreement.correlations if set(rho.selections) <= {*CONTENDERS})
-        ]
-        picks = [
-            Line(f"{name} {pair.first} or {pair.second}".strip() if pair.bound == BOUNDS[0] else "", (pair,))
-            for name, agreement in named
-            for pair in agreement.shown
-        ]
-        numbers, first = ("values", "samples"), "setting"
-        return [
-            table("order of selections by a bound and by L, all heads", ranks, ("bound", "mean", *numbers), first)
-            if ranks
-            else "Rank correlation needs three or more selections of one budget; this trace has fewer.",
-            *([table(_PICKS_TITLE, picks, ("bound", "agreement", "advantage", *numbers), first)] if picks else []),
-        ]
 
 
 def bound_tightness(trace: Trace, selection: str = "two-stage", step: int | None = None) -> BoundTightness:
@@ -261,11 +257,6 @@ def bound_tightness(trace: Trace, selection: str = "two-stage", step: int | None
         left_out=left_out,
     )
     return add_first_step(result, measured.step, partial(bound_tightness, trace, selection, 0))
-
-
-def _none_where_nan(array: Floats) -> NDArray[np.object_]:
-    """Return the array with None in place of NaN, for a data frame."""
-    return np.where(np.isnan(array), np.array(None), array)
 
 
 def _factor_text(ratios: Floats) -> str:

@@ -7,13 +7,11 @@ them do, of which a rank correlation would be ±1, and their pair is counted ins
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from perturbkv.analyses import text
 from perturbkv.analyses.bounds.ratios import Bounds
@@ -136,25 +134,6 @@ def compare_orders(bounds: Bounds, run: RunConfig) -> tuple[RankAgreement, ...]:
     return tuple(_agreement(bounds, group) for group in group_by_selection(run) if len(group) > 1)
 
 
-def compare_pair_orders(
-    bounds: Sequence[Floats], perturbation: Floats, counted: NDArray[np.bool_] | None = None
-) -> tuple[Floats, ...]:
-    """Return, per bound, whether it orders two selections as L does, (sample, layer, head).
-
-    1 where it does, 0 where not, NaN where L or any of the bounds is equal, and outside `counted`.
-
-    Args:
-        bounds: each (selection, sample, layer, head), of two selections.
-        perturbation: L, alike.
-        counted: (sample, layer, head) that may count; by default all.
-    """
-    second_perturbs_less = perturbation[1] < perturbation[0]
-    counts = np.all([array[0] != array[1] for array in (perturbation, *bounds)], axis=0)
-    if counted is not None:
-        counts = counts & counted
-    return tuple(np.where(counts, (bound[1] < bound[0]) == second_perturbs_less, np.nan) for bound in bounds)
-
-
 @dataclass(frozen=True)
 class _Group:
     """Arrays (selection, sample, layer, head) of one setting, over the samples in which every selection evicts."""
@@ -214,7 +193,13 @@ def _concordances(pair: _Group) -> list[Concordance]:
     """Return, for each bound that compares the two selections of `pair`, how often the lower bound has the lower L."""
     names = BOUNDS if pair.same_stage1 else RANKING_BOUNDS
     counted = np.asarray((pair.sigma > EVIDENCE).all(axis=0)) if pair.same_stage1 else None
-    agreeing = compare_pair_orders([pair.bounds[name] for name in names], pair.perturbation, counted)
+    bounds = [pair.bounds[name] for name in names]
+    second_perturbs_less = pair.perturbation[1] < pair.perturbation[0]
+    counts = np.all([array[0] != array[1] for array in (pair.perturbation, *bounds)], axis=0)
+    if counted is not None:
+        counts = counts & counted
+    # whether each bound orders both as L does; NaN where L or any of the bounds is equal, and where σ is too low
+    agreeing = tuple(np.where(counts, (bound[1] < bound[0]) == second_perturbs_less, np.nan) for bound in bounds)
     per_sample = {name: mean_where_known(each, (1, 2)) for name, each in zip(names, agreeing, strict=True)}
     kind = share_kind(agreeing[0][0].size if len(agreeing[0]) else 0)  # of a sample's heads
     rows = []

@@ -278,12 +278,18 @@ def tightness(config: EvictionConfig, cache_share: float, bounds: Bounds) -> Tig
         ratio(bounds.theta, bounds.theta_hat),
         ratio(bounds.theta_hat, bounds.theta_hat_relax),
     )
+    known = ~np.isnan(perturbation_over_theta)
+    bins = np.clip(np.digitize(bounds.mass[known], MASS_EDGES) - 1, 0, len(MASS_EDGES) - 2)
+    inside = [perturbation_over_theta[known][bins == index] for index in range(len(MASS_EDGES) - 1)]
     return Tightness(
         config=config,
         cache_share=cache_share,
         evicted_samples=len(flagged),
         spreads={name: _spread(each, flagged) for name, each in zip(RATIOS, values, strict=True)},
-        mass=_mass_curve(bounds.mass, perturbation_over_theta),
+        mass=MassCurve(
+            count=np.array([len(part) for part in inside]),
+            quantiles=np.stack([quantiles(part, LEVELS) for part in inside], axis=1),
+        ),
         retained_mass=float(bounds.mass.mean()) if bounds.mass.size else float("nan"),
         flagged_share=float(flagged.mean()) if flagged.size else float("nan"),
         flagged_share_interval=intervals.of_mean(
@@ -302,15 +308,4 @@ def _spread(values: Floats, flagged: NDArray[np.bool_]) -> Spread:
         flagged=quantiles(np.where(flagged, values, np.nan), LEVELS),
         by_layer=quantiles(evidence.swapaxes(0, 1).reshape(layers, -1), LEVELS, axis=1),
         by_head=quantiles(values, OVER_SAMPLES, axis=0),
-    )
-
-
-def _mass_curve(mass: Floats, tightness: Floats) -> MassCurve:
-    """Return the quantiles of L/θ (`tightness`) in bins of S (`mass`), (sample, layer, head) each; NaN is left out."""
-    known = ~np.isnan(tightness)
-    bins = np.clip(np.digitize(mass[known], MASS_EDGES) - 1, 0, len(MASS_EDGES) - 2)
-    inside = [tightness[known][bins == index] for index in range(len(MASS_EDGES) - 1)]
-    return MassCurve(
-        count=np.array([len(part) for part in inside]),
-        quantiles=np.stack([quantiles(part, LEVELS) for part in inside], axis=1),
     )

@@ -31,24 +31,20 @@ class Axis:
     budgets: Floats
 
 
-def axis(measured: Measurements, indices: Sequence[int]) -> Axis:
-    """Return the budget axis of one method's configurations, at `indices` in the trace, in any order.
+def named_axes(measured: Measurements, sides: Sequence[str] | None) -> list[tuple[str, Axis]]:
+    """Return (name, budget axis) of every curve of the given sides, or of the trace for None.
 
     Raises as `check_budget_units`.
     """
     run = measured.trace.run
-    ordered = sorted(indices, key=lambda index: run.configs[index].budget.value)
-    configs = [run.configs[index] for index in ordered]
-    check_budget_units(configs, measured.analysis)
-    budgets = np.array([config.budget.value for config in configs], dtype=np.float64)
-    return Axis(tuple(ordered), tuple(configs), measured.cache_shares[ordered], budgets)
-
-
-def named_axes(measured: Measurements, sides: Sequence[str] | None) -> list[tuple[str, Axis]]:
-    """Return (name, budget axis) of every curve of the given sides, or of the trace for None. Raises as `axis`."""
     chosen: Sequence[str | None] = [None] if sides is None else sides
-    curves = dict.fromkeys(tuple(indices) for side in chosen for indices in sweeps(measured.trace.run, side))
-    axes = [axis(measured, indices) for indices in curves]
+    axes = []
+    for indices in dict.fromkeys(tuple(indices) for side in chosen for indices in sweeps(run, side)):
+        ordered = sorted(indices, key=lambda index: run.configs[index].budget.value)
+        configs = [run.configs[index] for index in ordered]
+        check_budget_units(configs, measured.analysis)
+        budgets = np.array([config.budget.value for config in configs], dtype=np.float64)
+        axes.append(Axis(tuple(ordered), tuple(configs), measured.cache_shares[ordered], budgets))
     return list(zip(distinct_names([curve.configs[0] for curve in axes], "budget"), axes, strict=True))
 
 

@@ -34,11 +34,6 @@ THRESHOLDS = (0.1, 1.0)
 """Default thresholds of KL, in nat."""
 LEAST_BUDGETS = 3
 """Smallest number of budgets that make a curve."""
-_CURVE_NOTE = (
-    "Lines join the budgets measured, on both logarithms; beyond them only the side is known, > or <. Brackets: the "
-    "budgets at which the median's own interval holds the threshold. Over the first's: the median over samples of "
-    "each one's own ratio; a sample that passes beyond the budgets counts with all that its ratio can be."
-)
 
 
 @record
@@ -111,50 +106,35 @@ def method_cliff(
     ratios = [] if axis is first else [
         crossing_ratio((first.budgets, axis.budgets), (first_curves, curves), threshold) for threshold in thresholds
     ]  # fmt: skip
+    taken = measured["stage1_count"][:, list(axis.indices)].max(axis=(2, 3))  # over layers and heads
+    staged = np.array([config.selection.name in STAGED for config in axis.configs])
+    held = np.full(len(measured.trace.run.configs), np.nan)
+    if "held_bytes" in measured:
+        held = measured["held_bytes"].mean(axis=0)
     cliff = Cliff(
         name=name,
         configs=axis.configs,
         budgets=axis.budgets,
         cache_shares=axis.cache_shares,
-        cache_bytes=_mean_bytes(measured)[list(axis.indices)],
+        cache_bytes=held[list(axis.indices)],
         median=np.median(curves, axis=0),
         median_interval=intervals.of_medians(curves),
         mean=curves.mean(axis=0),
-        unstaged=_unstaged_samples(measured, axis),
+        unstaged=np.asarray(((taken == 0) & staged).sum(axis=0), dtype=np.int64),
         crossings=(),
         ratios=tuple(ratios),
     )
-    return dataclasses.replace(
-        cliff, crossings=tuple(_sized_crossing(cliff, curves, threshold) for threshold in thresholds)
+    points = [crossing(axis.budgets, curves, threshold) for threshold in thresholds]
+    sized = (
+        dataclasses.replace(
+            point,
+            entries=isinstance(axis.configs[0].budget.value, int),
+            cache_share=cliff.interpolate(point.value, cliff.cache_shares),
+            cache_bytes=cliff.interpolate(point.value, cliff.cache_bytes),
+        )
+        for point in points
     )
-
-
-def _sized_crossing(method: Cliff, curves: Floats, threshold: float) -> Crossing:
-    """Return where a method's KL curve passes a threshold, with the cache's size there.
-
-    `method` is the cliff without its crossings, `curves` (sample, budget) its KL.
-    """
-    point = crossing(method.budgets, curves, threshold)
-    return dataclasses.replace(
-        point,
-        entries=isinstance(method.configs[0].budget.value, int),
-        cache_share=method.interpolate(point.value, method.cache_shares),
-        cache_bytes=method.interpolate(point.value, method.cache_bytes),
-    )
-
-
-def _mean_bytes(measured: Measurements) -> Floats:
-    """Return the mean bytes of each evicted cache, (config,); NaN where the trace lacks them."""
-    if "held_bytes" not in measured:
-        return np.full(len(measured.trace.run.configs), np.nan)
-    return np.asarray(measured["held_bytes"].mean(axis=0))
-
-
-def _unstaged_samples(measured: Measurements, axis: Axis) -> NDArray[np.int64]:
-    """Return the number of samples in which stage 1 selects no entry, (budget,); 0 for selections without stages."""
-    taken = measured["stage1_count"][:, list(axis.indices)].max(axis=(2, 3))  # over layers and heads
-    staged = np.array([config.selection.name in STAGED for config in axis.configs])
-    return np.asarray(((taken == 0) & staged).sum(axis=0), dtype=np.int64)
+    return dataclasses.replace(cliff, crossings=tuple(sized))
 
 
 @record
@@ -204,7 +184,13 @@ class Cliffs(MemberSequence[Cliff], Result):
         """Return notes on budgets without stage 1, and on curves that pass a threshold more than once."""
         again = any(crossing.passes > 1 for method in self.members for crossing in method.crossings)
         mark = ["* The curve passes more than once: the largest budget counts."] if again else []
-        return [*self._stage1_caveat(), *mark]
+        named = [
+            f"{method.name} b={config.budget} ({count} of {self.identity.samples} samples)"
+            for method in self.members
+            for config, count in zip(method.configs, method.unstaged, strict=True)
+            if count
+        ]
+        return [*([f"Stage 1 takes no entry: {', '.join(named)}."] if named else []), *mark]
 
     def details(self) -> Sequence[Part]:
         """Return tables of all curves and of the crossings of means, and notes on how both are made."""
@@ -215,7 +201,12 @@ class Cliffs(MemberSequence[Cliff], Result):
         return [
             columns.table("KL of the next token", lines, ("budget", "cache_share", "median", "mean"), self.FIRST),
             columns.table("crossings of the mean over samples", means, ("threshold", "mean_budget", "known"), "method"),
-            _CURVE_NOTE,
+            (
+                "Lines join the budgets measured, on both logarithms; beyond them only the side is known, > or <. "
+                "Brackets: the budgets at which the median's own interval holds the threshold. Over the first's: the "
+                "median over samples of each one's own ratio; a sample that passes beyond the budgets counts with all "
+                "that its ratio can be."
+            ),
             *([f"KL is each sample's mean over its steps, at most {self.steps}."] if self.steps > 1 else []),
             f"With everything kept KL is {self.kl_floor:.0e} nat (median).",
             text.cache_share_note(share for method in self.members for share in method.cache_shares),
@@ -239,16 +230,6 @@ class Cliffs(MemberSequence[Cliff], Result):
             return method.ratios[index]
         samples = self.identity.samples
         return CrossingRatio(self.thresholds[index], (1.0, 1.0), None, samples, samples)
-
-    def _stage1_caveat(self) -> list[str]:
-        """Return the caveat on budgets at which stage 1 takes no entry, where there are any."""
-        named = [
-            f"{method.name} b={config.budget} ({count} of {self.identity.samples} samples)"
-            for method in self.members
-            for config, count in zip(method.configs, method.unstaged, strict=True)
-            if count
-        ]
-        return [f"Stage 1 takes no entry: {', '.join(named)}."] if named else []
 
 
 def cliff(trace: Trace, *, sides: Sides | None = None, kl: Sequence[float] = THRESHOLDS) -> Cliffs:
@@ -280,7 +261,13 @@ def cliff(trace: Trace, *, sides: Sides | None = None, kl: Sequence[float] = THR
     measured = Measurements(trace, ANALYSIS)
     curves = named_axes(measured, None if sides is None else named)
     axes = [axis for _, axis in curves]
-    _check_budgets(axes)
+    for axis in axes:
+        if len(axis.budgets) < LEAST_BUDGETS:
+            got = ", ".join(f"{config.budget}" for config in axis.configs)
+            raise TraceError(
+                f"{ANALYSIS} needs at least {LEAST_BUDGETS} budgets of every method, got {got} of "
+                f"{axis.configs[0].policy.name}:{axis.configs[0].selection.name}; without a trace it makes one of seven"
+            )
     each = Criterion("kl", thresholds[0]).sample_means(measured)
     members = tuple(method_cliff(measured, name, axis, axes[0], each, thresholds) for name, axis in curves)
     configs = [config for axis in axes for config in axis.configs]
@@ -297,14 +284,3 @@ def check_thresholds(kl: Sequence[float]) -> tuple[float, ...]:
             f"--kl takes different numbers above 0, in nat, such as 0.1,1; got {', '.join(map(str, kl)) or 'none'}"
         )
     return tuple(sorted(map(float, kl)))
-
-
-def _check_budgets(axes: Sequence[Axis]) -> None:
-    """Raise TraceError where a method has fewer budgets than a curve needs."""
-    for axis in axes:
-        if len(axis.budgets) < LEAST_BUDGETS:
-            got = ", ".join(f"{config.budget}" for config in axis.configs)
-            raise TraceError(
-                f"{ANALYSIS} needs at least {LEAST_BUDGETS} budgets of every method, got {got} of "
-                f"{axis.configs[0].policy.name}:{axis.configs[0].selection.name}; without a trace it makes one of seven"
-            )

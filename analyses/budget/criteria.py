@@ -23,7 +23,7 @@ from typing import ClassVar
 import numpy as np
 
 from perturbkv.analyses.budget.budget_axis import Axis
-from perturbkv.analyses.columns import Record, column, derived, record
+from perturbkv.analyses.columns import Derived, Record, attribute, column, derived, record
 from perturbkv.analyses.conclusions import NOTHING_TO_LOSE, cut_off_claim
 from perturbkv.analyses.measurements import Floats, Measurements, is_cut_off, scores, text_log_p
 from perturbkv.analyses.stats import one_sided
@@ -67,12 +67,6 @@ class Criterion:
     def __str__(self) -> str:
         sign = "≥" if self.is_lower_limit else "≤"
         return f"{_QUANTITIES[self.name]} {sign} {self.format(self.limit)}{_UNITS[self.name]}"
-
-    @property
-    def short_text(self) -> str:
-        """The limit as a table shows it: 'KL ≤ 0.1 nat'."""
-        sign = "≥" if self.is_lower_limit else "≤"
-        return f"{_SHORT[self.name]} {sign} {self.format(self.limit)}{_UNITS[self.name]}"
 
     @property
     def quantity(self) -> str:
@@ -148,10 +142,6 @@ class Criterion:
         """Return what KL or perplexity exceeds its lossless value by, at least a hundredth of what the limit does."""
         return np.maximum(each - self._lossless, _NEGLIGIBLE * (self.limit - self._lossless))
 
-    def bound_share_above(self, each: Floats) -> float | None:
-        """Return the upper 95 % bound of the share of samples above a limit on KL or perplexity; else None."""
-        return 1 - one_sided.share_at_least(each <= self.limit) if self.name in LOGNORMAL else None
-
     def samples_for(self, each: Floats) -> int | None:
         """Return the number of samples like these at which the bound would meet the limit; None if unknown."""
         return one_sided.samples_for(lambda count: self.allows(self.bound(each, count)), len(each))
@@ -183,7 +173,14 @@ def criteria(
             "expected what a safe budget may cost, got nothing; give max_kl (--max-kl 0.1), max_perplexity "
             "(--max-perplexity 1.05), max_drop (--max-drop 1, points of 100) or min_top1 (--min-top1 0.99)"
         )
-    return tuple(_criterion(name, limit) for name, limit in limits.items() if limit is not None)
+    found = []
+    for name, limit in ((name, limit) for name, limit in limits.items() if limit is not None):
+        option, least, most, unit = _RANGES[name]
+        if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not least < limit < most:
+            end = f" and below {most:g}" if most < math.inf else ", finite"
+            raise ConfigError(f"expected {option} above {least}{end} ({unit}), got {limit}")
+        found.append(Criterion(name, limit / 100 if name == "drop" else float(limit)))
+    return tuple(found)
 
 
 _RANGES = {
@@ -193,15 +190,6 @@ _RANGES = {
     "top1": ("min_top1 (--min-top1)", 0, 1, "a share of tokens, such as 0.99"),
 }
 """Limit -> its option, the numbers that it lies above and below, and its unit."""
-
-
-def _criterion(name: str, limit: float) -> Criterion:
-    """Return the criterion of one limit. Raises ConfigError for a limit out of its range."""
-    option, least, most, unit = _RANGES[name]
-    if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not least < limit < most:
-        end = f" and below {most:g}" if most < math.inf else ", finite"
-        raise ConfigError(f"expected {option} above {least}{end} ({unit}), got {limit}")
-    return Criterion(name, limit / 100 if name == "drop" else float(limit))
 
 
 SAFE, FEW, NONE = "safe", "too few samples", "none"
@@ -243,15 +231,13 @@ class Verdict(Record):
         "known, and where nothing failed"
     )
 
-    @derived(key="criterion")
-    def criterion_name(self) -> str:
-        """Limited quantity: kl, perplexity, drop or top1."""
-        return self.criterion.name
-
-    @derived()
-    def limit(self) -> float:
-        """Limit, in its unit: nat; ratio to the full cache's perplexity; drop of the score, 0 to 1; share."""
-        return self.criterion.limit
+    criterion_name: ClassVar[Derived[str]] = attribute(
+        "criterion.name", "Limited quantity: kl, perplexity, drop or top1", key="criterion"
+    )
+    limit: ClassVar[Derived[float]] = attribute(
+        "criterion.limit",
+        "Limit, in its unit: nat; ratio to the full cache's perplexity; drop of the score, 0 to 1; share",
+    )
 
     @derived()
     def state(self) -> str:
@@ -279,7 +265,9 @@ class Verdict(Record):
     @derived(heading="limit", json=False)
     def limit_shown(self) -> str:
         """Limit on the mean over samples."""
-        return self.criterion.short_text
+        sign = "≥" if self.criterion.is_lower_limit else "≤"
+        name, limit = self.criterion.name, self.criterion.format(self.criterion.limit)
+        return f"{_SHORT[name]} {sign} {limit}{_UNITS[name]}"
 
     @derived(heading="#cache\nshare", json=False)
     def cache_share(self) -> float | None:
@@ -336,7 +324,7 @@ def judge_curve(criterion: Criterion, each: Floats, curve: Axis) -> Verdict:
                 cache_share=float(curve.cache_shares[place]),
                 mean=float(values.mean()),
                 bound=bound,
-                above=criterion.bound_share_above(values),
+                above=1 - one_sided.share_at_least(values <= criterion.limit) if criterion.name in LOGNORMAL else None,
                 tested=is_tested,
                 holds=is_tested and criterion.allows(bound),
             )

@@ -37,10 +37,6 @@ from perturbkv.errors import ConfigError
 from perturbkv.trace import Trace
 
 _GIB = 2**30
-_ORDER = (
-    "Budgets are tested from the largest down, up to the first that fails, so that each selection's verdict errs "
-    "about as often as one bound does; verdicts on several selections are not corrected for their number."
-)
 _BOUNDS = {
     "kl": "KL: the larger bound of Student's t and of a lognormal, where less than a hundredth of the limit counts as "
     "that much. It holds a lognormal's mean in 95 % of simulated draws of 8 to 40 samples, but only in 74 to 90 % "
@@ -55,8 +51,6 @@ _BOUNDS = {
 }
 _VERDICTS = {SAFE: verdicts.MORE, NONE: verdicts.LESS, FEW: verdicts.FEW}
 """State of a selection -> verdict of its claim."""
-_WORDS = {verdicts.MORE: "a safe budget", verdicts.LESS: "no safe budget"}
-_EXIT_CODES = {SAFE: 0, NONE: 1, FEW: 2}
 
 
 @record
@@ -219,11 +213,20 @@ class SafeBudgets(MemberSequence[SafeBudget], Result):
     @derived()
     def exit_code(self) -> int:
         """0 every selection has a safe budget, 1 one has none, 2 there are too few samples to decide."""
-        return _EXIT_CODES[worst_state(selection.state for selection in self.members)]
+        return {SAFE: 0, NONE: 1, FEW: 2}[worst_state(selection.state for selection in self.members)]
 
     def claims(self) -> Sequence[Claim]:
         """Return the smallest safe budget of each selection, or why it has none."""
-        return [Claim(one.name, "has", [one.case()], _WORDS, is_name=True) for one in self.members]
+        return [
+            Claim(
+                one.name,
+                "has",
+                [one.case()],
+                {verdicts.MORE: "a safe budget", verdicts.LESS: "no safe budget"},
+                is_name=True,
+            )
+            for one in self.members
+        ]
 
     def scope(self) -> Sequence[str]:
         """Return what is safe, the kind of bounds, and the number of samples."""
@@ -269,7 +272,8 @@ class SafeBudgets(MemberSequence[SafeBudget], Result):
         """Return a table of samples above the limit, and notes on the order of tests, the bounds and cache shares."""
         names = [verdict.criterion_name for verdict in self[0].verdicts]
         samples = self.identity.samples
-        few = f"{samples} samples without any loss leave room for {_lossless_bound(samples):.3g} points"
+        room = 100 * Criterion("drop", 1.0).bound(np.zeros(samples))
+        few = f"{samples} samples without any loss leave room for {room:.3g} points"
         above = [
             Line(selection.name, (verdict,))
             for selection in self
@@ -289,7 +293,11 @@ class SafeBudgets(MemberSequence[SafeBudget], Result):
                 if above
                 else []
             ),
-            _ORDER,
+            (
+                "Budgets are tested from the largest down, up to the first that fails, so that each selection's "
+                "verdict errs about as often as one bound does; verdicts on several selections are not corrected for "
+                "their number."
+            ),
             *(_BOUNDS[name].format(few=few) for name in names),
             *filter(None, [measurements.first_token_note(self.alike, samples)]),
             text.cache_share_note(shares),
@@ -319,11 +327,6 @@ def _kl_assumption(result: SafeBudgets) -> str:
 def _format_gib(size: float) -> str:
     """Return a number of bytes in GiB, as text without the unit."""
     return f"{size / _GIB:.3g}".replace("-", "−")
-
-
-def _lossless_bound(samples: int) -> float:
-    """Return the bound on the drop, in points, for a number of samples without any loss."""
-    return 100 * Criterion("drop", 1.0).bound(np.zeros(samples))
 
 
 def safe_budget(

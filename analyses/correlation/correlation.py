@@ -50,20 +50,13 @@ from perturbkv.analyses.sides import LEAST_CONFIGS, comparable_groups, matches
 from perturbkv.analyses.stats.intervals import Estimate
 from perturbkv.analyses.verdicts import ALIKE, EQUIVALENT, LESS, MORE, UNDECIDED, verdict_at
 from perturbkv.configs.cache_contents import SOMEBODYS
-from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Part, plural
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 
-_LOST = {MORE: "in most pairs", LESS: "in fewer than half of the pairs"}
 _SCORE = {LESS: "lower", MORE: "higher", ALIKE: "the same"}
-_CHANCE = 0.5
-"""Share of pairs by chance."""
 NOTHING = 0.1
 """A difference of ρ, or of a share of pairs, whose interval lies within this of 0 is as good as nothing."""
-_BELOW = {LESS: "below 0", MORE: "above 0", ALIKE: "0"}
-_ABOVE = {MORE: "above 0", LESS: "below 0", ALIKE: "0"}
-"""Verdict -> side of 0 in words, the expected one first: of ρ the former, of shares of pairs the latter."""
 
 
 def _beyond_claim(statistic: str, beyond: Estimate, shown: str, words: Mapping[str, str], margin: str) -> Claim:
@@ -149,7 +142,16 @@ class Correlation(Result):
         claim = Claim(self.measures.subject, "score", [scores], _SCORE, missing=" or ".join(unranked) or equal)
         if isnan(rho.value):
             return [claim]
-        return [claim, _beyond_claim("ρ", beyond, format_estimate(beyond, " "), _BELOW, f"within {NOTHING:g}")]
+        return [
+            claim,
+            _beyond_claim(
+                "ρ",
+                beyond,
+                format_estimate(beyond, " "),
+                {LESS: "below 0", MORE: "above 0", ALIKE: "0"},
+                f"within {NOTHING:g}",
+            ),
+        ]
 
     def _area_claims(self) -> list[Claim]:
         """Return the claims on pairs of a lost and a kept answer, and on their share less its identity baseline."""
@@ -157,13 +159,28 @@ class Correlation(Result):
         area = self.overall[0].strength(headline).auc
         beyond = self.overall[0].identity_baselines(headline).auc.beyond
         unpaired = dict.fromkeys(one.no_areas_reason() for one in self.settings)
-        pairs = Case.number("", area.value, area.interval, text.percent, _CHANCE)
+        pairs = Case.number("", area.value, area.interval, text.percent, 0.5)
         more = "is perturbed more than a kept one of its prompt"
-        claim = Claim("a lost answer", more, [pairs], _LOST, missing=" or ".join(unpaired))
+        claim = Claim(
+            "a lost answer",
+            more,
+            [pairs],
+            {MORE: "in most pairs", LESS: "in fewer than half of the pairs"},
+            missing=" or ".join(unpaired),
+        )
         if isnan(area.value):
             return [claim]
         margin = f"within {100 * NOTHING:g} points"
-        return [claim, _beyond_claim("this share", beyond, f"{format_points(beyond)} points", _ABOVE, margin)]
+        return [
+            claim,
+            _beyond_claim(
+                "this share",
+                beyond,
+                f"{format_points(beyond)} points",
+                {MORE: "above 0", LESS: "below 0", ALIKE: "0"},
+                margin,
+            ),
+        ]
 
     def _total(self, name: str) -> int:
         """Return a count of prompts, the field `name` of `GradedTrace`, summed over the traces."""
@@ -204,8 +221,13 @@ class Correlation(Result):
     def details(self) -> Sequence[Part]:
         """Return the number of answered prompts, the further tables, and notes on the tests."""
         deciding = [one for one in self.settings if one.decides]
+        each = ", ".join(
+            f"{part.answered} of {plural(part.samples, 'prompt')} of {part.dataset}"
+            + (f" (score > {self.rule.right:g}; median {part.median_full:.2g})" if part.answered else "")
+            for part in self.parts
+        )
         return [
-            self._answered_note(),
+            f"The full cache answers {each}; lost: below {self.rule.lost:g} of its score.",
             *(correlation_tables.lowest_rho_notes(self.overall[0]) if deciding else []),
             *map(correlation_tables.describe_setting, self.settings),
             *correlation_tables.further_tables(self.settings, self.overall, self.across),
@@ -235,15 +257,6 @@ class Correlation(Result):
             for index, (part, sample) in enumerate(self.prompts)
             for number, config in enumerate(one.configs)
         ]
-
-    def _answered_note(self) -> str:
-        """Return the numbers of answered prompts: 'The full cache answers 12 of 16 prompts of needle …; lost: …'."""
-        each = ", ".join(
-            f"{part.answered} of {plural(part.samples, 'prompt')} of {part.dataset}"
-            + (f" (score > {self.rule.right:g}; median {part.median_full:.2g})" if part.answered else "")
-            for part in self.parts
-        )
-        return f"The full cache answers {each}; lost: below {self.rule.lost:g} of its score."
 
 
 def correlation(
@@ -295,22 +308,24 @@ def correlation(
             f"{ANALYSIS} needs at least {LEAST_CONFIGS} methods of one budget to rank, got {got}; measure more"
         )
     configs = [config for one in settings for config in one.configs]
+    step = prompts.measures.step  # named where it is not the first of the model's own text
+    identities = [identity(one, configs) if step == 0 else identity_at(one, configs, step) for one in chosen]
+    datasets = list(dict.fromkeys(part.dataset for part in prompts.parts))
+    dataset_of = np.array([prompts.parts[part].dataset for part in prompts.part], dtype=str)  # (prompt,)
+    rows = {"": np.ones(len(dataset_of), dtype=bool)}
+    if len(datasets) > 1:
+        rows |= {dataset: dataset_of == dataset for dataset in datasets}
     return Correlation(
-        identity=joint_identity([_identity(trace, configs, prompts.measures) for trace in chosen]),
+        identity=joint_identity(identities),
         text=prompts.run.text,
         parts=prompts.parts,
         rule=rule,
         settings=settings,
         too_few=tuple(name for name, group in groups.items() if len(group) < LEAST_CONFIGS),
-        overall=_overall(prompts, settings),
+        overall=tuple(_overall_correlations(prompts, settings, dataset, chosen) for dataset, chosen in rows.items()),
         across=across_budgets(prompts),
         prompts=tuple(zip(prompts.part.tolist(), prompts.names, strict=True)),
     )
-
-
-def _identity(trace: Trace, configs: Sequence[EvictionConfig], measures: Measures) -> RunIdentity:
-    """Return a run's identity, which names the steps where they are not the first of the model's own text."""
-    return identity(trace, configs) if measures.step == 0 else identity_at(trace, configs, measures.step)
 
 
 def _select_methods(trace: Trace, only: Sequence[str]) -> Trace:
@@ -326,16 +341,6 @@ def _select_methods(trace: Trace, only: Sequence[str]) -> Trace:
             raise TraceError(f"expected {name} among the trace's methods, got a trace of {known}")
     part = trace.sel(where=lambda config: any(matches(config, name) for name in only))
     return dataclasses.replace(part, source=trace.source, digest=trace.digest)
-
-
-def _overall(prompts: PooledPrompts, settings: Sequence[Setting]) -> tuple[Overall, ...]:
-    """Return the correlations of all prompts, then of each data set if there are several."""
-    datasets = list(dict.fromkeys(part.dataset for part in prompts.parts))
-    dataset_of = np.array([prompts.parts[part].dataset for part in prompts.part], dtype=str)  # (prompt,)
-    rows = {"": np.ones(len(dataset_of), dtype=bool)}
-    if len(datasets) > 1:
-        rows |= {dataset: dataset_of == dataset for dataset in datasets}
-    return tuple(_overall_correlations(prompts, settings, dataset, chosen) for dataset, chosen in rows.items())
 
 
 def _overall_correlations(

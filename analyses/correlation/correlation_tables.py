@@ -8,8 +8,7 @@ from typing import ClassVar
 
 from perturbkv.analyses import columns, text
 from perturbkv.analyses.columns import Line, Record, column, record
-from perturbkv.analyses.correlation.correlation_settings import EVICTED, AcrossBudgets, Control, MeasureLookup, Setting
-from perturbkv.analyses.correlation.lost_answers import Bin
+from perturbkv.analyses.correlation.correlation_settings import EVICTED, AcrossBudgets, MeasureLookup, Setting
 from perturbkv.analyses.correlation.method_identity import (
     Contrast,
     IdentityBaseline,
@@ -19,7 +18,6 @@ from perturbkv.analyses.correlation.method_identity import (
 from perturbkv.analyses.measures import REFERENCE, Measures
 from perturbkv.analyses.names import fold
 from perturbkv.analyses.stats.intervals import Estimate, Interval
-from perturbkv.analyses.stats.permutation import PermutationNull
 from perturbkv.display import Part, Table
 
 SHOWN = ("rho", "rho_beyond", "rho_prompts", "auc", "auc_beyond", "auc_prompts")
@@ -163,18 +161,6 @@ def _with_star(value: str, baseline: IdentityBaseline) -> str:
     return f"{first}{'*' * baseline.significant}{newline}{ends}"
 
 
-# headings of the tables; # aligns a column to the right
-_STRENGTH = ("measure", "#ρ", "#τ-b", "#p", "#n", "#lost above\nkept", "#p", "#n")
-_CONTROL = (
-    "measure", "#ρ of permuted\nscores", "#ρ of other\nprompts' measure", "#lost above kept,\nof others' measure",
-    "#lost above kept,\nbetween prompts",
-)  # fmt: skip
-_CONTRAST = ("budget", "measure", "#its ρ less\nthat of 1 − S", "#n", "#its area less\nthat of 1 − S", "#n")
-_CIRCULAR = ("budget", "measure", "#ρ", "#n", "#lost above\nkept", "#n")
-_CURVE = ("budget", "#perturbed", "#answers", "#prompts", "#lost", "#score lost,\nof 100")
-_ACROSS = ("measure", "#ρ over the budgets\nof one method", "#n")
-
-
 def further_tables(
     settings: Sequence[Setting], overall: Sequence[Overall], across: Sequence[AcrossBudgets]
 ) -> list[Part]:
@@ -195,32 +181,31 @@ def further_tables(
 
 def _setting_tables(one: Setting) -> list[Part]:
     """Return a setting's table of measures, a note on θ̂, and its table of controls."""
-    evidence, predictors = text.percent(one.evidence), one.measures.predictors
+    strengths, controls = [], []
+    for name, shown in one.measures.predictors.items():
+        own, baselines, control = one.strength(name), one.identity_baselines(name), one.control(name)
+        ranks = [format_estimate(own.rho), format_estimate(own.tau), _format_p(baselines.rho), str(own.rho.prompts)]
+        strengths.append([shown, *ranks, format_share(own.auc), _format_p(baselines.auc), str(own.auc.prompts)])
+        null = control.rho
+        permuted = "–" if isnan(null.low) else f"{text.decimal(null.low)} … {text.decimal(null.high)}"
+        areas = map(format_share, (baselines.auc.others, control.between))
+        controls.append([shown, permuted, format_estimate(baselines.rho.others), *areas])
+    evidence = f"θ̂ is of the {text.percent(one.evidence)} of (prompt, head) with σ > 0.5 in all methods"
     return [
-        Table(
-            f"b={one.name}",
-            _STRENGTH,
-            [
-                _strength_row(shown, one.strength(name), one.identity_baselines(name))
-                for name, shown in predictors.items()
-            ],
-        ),
-        f"b={one.name}: θ̂ is of the {evidence} of (prompt, head) with σ > 0.5 in all methods",
+        Table(f"b={one.name}", ("measure", "#ρ", "#τ-b", "#p", "#n", "#lost above\nkept", "#p", "#n"), strengths),
+        f"b={one.name}: {evidence}",
         Table(
             f"b={one.name}: controls",
-            _CONTROL,
-            [
-                _control_row(shown, one.control(name), one.identity_baselines(name))
-                for name, shown in predictors.items()
-            ],
+            (
+                "measure",
+                "#ρ of permuted\nscores",
+                "#ρ of other\nprompts' measure",
+                "#lost above kept,\nof others' measure",
+                "#lost above kept,\nbetween prompts",
+            ),
+            controls,
         ),
     ]
-
-
-def _strength_row(name: str, one: Strength, baselines: IdentityBaselines) -> list[str]:
-    """Return a measure's cells in the table of correlations, its name first."""
-    ranks = [format_estimate(one.rho), format_estimate(one.tau), _format_p(baselines.rho), str(one.rho.prompts)]
-    return [name, *ranks, format_share(one.auc), _format_p(baselines.auc), str(one.auc.prompts)]
 
 
 def _format_p(baseline: IdentityBaseline) -> str:
@@ -229,73 +214,59 @@ def _format_p(baseline: IdentityBaseline) -> str:
     return "–" if isnan(p) else ("<0.001" if p < 0.001 else f"{p:.3f}") + "*" * baseline.significant
 
 
-def _control_row(name: str, one: Control, baselines: IdentityBaselines) -> list[str]:
-    """Return a measure's cells in the table of controls, its name first."""
-    others, between = map(format_share, (baselines.auc.others, one.between))
-    return [name, _format_null(one.rho), format_estimate(baselines.rho.others), others, between]
-
-
-def _format_null(one: PermutationNull) -> str:
-    """Return the middle 95 % of a permutation null: '−0.31 … 0.30'; a dash for NaN."""
-    return "–" if isnan(one.low) else f"{text.decimal(one.low)} … {text.decimal(one.high)}"
-
-
 def _contrast_table(overall: Overall, settings: Sequence[Setting]) -> Table:
     """Return the table of each measure against 1 − S, per setting and over all."""
     names, named = overall.measures.names, [(f"b={one.name}", one.contrasts) for one in settings]
     every = [("all", overall.contrasts)] if len(named) > 1 else []
-    rows = [
-        row
-        for name, contrasts in [*named, *every]
-        for row in _with_first_name(
-            name, [_contrast_row(names[one.first], one) for one in contrasts if one.second == REFERENCE]
-        )
-    ]
-    return Table(f"measures on the same prompts, each against {names[REFERENCE]}", _CONTRAST, rows)
-
-
-def _contrast_row(name: str, one: Contrast) -> list[str]:
-    """Return a measure's cells in the table of comparisons with 1 − S, its name first."""
-    rho, auc = map(format_estimate, (one.rho, one.auc))
-    return [name, rho, str(one.rho.prompts), auc, str(one.auc.prompts)]
+    rows = []
+    for name, contrasts in [*named, *every]:
+        cells = [
+            [names[one.first], format_estimate(one.rho), str(one.rho.prompts), format_estimate(one.auc),
+             str(one.auc.prompts)]
+            for one in contrasts if one.second == REFERENCE
+        ]  # fmt: skip
+        rows += _with_first_name(name, cells)
+    return Table(
+        f"measures on the same prompts, each against {names[REFERENCE]}",
+        ("budget", "measure", "#its ρ less\nthat of 1 − S", "#n", "#its area less\nthat of 1 − S", "#n"),
+        rows,
+    )
 
 
 def _circular_table(settings: Sequence[Setting]) -> Table:
     """Return the table of the circular measures, per setting."""
-    measures = settings[0].measures
-    rows = [
-        row
-        for one in settings
-        for row in _with_first_name(
-            f"b={one.name}", (_circular_row(shown, one.strength(name)) for name, shown in measures.circular.items())
-        )
-    ]
-    return Table(f"circular: of {measures.circular_tokens} these nearly are the score", _CIRCULAR, rows)
-
-
-def _circular_row(name: str, one: Strength) -> list[str]:
-    """Return the table cells of a circular measure, its name first."""
-    rho, auc = format_estimate(one.rho), format_share(one.auc)
-    return [name, rho, str(one.rho.prompts), auc, str(one.auc.prompts)]
+    measures, rows = settings[0].measures, []
+    for setting in settings:
+        strengths = [(shown, setting.strength(name)) for name, shown in measures.circular.items()]
+        cells = [
+            [shown, format_estimate(one.rho), str(one.rho.prompts), format_share(one.auc), str(one.auc.prompts)]
+            for shown, one in strengths
+        ]
+        rows += _with_first_name(f"b={setting.name}", cells)
+    return Table(
+        f"circular: of {measures.circular_tokens} these nearly are the score",
+        ("budget", "measure", "#ρ", "#n", "#lost above\nkept", "#n"),
+        rows,
+    )
 
 
 def _curve_table(settings: Sequence[Setting]) -> Table:
     """Return the table of calibration curves of the headline measure, per setting."""
-    measures = settings[0].measures
-    rows = [
-        row
-        for one in settings
-        for row in _with_first_name(f"b={one.name}", map(_bin_row, one.curves[measures.headline]))
-    ]
+    measures, rows = settings[0].measures, []
+    for setting in settings:
+        cells = [
+            [f"{one.low:.3g} to {one.high:.3g}", str(one.answers), str(one.prompts),
+             text.percent(one.lost, one.lost_interval),
+             format_points(Estimate(one.drop, one.drop_interval, one.prompts))]
+            for one in setting.curves[measures.headline]
+        ]  # fmt: skip
+        rows += _with_first_name(f"b={setting.name}", cells)
     by = measures.names[measures.headline]
-    return Table(f"how often an answer is lost, by {by} over the outputs' norm", _CURVE, rows)
-
-
-def _bin_row(one: Bin) -> list[str]:
-    """Return a bin's cells in the table of calibration curves."""
-    drop = Estimate(one.drop, one.drop_interval, one.prompts)
-    lost = text.percent(one.lost, one.lost_interval)
-    return [f"{one.low:.3g} to {one.high:.3g}", str(one.answers), str(one.prompts), lost, format_points(drop)]
+    return Table(
+        f"how often an answer is lost, by {by} over the outputs' norm",
+        ("budget", "#perturbed", "#answers", "#prompts", "#lost", "#score lost,\nof 100"),
+        rows,
+    )
 
 
 def _across_tables(across: Sequence[AcrossBudgets], measures: Measures) -> list[Table]:
@@ -304,7 +275,13 @@ def _across_tables(across: Sequence[AcrossBudgets], measures: Measures) -> list[
         return []
     names = {EVICTED: "the budget itself", **measures.names}
     rows = [[names[one.measure], format_estimate(one.rho, " "), str(one.rho.prompts)] for one in across]
-    return [Table("across budgets, for many reasons: no evidence", _ACROSS, rows)]
+    return [
+        Table(
+            "across budgets, for many reasons: no evidence",
+            ("measure", "#ρ over the budgets\nof one method", "#n"),
+            rows,
+        )
+    ]
 
 
 def _with_first_name(name: str, rows: Iterable[list[str]]) -> list[list[str]]:

@@ -351,28 +351,23 @@ def mark_significant(
         if not isnan(getattr(one, statistic).exchanged.p)
     }
     passing = benjamini_hochberg(np.array([baseline.exchanged.p for baseline, _ in tests.values()]))
-    significant = {
-        key
-        for (key, (baseline, strength)), passes in zip(tests.items(), passing, strict=True)
-        if passes and _is_decided(key[-1], baseline, strength)
-    }
-    return [tuple(_with_significance(one, index, significant) for one in group) for index, group in enumerate(groups)]
+    significant = set()
+    for (key, (baseline, strength)), passes in zip(tests.items(), passing, strict=True):
+        side, null = _EXPECTED[key[-1]]
+        if passes and interval_side(strength.interval, null) == interval_side(baseline.beyond.interval, 0) == side:
+            significant.add(key)
+    return [
+        tuple(
+            replace(
+                one,
+                rho=replace(one.rho, significant=(index, one.measure, "rho") in significant),
+                auc=replace(one.auc, significant=(index, one.measure, "auc") in significant),
+            )
+            for one in group
+        )
+        for index, group in enumerate(groups)
+    ]
 
 
 _EXPECTED = {"rho": (-1, 0.0), "auc": (1, 0.5)}
 """Statistic -> (side, number): where more perturbed answers score less, it lies on that side of the number."""
-
-
-def _is_decided(statistic: str, baseline: IdentityBaseline, strength: Estimate) -> bool:
-    """Return whether a statistic, and its excess over the baseline, are decided on the expected side."""
-    side, null = _EXPECTED[statistic]
-    return interval_side(strength.interval, null) == interval_side(baseline.beyond.interval, 0) == side
-
-
-def _with_significance(one: IdentityBaselines, group: int, significant: set[tuple[int, str, str]]) -> IdentityBaselines:
-    """Return a measure's baselines with `significant` set where (group, measure, statistic) is in the set."""
-    rho, auc = (
-        replace(getattr(one, statistic), significant=(group, one.measure, statistic) in significant)
-        for statistic in ("rho", "auc")
-    )
-    return replace(one, rho=rho, auc=auc)

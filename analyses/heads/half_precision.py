@@ -66,7 +66,11 @@ def compare(exact: Trace, rounded: Trace, baseline: str, treatment: str) -> tupl
 
     Raises TraceError where the traces are not of the same prompts and configurations, or no sample can be compared.
     """
-    _check_equal_runs(exact, rounded)
+    first, second = (list(np.array(trace.sample_ids)[trace.ok]) for trace in (exact, rounded))
+    if first != second or exact.run.configs != rounded.run.configs:
+        raise TraceError(
+            f"expected one run's samples and configurations in {exact.source} and {rounded.source}, got others"
+        )
     same = _first_tokens(exact) == _first_tokens(rounded)
     if not same.any():
         raise TraceError(
@@ -84,15 +88,6 @@ def compare(exact: Trace, rounded: Trace, baseline: str, treatment: str) -> tupl
         for pair in pairs(exact.run, baseline, treatment)
         for measure in measures
     )
-
-
-def _check_equal_runs(exact: Trace, rounded: Trace) -> None:
-    """Raise TraceError where two traces differ in complete samples or configurations."""
-    first, second = (list(np.array(trace.sample_ids)[trace.ok]) for trace in (exact, rounded))
-    if first != second or exact.run.configs != rounded.run.configs:
-        raise TraceError(
-            f"expected one run's samples and configurations in {exact.source} and {rounded.source}, got others"
-        )
 
 
 def _first_tokens(trace: Trace) -> NDArray[np.int64]:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.analyses.columns import Record, column, derived, interval, long_form, record
+from perturbkv.analyses.columns import Derived, Record, attribute, column, derived, interval, long_form, record
 from perturbkv.analyses.conclusions import Case
 from perturbkv.analyses.identity import RunIdentity, identity_at
 from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements, only_evicts
@@ -269,20 +269,11 @@ class HeadComparison(PairRecord, Record):
     prefill_seconds: tuple[float, float, float]
     identity: RunIdentity
 
-    @derived()
-    def samples(self) -> int:
-        """Complete samples that have the step."""
-        return self.identity.samples
-
-    @derived()
-    def failed_samples(self) -> int:
-        """Samples that failed."""
-        return self.identity.failed
-
-    @derived()
-    def samples_ended_before_step(self) -> int:
-        """Complete samples whose text ends before the step."""
-        return self.identity.ended
+    samples: ClassVar[Derived[int]] = attribute("identity.samples", "Complete samples that have the step")
+    failed_samples: ClassVar[Derived[int]] = attribute("identity.failed", "Samples that failed")
+    samples_ended_before_step: ClassVar[Derived[int]] = attribute(
+        "identity.ended", "Complete samples whose text ends before the step"
+    )
 
     @derived()
     def heads(self) -> int:
@@ -319,40 +310,39 @@ class HeadComparison(PairRecord, Record):
         """Return a head as layer-head, by its indices in the arrays."""
         return f"{self.identity.layer(place[0])}-{place[1]}"
 
-    @derived(unit="share")
-    def retained_mass_baseline(self) -> float:
-        """Mean S of the baseline, a share of the attention."""
-        return self.retained_mass[0]
-
-    @derived(unit="share")
-    def retained_mass_treatment(self) -> float:
-        """Mean S of the treatment."""
-        return self.retained_mass[1]
-
-    @derived(key="held_over_full_baseline")
-    def cache_share_baseline(self) -> float:
-        """Entries that the baseline's cache holds over those of the full cache."""
-        return self.cache_shares[0]
-
-    @derived(key="held_over_full_treatment", heading="#cache\nshare")
-    def cache_share(self) -> float:
-        """Entries that the treatment's cache holds over those of the full cache."""
-        return self.cache_shares[1]
-
-    @derived(unit="s")
-    def prefill_seconds_baseline(self) -> float | None:
-        """Duration of the baseline's own prefill, mean over samples; null where it has none."""
-        return self.prefill_seconds[0]
-
-    @derived(unit="s", heading="#prefill\ns")
-    def prefill_seconds_treatment(self) -> float | None:
-        """Duration of the treatment's own prefill, mean over samples; null where it has none."""
-        return self.prefill_seconds[1]
-
-    @derived(unit="s")
-    def prefill_seconds_full(self) -> float | None:
-        """Duration of the full prefill; null where no configuration of the trace has a prefill of its own."""
-        return self.prefill_seconds[2]
+    retained_mass_baseline: ClassVar[Derived[float]] = attribute(
+        "retained_mass.0", "Mean S of the baseline, a share of the attention", unit="share"
+    )
+    retained_mass_treatment: ClassVar[Derived[float]] = attribute(
+        "retained_mass.1", "Mean S of the treatment", unit="share"
+    )
+    cache_share_baseline: ClassVar[Derived[float]] = attribute(
+        "cache_shares.0",
+        "Entries that the baseline's cache holds over those of the full cache",
+        key="held_over_full_baseline",
+    )
+    cache_share: ClassVar[Derived[float]] = attribute(
+        "cache_shares.1",
+        "Entries that the treatment's cache holds over those of the full cache",
+        key="held_over_full_treatment",
+        heading="#cache\nshare",
+    )
+    prefill_seconds_baseline: ClassVar[Derived[float | None]] = attribute(
+        "prefill_seconds.0",
+        "Duration of the baseline's own prefill, mean over samples; null where it has none",
+        unit="s",
+    )
+    prefill_seconds_treatment: ClassVar[Derived[float | None]] = attribute(
+        "prefill_seconds.1",
+        "Duration of the treatment's own prefill, mean over samples; null where it has none",
+        unit="s",
+        heading="#prefill\ns",
+    )
+    prefill_seconds_full: ClassVar[Derived[float | None]] = attribute(
+        "prefill_seconds.2",
+        "Duration of the full prefill; null where no configuration of the trace has a prefill of its own",
+        unit="s",
+    )
 
 
 def summarise(

@@ -113,15 +113,28 @@ class HeadComparisons(MemberSequence[HeadComparison], Result):
 
     def caveats(self) -> Sequence[str]:
         """Return notes on kinds of tokens, parts of a loss, isolated perturbation, weak tests, heads with σ ≤ 0.5."""
+        others = [pair.cache_shares for pair in self.members if pair.baseline.is_external or pair.treatment.is_external]
+        unequal = [shares for shares in others if abs(shares[1] - shares[0]) > _UNEQUAL * max(shares)]
+        shares = ", ".join(dict.fromkeys(f"{second:.2f} against {first:.2f}" for first, second in unequal))
+        unknown = sum(not pair.isolated.is_known for pair in self.members)
+        whose = f" in {unknown} of {len(self)} cases" if len(self) > 1 else ""
+        known = [pair for pair in self.members if pair.isolated.is_known]
+        different = sum(pair.isolated.sum_verdict != pair.propagated.sum_verdict for pair in known)
+        named = {"gain": self.members[0].gain_most, "lose": self.members[0].lose_most}
+        words = "; ".join(f"{verb} most {', '.join(heads)}" for verb, heads in named.items() if heads)
+        staged = [pair for pair in self.members if pair.treatment.is_staged]
+        flagged, heads = (sum(getattr(pair, name) for pair in staged) for name in ("flagged_count", "heads"))
         return [
             *kinds_note(self.token_kinds, len(self)),
             *(one.note(self.identity.name_of(one.config)) for one in self.changed),
-            *self._sizes_note(),
-            *self._disagreement_note(),
-            *self._extremes_note(),
+            *([f"Cache shares differ: {shares}; `ablation --bytes` compares caches by bytes."] if shares else []),
+            *([f"No isolated perturbation{whose}: the prompt was read otherwise, or attention is its own."]
+              if unknown else []),
+            *([f"Isolated perturbation says otherwise in {different} of {len(self)} cases."] if different else []),
+            *([f"Heads by layer-head, propagated: {words}."] if words and len(self) == 1 else []),
             *self.members[0].propagated.sign_flips.power_caveat(),
-            *self._flagged_note(),
-        ]
+            *([f"σ ≤ 0.5 in {flagged:,} of {heads:,} heads, where Theorem 3 says nothing."] if flagged else []),
+        ]  # fmt: skip
 
     def details(self) -> Sequence[Part]:
         """Return the table by kind of token, definitions of tests, ties and noise floor, seconds of own prefills."""
@@ -129,13 +142,25 @@ class HeadComparisons(MemberSequence[HeadComparison], Result):
         tests = self.members[0].propagated.sign_flips
         heads = tests.least_tests
         power = "no head can be decided" if not heads else f"{plural(heads, 'head')} must reach it"
+        floor = self.members[0].propagated.floor_relative_median
+        floors = [text.noise_floor_note(floor)]
+        if distance_of(self.members[0].distance).of_text:
+            floors = [text.effect_note(self.identity.effect_gradient), text.noise_floor_note(floor, "nat")]
+        seconds = {
+            config: duration
+            for pair in self.members
+            for config, duration in zip((pair.baseline, pair.treatment), pair.prefill_seconds[:2], strict=True)
+            if not isnan(duration)
+        }
+        own = ", ".join(f"{self.identity.name_of(config)} {value:.2f} s" for config, value in seconds.items())
+        full = self.members[0].prefill_seconds_full
         return [
             *by_kind,
             text.TIES_NOTE,
             f"Significant: {tests.flips:,} flips of whole samples' signs, Benjamini–Hochberg at 5 %; the smallest p is "
             f"{tests.smallest:.2g}: {power}. Without any effect p ≤ 0.05 in {tests.chance_mean:.1f} heads.",
-            *self._floor_notes(),
-            *self._prefill_note(),
+            *floors,
+            *([f"Prefill, mean over samples, masks dense: {own}; the full one {full:.2f} s."] if seconds else []),
         ]
 
     def records(self) -> list[dict[str, Any]]:
@@ -150,59 +175,6 @@ class HeadComparisons(MemberSequence[HeadComparison], Result):
     def _names(self) -> list[str]:
         """A distinct name per pair."""
         return pair_names(self.members)
-
-    def _sizes_note(self) -> list[str]:
-        """Return notes on caches from outside of another size than they are compared with, and without isolated L."""
-        others = [pair.cache_shares for pair in self.members if pair.baseline.is_external or pair.treatment.is_external]
-        unequal = [shares for shares in others if abs(shares[1] - shares[0]) > _UNEQUAL * max(shares)]
-        shares = ", ".join(dict.fromkeys(f"{second:.2f} against {first:.2f}" for first, second in unequal))
-        unknown = sum(not pair.isolated.is_known for pair in self.members)
-        whose = f" in {unknown} of {len(self)} cases" if len(self) > 1 else ""
-        return [
-            *([f"Cache shares differ: {shares}; `ablation --bytes` compares caches by bytes."] if shares else []),
-            *([f"No isolated perturbation{whose}: the prompt was read otherwise, or attention is its own."]
-              if unknown else []),
-        ]  # fmt: skip
-
-    def _disagreement_note(self) -> list[str]:
-        """Return the note on pairs with different isolated and propagated verdicts; empty without such."""
-        known = [pair for pair in self.members if pair.isolated.is_known]
-        different = sum(pair.isolated.sum_verdict != pair.propagated.sum_verdict for pair in known)
-        return [f"Isolated perturbation says otherwise in {different} of {len(self)} cases."] if different else []
-
-    def _extremes_note(self) -> list[str]:
-        """Return which heads gain and lose most in the only comparison; empty for several."""
-        first = self.members[0]
-        named = {"gain": first.gain_most, "lose": first.lose_most}
-        words = "; ".join(f"{verb} most {', '.join(heads)}" for verb, heads in named.items() if heads)
-        return [f"Heads by layer-head, propagated: {words}."] if words and len(self) == 1 else []
-
-    def _flagged_note(self) -> list[str]:
-        """Return the note on the number of heads with σ ≤ 0.5 of staged treatments; empty for none."""
-        staged = [pair for pair in self.members if pair.treatment.is_staged]
-        flagged, heads = (sum(getattr(pair, name) for pair in staged) for name in ("flagged_count", "heads"))
-        return [f"σ ≤ 0.5 in {flagged:,} of {heads:,} heads, where Theorem 3 says nothing."] if flagged else []
-
-    def _floor_notes(self) -> list[str]:
-        """Return the note on the noise floor, after the definition of an effect where effects are compared."""
-        of_text, floor = distance_of(self.members[0].distance).of_text, self.members[0].propagated.floor_relative_median
-        if not of_text:
-            return [text.noise_floor_note(floor)]
-        return [text.effect_note(self.identity.effect_gradient), text.noise_floor_note(floor, "nat")]
-
-    def _prefill_note(self) -> list[str]:
-        """Return the note on the durations of configurations' own prefills; empty without own prefills."""
-        seconds = {
-            config: duration
-            for pair in self.members
-            for config, duration in zip((pair.baseline, pair.treatment), pair.prefill_seconds[:2], strict=True)
-            if not isnan(duration)
-        }
-        if not seconds:
-            return []
-        own = ", ".join(f"{self.identity.name_of(config)} {value:.2f} s" for config, value in seconds.items())
-        full = self.members[0].prefill_seconds_full
-        return [f"Prefill, mean over samples, masks dense: {own}; the full one {full:.2f} s."]
 
 
 def compare_heads(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import nan
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 
@@ -34,7 +34,6 @@ _DECIDED = (LESS, MORE)
 KINDS_NOTE = (
     "By kind: means over a sample's steps that decode such a token; without it: propagated, at all its other steps."
 )
-_SHOWN = ("samples", "steps", "isolated_ratio", "propagated_ratio", "rest_ratio")
 
 
 @record
@@ -85,7 +84,11 @@ def compare_token_kinds(measured: Measurements, comparisons: Sequence[HeadCompar
     parts = {kind: (select(kind), select(*(other for other in TOKEN_KINDS if other != kind))) for kind in known}
     found = []
     for pair in comparisons:
-        same = _equal_sets(measured, pair)
+        sides = measured.index(pair.baseline), measured.index(pair.treatment)
+        same = {
+            name: dict(zip(measured.sample_ids, equal(measured.trace, *sides), strict=True))
+            for name, equal in EQUAL_SETS.items()
+        }
         found += [_compare(pair, kind, *both, same) for kind, both in parts.items()]
     return tuple(found)
 
@@ -94,19 +97,11 @@ EqualSets = Mapping[str, Mapping[str, Mask]]
 """Isolated or propagated -> sample id -> (layer, head) True where kept sets imply equal perturbations."""
 
 
-def _equal_sets(measured: Measurements, pair: HeadComparison) -> EqualSets:
-    """Return where both configurations of a pair have equal perturbations."""
-    sides = measured.index(pair.baseline), measured.index(pair.treatment)
-    return {
-        name: dict(zip(measured.sample_ids, equal(measured.trace, *sides), strict=True))
-        for name, equal in EQUAL_SETS.items()
-    }
-
-
 def _compare(pair: HeadComparison, kind: str, own: Measurements, rest: Measurements, same: EqualSets) -> TokenKind:
     """Return a pair at the steps of one kind, `own`, beside those of all others, `rest`, which may have no sample."""
-    isolated, propagated = (_sum_ratio(pair, own, name, same[name]) for name in EQUAL_SETS)
-    others = _sum_ratio(pair, rest, "propagated", same["propagated"])
+    isolated, isolated_interval = _sum_ratio(pair, own, "isolated", same["isolated"])
+    propagated, propagated_interval = _sum_ratio(pair, own, "propagated", same["propagated"])
+    others, others_interval = _sum_ratio(pair, rest, "propagated", same["propagated"])
     whole = pair.propagated.case()
     return TokenKind(
         baseline=pair.baseline,
@@ -114,33 +109,28 @@ def _compare(pair: HeadComparison, kind: str, own: Measurements, rest: Measureme
         kind=kind,
         samples=own.samples,
         steps=int(own.counted.sum()),
-        isolated_ratio=isolated.case.value,
-        isolated_ratio_interval=isolated.interval,
-        propagated_ratio=propagated.case.value,
-        propagated_ratio_interval=propagated.interval,
-        rest_ratio=others.case.value,
-        rest_ratio_interval=others.interval,
-        differs=propagated.case.verdict in _DECIDED and _is_across(propagated.case, whole),
-        makes_sign=_makes_sign(whole, others.case),
+        isolated_ratio=isolated.value,
+        isolated_ratio_interval=isolated_interval,
+        propagated_ratio=propagated.value,
+        propagated_ratio_interval=propagated_interval,
+        rest_ratio=others.value,
+        rest_ratio_interval=others_interval,
+        differs=propagated.verdict in _DECIDED and _is_across(propagated, whole),
+        makes_sign=_makes_sign(whole, others),
     )
 
 
-class _Sums(NamedTuple):
-    """A ratio of sums over heads and samples."""
-
-    case: Case
-    interval: OptionalInterval
-
-
-def _sum_ratio(pair: HeadComparison, part: Measurements, name: str, same: Mapping[str, Mask]) -> _Sums:
+def _sum_ratio(
+    pair: HeadComparison, part: Measurements, name: str, same: Mapping[str, Mask]
+) -> tuple[Case, OptionalInterval]:
     """Return treatment over baseline, isolated or propagated by `name`; NaN where no sample has such a step."""
     if not part.samples:
-        return _Sums(Case("", nan, ""), None)
+        return Case("", nan, ""), None
     values, floor = perturbation_and_floor(part, name, pair.distance)
     equal = np.stack([same[sample] for sample in part.sample_ids])
     both = select_sides(values, (part.index(pair.baseline), part.index(pair.treatment)), equal)
     ratio, interval = sum_ratio(*both)
-    return _Sums(Case.ratio("", ratio, interval, not verdicts(*both, floor, pair.distance).any()), interval)
+    return Case.ratio("", ratio, interval, not verdicts(*both, floor, pair.distance).any()), interval
 
 
 def _is_across(one: Case, other: Case) -> bool:
@@ -163,7 +153,12 @@ def kinds_table(found: Sequence[TokenKind]) -> Table:
     for name, kinds in zip(pair_names([one for one, *_ in by_pair]), by_pair, strict=True):
         lines += [Line(name, ())] if len(pairs) > 1 else []
         lines += [Line(one.kind, (one,)) for one in kinds]
-    return columns.table("by kind of decoded token: sum over baseline's", lines, _SHOWN, "kind")
+    return columns.table(
+        "by kind of decoded token: sum over baseline's",
+        lines,
+        ("samples", "steps", "isolated_ratio", "propagated_ratio", "rest_ratio"),
+        "kind",
+    )
 
 
 def kinds_note(found: Sequence[TokenKind], cases: int) -> list[str]:

@@ -17,7 +17,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from perturbkv.analyses import text
-from perturbkv.analyses.columns import Record, column, derived, interval, record
+from perturbkv.analyses.columns import Derived, Record, attribute, column, derived, interval, record
 from perturbkv.analyses.conclusions import Case
 from perturbkv.analyses.horizon.compressions import Compressions, compressions_of, factor_of
 from perturbkv.analyses.measurements import Floats, Measurements, known_steps, measured_steps
@@ -29,7 +29,6 @@ from perturbkv.analyses.stats.intervals import POSITIVE, RATIO, Band, Interval, 
 from perturbkv.analyses.stats.permutation import SignFlips
 from perturbkv.analyses.verdicts import TIE_FLOORS
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError, TraceError
 from perturbkv.trace import Trace
 
@@ -120,15 +119,15 @@ class Curve(Record):
         "heads that grow or shrink beyond chance, by their samples' log growth; above 0: grow"
     )
 
-    @derived(dims=HEADS)
-    def head_verdict(self) -> NDArray[np.int8]:
-        """1 grows, −1 shrinks, 0 undecided; beyond chance."""
-        return self.sign_flips.significant
-
-    @derived(heading="#heads\n+ / −", json=False)
-    def head_counts(self) -> str:
-        """Heads that grow / shrink beyond chance (sign flips, corrected)."""
-        return self.sign_flips.counts
+    head_verdict: ClassVar[Derived[NDArray[np.int8]]] = attribute(
+        "sign_flips.significant", "1 grows, −1 shrinks, 0 undecided; beyond chance", dims=HEADS
+    )
+    head_counts: ClassVar[Derived[str]] = attribute(
+        "sign_flips.counts",
+        "Heads that grow / shrink beyond chance (sign flips, corrected)",
+        heading="#heads\n+ / −",
+        json=False,
+    )
 
 
 @record
@@ -329,13 +328,7 @@ def step_intervals(numerators: Floats, denominators: Floats, measured: NDArray[n
         intervals.of_ratio(top[rows], bottom[rows], kind) if rows.any() else None
         for top, bottom, rows in zip(numerators.T, denominators.T, measured.T, strict=True)
     ]
-    first = each[0]
-    if first is None:
-        return None
-    known = [step if step is not None and step.kind == first.kind else None for step in each]
-    low, high = (np.array([np.nan if step is None else getattr(step, end) for step in known])
-                 for end in ("low", "high"))  # fmt: skip
-    return Interval(low, high, first.kind)
+    return intervals.joined(each)
 
 
 @record
@@ -370,33 +363,22 @@ def advantages(measured: Measurements, sides: Sequence[str], steps: Steps) -> tu
     """Compare each side but the first with the first, wherever the trace has both with equal other choices."""
     run, floors = measured.trace.run, steps.thirds(variable_by_step(measured, "noise_floor", steps))
 
-    def thirds(config: EvictionConfig) -> _Thirds:
+    def thirds(config: EvictionConfig) -> tuple[list[Floats], list[Floats]]:
         return steps.thirds(variable_by_step(measured, KINDS["propagated"], steps, run.configs.index(config)))
 
-    return tuple(
-        _advantage(pair, floors, *map(thirds, pair))
-        for side in sides[1:]
-        for pair in _pairs_or_empty(run, sides[0], side)
-    )
-
-
-def _pairs_or_empty(run: RunConfig, baseline: str, treatment: str) -> list[Pair]:
-    """Return the pairs of two sides, or an empty list where the sides cannot be paired."""
-    with contextlib.suppress(TraceError):
-        return pairs(run, baseline, treatment)
-    return []
-
-
-_Thirds = tuple[list[Floats], list[Floats]]
-
-
-def _advantage(pair: Pair, floors: _Thirds, baseline: _Thirds, treatment: _Thirds) -> Advantage:
-    """Return a pair's advantage; `floors`, `baseline` and `treatment`: one (sample, layer, head) array per third."""
-    (first, first_interval), (last, last_interval) = (
-        _third_ratio(*(array.sum(axis=(1, 2)) for (array,) in third))
-        for third in zip(treatment, baseline, floors, strict=True)
-    )
-    return Advantage(*pair, first, first_interval, last, last_interval)
+    matched: list[Pair] = []
+    for side in sides[1:]:
+        with contextlib.suppress(TraceError):  # sides that cannot be paired
+            matched += pairs(run, sides[0], side)
+    found = []
+    for pair in matched:
+        baseline, treatment = map(thirds, pair)
+        (first, first_interval), (last, last_interval) = (
+            _third_ratio(*(array.sum(axis=(1, 2)) for (array,) in third))
+            for third in zip(treatment, baseline, floors, strict=True)
+        )
+        found.append(Advantage(*pair, first, first_interval, last, last_interval))
+    return tuple(found)
 
 
 def _third_ratio(treatment: Floats, baseline: Floats, floor: Floats) -> tuple[float, OptionalInterval]:

@@ -47,16 +47,6 @@ if TYPE_CHECKING:
 
 _LISTED = 6
 """Largest number of heads that are named as growing most."""
-_GROWTH = {MORE: "grows", LESS: "shrinks"}
-_COMPRESSION_COLUMNS = ("times", "most_held", "jump", "between", "added", "gone")
-_DRAFT_TITLE = "an evicted cache drafts, the full cache verifies by rejection sampling"
-_DRAFT_COLUMNS = ("taken", "in_a_row", "per_verification")
-_DRAFT_NOTE = (
-    "Draft taken: Σ min(p, q) of the full and the evicted next-token distribution, the probability that rejection "
-    "sampling takes a token drawn from q; in a row: steps counted as independent given the text. Under greedy decoding "
-    "a token is taken where both would pick the same one."
-)
-_KIND_COLUMNS = ("kind", "first", "last", "growth", "head_counts")
 
 
 @record
@@ -89,10 +79,18 @@ class Horizon(Result):
         cases = [one.cases(self.identity.name_of(one.treatment)) for one in self.advantages]
         first = compare_sides(self.advantages, [one for one, _ in cases], where=" in the first third")
         last = compare_sides(self.advantages, [one for _, one in cases], where=" in the last third")
-        curves = [(name, config.curves["propagated"]) for name, config in self._named_configs()]
+        curves = [(name, config.curves["propagated"]) for name, config in self._with_names(self.configs)]
         growth = [Case.number(name, curve.growth, curve.growth_interval, factor, 1) for name, curve in curves]
         where, rounding = " from the first third to the last", "it is within rounding"
-        grows = Claim("the error", "", growth, _GROWTH, where=where, noun="configuration", missing=rounding)
+        grows = Claim(
+            "the error",
+            "",
+            growth,
+            {MORE: "grows", LESS: "shrinks"},
+            where=where,
+            noun="configuration",
+            missing=rounding,
+        )
         return [*(claim for both in zip(first, last, strict=True) for claim in both), grows]
 
     def scope(self) -> Sequence[str]:
@@ -112,14 +110,15 @@ class Horizon(Result):
         by_treatment = {advantage.treatment: advantage for advantage in self.advantages}
         return [
             Line(name, list(filter(None, (config, config.curves["propagated"], by_treatment.get(config.config)))))
-            for name, config in self._named_configs()
+            for name, config in self._with_names(self.configs)
         ]
 
     def body(self) -> list[Part]:
         """Return the table, and a second one where caches are compressed again."""
-        lines = [Line(name, (one.compressions,)) for name, one in self._named_configs() if one.compressions]
+        lines = [Line(name, (one.compressions,)) for name, one in self._with_names(self.configs) if one.compressions]
         title = f"caches compressed again {self.identity.compressed_again}"
-        return [*super().body(), *([table(title, lines, _COMPRESSION_COLUMNS, self.FIRST)] if lines else [])]
+        names = ("times", "most_held", "jump", "between", "added", "gone")
+        return [*super().body(), *([table(title, lines, names, self.FIRST)] if lines else [])]
 
     def interval_note(self) -> str:
         """Return the note on n and intervals."""
@@ -130,7 +129,9 @@ class Horizon(Result):
         counts, short = self.samples_at_step, self.samples_too_short_for_growth
         ends = f"Texts end: step 0 is of {plural(int(counts[0]), 'sample')}, the last step of {counts[-1]}"
         left_out = f"; {short} of fewer than 3 steps have no growth" if short else ""
-        never = [name for name, one in self._named_configs() if one.compressions and not one.compressions.times]
+        never = [
+            name for name, one in self._with_names(self.configs) if one.compressions and not one.compressions.times
+        ]
         dash = any(isnan(config.curves["propagated"].growth) for config in self.configs)
         return [
             *([f"{ends}{left_out}."] if counts[0] != counts[-1] or short else []),
@@ -143,18 +144,23 @@ class Horizon(Result):
         """Return a table of both kinds of perturbation, the heads that grow most, and the noise floor."""
         lines = [
             Line(name if curve.kind == "propagated" else "", (curve,))
-            for name, config in self._named_configs()
+            for name, config in self._with_names(self.configs)
             for curve in config.all_curves
         ]
         return [
-            table("Σ L / Σ ‖o_h‖₁ over all heads, by kind of perturbation", lines, _KIND_COLUMNS, "configuration"),
+            table(
+                "Σ L / Σ ‖o_h‖₁ over all heads, by kind of perturbation",
+                lines,
+                ("kind", "first", "last", "growth", "head_counts"),
+                "configuration",
+            ),
             "Heads that grow most, as layer-head ×factor (propagated, beyond chance):",
             *(
                 f"  {name}: {self._fastest_heads(config.curves['propagated'])}"
-                for name, config in self._named_configs()
+                for name, config in self._with_names(self.configs)
             ),
             "Growth: each sample's last third of its steps over its first.",
-            *(line for name, config in self._named_configs() for line in self._gone_lines(name, config)),
+            *(line for name, config in self._with_names(self.configs) for line in self._gone_lines(name, config)),
             *self._draft_parts(),
             f"Noise floor: {float(self.noise_floor.max()):.1e} of Σ ‖o_h‖₁ (propagated, the largest step's).",
         ]
@@ -187,12 +193,25 @@ class Horizon(Result):
 
     def _draft_parts(self) -> list[Part]:
         """Return the table of what the full cache takes of each draft, with notes, where the trace tells."""
-        drafts = [Line(name, (config.draft,)) for name, config in self._named_configs() if config.draft]
+        drafts = [Line(name, (config.draft,)) for name, config in self._with_names(self.configs) if config.draft]
         if not drafts:
             return []
         short = int(self.samples_at_step[0] - (self.samples_at_step[DRAFTED - 1] if self.steps >= DRAFTED else 0))
         ended = f"Without {DRAFTED} drafted tokens in a row: {plural(short, 'sample')} of fewer than {DRAFTED} steps."
-        return [table(_DRAFT_TITLE, drafts, _DRAFT_COLUMNS, self.FIRST), _DRAFT_NOTE, *([ended] if short else [])]
+        return [
+            table(
+                "an evicted cache drafts, the full cache verifies by rejection sampling",
+                drafts,
+                ("taken", "in_a_row", "per_verification"),
+                self.FIRST,
+            ),
+            (
+                "Draft taken: Σ min(p, q) of the full and the evicted next-token distribution, the probability that "
+                "rejection sampling takes a token drawn from q; in a row: steps counted as independent given the "
+                "text. Under greedy decoding a token is taken where both would pick the same one."
+            ),
+            *([ended] if short else []),
+        ]
 
     def _gone_lines(self, name: str, config: ConfigHorizon) -> list[str]:
         """Return where the entries stood that went, and the heads that attend most to what is gone, as text."""
@@ -206,10 +225,6 @@ class Horizon(Result):
             f"{places_text(found.went_output_by_place)}; attention on what is gone: "
             f"{places_text(found.gone_by_place)}, most in heads {' '.join(heads)}."
         ]
-
-    def _named_configs(self) -> list[tuple[str, ConfigHorizon]]:
-        """Return (short name, configuration) pairs."""
-        return list(zip(self.identity.names, self.configs, strict=True))
 
     def _fastest_heads(self, curve: Curve) -> str:
         """Return the heads whose perturbation grows beyond chance as text, the fastest first: '3-1 ×4.2 0-2 ×3.9'."""

@@ -118,7 +118,8 @@ def budget_curve(measured: Measurements, name: str, indices: Sequence[int], dist
 
     Raises TraceError for a missing variable.
     """
-    kept = np.array([_kept_share(measured, index) for index in indices])
+    counts, tokens = measured["kept_count"], measured["prompt_tokens"]
+    kept = np.array([float((counts[:, index].mean(axis=(1, 2)) / tokens).mean()) for index in indices])
     rising = np.argsort(kept, kind="stable")
     ordered = [indices[index] for index in rising]
     drift, kl, top1 = (
@@ -138,11 +139,6 @@ def budget_curve(measured: Measurements, name: str, indices: Sequence[int], dist
         mean_intervals=Bands(intervals.of_means(drift, POSITIVE), intervals.of_means(kl, POSITIVE), agreement),
         cliff=_cliff([config.budget for config in configs], kept[rising], np.median(kl, axis=0)),
     )
-
-
-def _kept_share(measured: Measurements, index: int) -> float:
-    """Return the mean share of prompt entries that a head keeps, in (0, 1], for the configuration at `index`."""
-    return float((measured["kept_count"][:, index].mean(axis=(1, 2)) / measured["prompt_tokens"]).mean())
 
 
 def _share_intervals(same: Floats) -> Band:

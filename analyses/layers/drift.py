@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.analyses import text
-from perturbkv.analyses.columns import Record, column, derived, interval, record
+from perturbkv.analyses.columns import Derived, Record, attribute, column, derived, interval, record
 from perturbkv.analyses.conclusions import Case
 from perturbkv.analyses.identity import RunIdentity, identity_at
 from perturbkv.analyses.measurements import Floats, Measurements
@@ -45,15 +45,17 @@ class DriftPair(PairRecord, Record):
     cache_shares: tuple[float, float]
     identity: RunIdentity
 
-    @derived(key="held_over_full_baseline")
-    def cache_share_baseline(self) -> float:
-        """Entries that the baseline's cache holds over those of the full cache."""
-        return self.cache_shares[0]
-
-    @derived(key="held_over_full_treatment", heading="#cache\nshare")
-    def cache_share(self) -> float:
-        """Entries that the treatment's cache holds over those of the full cache."""
-        return self.cache_shares[1]
+    cache_share_baseline: ClassVar[Derived[float]] = attribute(
+        "cache_shares.0",
+        "Entries that the baseline's cache holds over those of the full cache",
+        key="held_over_full_baseline",
+    )
+    cache_share: ClassVar[Derived[float]] = attribute(
+        "cache_shares.1",
+        "Entries that the treatment's cache holds over those of the full cache",
+        key="held_over_full_treatment",
+        heading="#cache\nshare",
+    )
 
 
 @record
@@ -96,10 +98,7 @@ class LayerDrift(DriftPair):
     verdict: NDArray[np.int8] = column("1 drifts less, 0 tied, −1 more; of the means, without a test", dims=LAYER)
     noise_floor: Floats | None = column("mean over samples, in the distance's unit", dims=LAYER)
 
-    @derived()
-    def samples(self) -> int:
-        """Complete samples that have the step."""
-        return self.identity.samples
+    samples: ClassVar[Derived[int]] = attribute("identity.samples", "Complete samples that have the step")
 
     @derived()
     def noise_floor_known(self) -> bool:
@@ -143,7 +142,9 @@ def summarise(
 def compare_layers(measured: Measurements, about: RunIdentity, distance: str = "l1") -> LayerDrift:
     """Compare the drift of the two configurations of an identity after each layer. Raises as `summarise`."""
     first, second = _both_drifts(measured, about, distance)
-    means, norms = (first.mean(axis=0), second.mean(axis=0)), _mean_norms(measured, distance)
+    name = f"hidden_norm{distance_of(distance).suffix}"
+    means = first.mean(axis=0), second.mean(axis=0)
+    norms = measured[name].mean(axis=0) if name in measured else None  # cosine has none
     (mean_ratio, mean_ratio_interval), noise = drift_ratio(first, second), drift_floors(measured, distance)
     floor = None if noise is None else noise.mean(axis=0)
     return LayerDrift(
@@ -168,11 +169,6 @@ def compare_layers(measured: Measurements, about: RunIdentity, distance: str = "
         verdict=verdicts(*means, np.zeros_like(means[0]) if floor is None else floor, distance),
         noise_floor=floor,
     )
-
-
-def mean_drift(drift: Floats) -> tuple[Floats, Band]:
-    """Return the mean over samples of (sample, layer) drift, (layer,), with its interval."""
-    return drift.mean(axis=0), intervals.of_means(drift, POSITIVE)
 
 
 def drift_ratio(baseline: Floats, treatment: Floats) -> tuple[Floats, Band]:
@@ -210,12 +206,6 @@ def _cache_shares(measured: Measurements, about: RunIdentity) -> tuple[float, fl
     """Return the cache shares of an identity's two configurations."""
     first, second = (float(measured.cache_shares[measured.index(config)]) for config in about.configs)
     return first, second
-
-
-def _mean_norms(measured: Measurements, distance: str) -> Floats | None:
-    """Return the mean norm of the full run's residual stream, (layer,); None for cosine, which has no norm."""
-    name = f"hidden_norm{distance_of(distance).suffix}"
-    return measured[name].mean(axis=0) if name in measured else None
 
 
 LAST_LAYER_ANALYSIS = "layers --per-sample"

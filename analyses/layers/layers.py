@@ -33,13 +33,7 @@ from perturbkv.analyses.verdicts import DISTANCES, LESS, MORE, distance_terms
 from perturbkv.display import Part
 from perturbkv.trace import Trace
 
-_FRAME = ("baseline_drift", "treatment_drift", "baseline_median_drift", "treatment_median_drift", "ratio",
-          "noise_floor", "verdict")  # fmt: skip
-"""Arrays of a `LayerDrift` that its data frame has."""
-_SHARES = {MORE: "in most samples", LESS: "in fewer than half of the samples"}
 Drift = TypeVar("Drift", bound=DriftPair)
-_AFTER = ("baseline_median", "treatment_median", "mean_ratio")
-"""Columns of the table by layer."""
 
 
 class _DriftTable(Generic[Drift], Result):
@@ -100,7 +94,8 @@ class _LayerTable(_DriftTable[LayerDrift]):
             for layer in dict.fromkeys((0, last // 2, last))
         ]
         return [
-            table(f"{self.title().partition(':')[0]}, by layer", lines, _AFTER, "configuration"),
+            table(f"{self.title().partition(':')[0]}, by layer", lines,
+                  ("baseline_median", "treatment_median", "mean_ratio"), "configuration"),
             f"Drift: {text.DRIFT_NOTE.partition(': ')[2]}",
             text.TIES_NOTE,
             *(f"Noise floor: {drift.noise_floor[-1]:.1e} after the last layer (mean)."
@@ -150,7 +145,24 @@ def _layer_rows(drift: LayerDrift) -> list[dict[str, Any]]:
     labels = {**pair_columns(drift.baseline, drift.treatment), "distance": drift.distance, "step": drift.step}
     arrays = drift.arrays(*LAYER)
     axes = {"layer": list(range(len(drift.ratio)))}
-    return list(long_form(labels, axes, {name: arrays[name] for name in _FRAME}))
+    return list(
+        long_form(
+            labels,
+            axes,
+            {
+                name: arrays[name]
+                for name in (
+                    "baseline_drift",
+                    "treatment_drift",
+                    "baseline_median_drift",
+                    "treatment_median_drift",
+                    "ratio",
+                    "noise_floor",
+                    "verdict",
+                )
+            },
+        )
+    )
 
 
 def layer_drift(
@@ -212,7 +224,15 @@ class _SampleTable(_DriftTable[LastLayer]):
             Case.number(name, one.improved_share, one.improved_share_interval, text.percent, 0.5, one.identity.samples)
             for name, one in self._named
         ]
-        return [Claim(treatment, f"drifts less than {baseline}", cases, _SHARES, is_name=is_name)]
+        return [
+            Claim(
+                treatment,
+                f"drifts less than {baseline}",
+                cases,
+                {MORE: "in most samples", LESS: "in fewer than half of the samples"},
+                is_name=is_name,
+            )
+        ]
 
     def lines(self) -> Sequence[Line]:
         """Return a line per pair."""

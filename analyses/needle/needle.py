@@ -38,14 +38,6 @@ if TYPE_CHECKING:
     from perturbkv.captions import CaptionedFigure
 
 
-_PREDICTED = {LESS: "fewer digits", MORE: "more digits"}
-_RANKS_NOTE = (
-    "ρ < 0: the more perturbed of a prompt's methods find less. Only methods of one budget, one granularity and one "
-    "protection are ranked. ρ is a mean over the n prompts whose methods differ, its interval is over them. L1, θ (of "
-    "all heads) and drift are relative to the full run's norms."
-)
-
-
 @record
 class LengthScore(Record):
     """The share of hidden numbers found in prompts of one length."""
@@ -91,8 +83,15 @@ class Needle(Result):
             claim, fails = Claim("evicted caches", "find", []), "the full cache finds no number"
             return unanswered_claims(claim, fails, self.cut_off, len(self.samples), [self.answer_tokens])
         found = [Case.number(name, one.score, one.score_interval, text.percent) for name, one in self._named_methods()]
-        evicted = Claim("an evicted cache", "finds the number in", found[1:])
-        return [evicted, Claim("the full cache", "finds it in", found[:1]), self._prediction()]
+        correlations = [(budget.name, budget.principal()) for budget in self.correlation.budgets]
+        cases = [Case.number(f"b={name}", one.rho, one.rho_interval, _rho_text, 0) for name, one in correlations]
+        few = "no two methods of a prompt differ" if correlations else "too few methods share a budget"
+        perturbed = "methods that perturb a prompt's first step more"
+        return [
+            Claim("an evicted cache", "finds the number in", found[1:]),
+            Claim("the full cache", "finds it in", found[:1]),
+            Claim(perturbed, "find", cases, {LESS: "fewer digits", MORE: "more digits"}, noun="budget", missing=few),
+        ]
 
     def scope(self) -> Sequence[str]:
         """Return what the claims are of."""
@@ -113,7 +112,13 @@ class Needle(Result):
         """Return tables of numbers found by length and of rank correlations, and a note on cache shares above 1."""
         shares = [method.cache_share for method in self.methods]
         above = [text.cache_share_note(shares)] if any(share > 1 for share in shares) else []
-        return [*above, self._length_table(), *self._rank_tables()]
+        lines = [
+            Line(name if number == 0 else "", (LengthScore(length, score),))
+            for name, method in self._named_methods()
+            for number, (length, score) in enumerate(zip(self.lengths, method.by_length(), strict=True))
+        ]
+        lengths = table("numbers found, by prompt length", lines, ("length", "score"), self.FIRST)
+        return [*above, lengths, *self._rank_tables()]
 
     def records(self) -> list[dict[str, Any]]:
         """Return a row per sample and method: scores in [0, 1] and measures, which the full cache lacks.
@@ -147,15 +152,6 @@ class Needle(Result):
         """Return (name, retrieval) pairs: the full cache, then all methods."""
         return [("full cache", self.full), *zip(self.identity.names, self.methods, strict=True)]
 
-    def _length_table(self) -> Part:
-        """Return a table of the numbers found by prompt length."""
-        lines = [
-            Line(name if number == 0 else "", (LengthScore(length, score),))
-            for name, method in self._named_methods()
-            for number, (length, score) in enumerate(zip(self.lengths, method.by_length(), strict=True))
-        ]
-        return table("numbers found, by prompt length", lines, ("length", "score"), self.FIRST)
-
     def _rank_tables(self) -> list[Part]:
         """Return tables of the rank correlations of each budget, of circular measures in a table of their own."""
         few = [f"b={name}: fewer than {LEAST_CONFIGS} methods, no ranks" for name in self.correlation.too_few]
@@ -171,16 +167,12 @@ class Needle(Result):
                 "circular: on the answer's own tokens these nearly are the score",
                 [(budget, budget.circular) for budget in budgets],
             ),
-            _RANKS_NOTE,
+            (
+                "ρ < 0: the more perturbed of a prompt's methods find less. Only methods of one budget, one "
+                "granularity and one protection are ranked. ρ is a mean over the n prompts whose methods differ, its "
+                "interval is over them. L1, θ (of all heads) and drift are relative to the full run's norms."
+            ),
         ]
-
-    def _prediction(self) -> Claim:
-        """Return whether methods with more perturbation at the first step find fewer digits."""
-        correlations = [(budget.name, budget.principal()) for budget in self.correlation.budgets]
-        cases = [Case.number(f"b={name}", one.rho, one.rho_interval, _rho_text, 0) for name, one in correlations]
-        few = "no two methods of a prompt differ" if correlations else "too few methods share a budget"
-        subject = "methods that perturb a prompt's first step more"
-        return Claim(subject, "find", cases, _PREDICTED, noun="budget", missing=few)
 
 
 def needle(trace: Trace) -> Needle:

@@ -160,7 +160,7 @@ def retrieval(measured: Measurements) -> tuple[Retrieval, ...]:
 
     Raises TraceError for a run that is not of needles with answers.
     """
-    answers = {name: _outcome_with_full(measured, name) for name in OUTCOMES}
+    answers = {name: np.concatenate([measured[f"{name}_full"][:, None], measured[name]], axis=1) for name in OUTCOMES}
     kept, tokens = measured["kept_count"], measured["prompt_tokens"]
     entries = [float(tokens.mean()), *kept.mean(axis=(0, 2, 3)).tolist()]
     shares = [1.0, *measured.cache_shares.tolist()]
@@ -171,11 +171,6 @@ def retrieval(measured: Measurements) -> tuple[Retrieval, ...]:
         )
         for index, config in enumerate([None, *measured.trace.run.configs])
     )  # fmt: skip
-
-
-def _outcome_with_full(measured: Measurements, name: str) -> Floats:
-    """Return an outcome as (sample, 1 + config), with the full cache in column 0."""
-    return np.concatenate([measured[f"{name}_full"][:, None], measured[name]], axis=1)
 
 
 def _retrieval(

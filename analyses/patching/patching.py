@@ -9,7 +9,7 @@ import numpy as np
 
 import perturbkv
 from perturbkv.analyses import text
-from perturbkv.analyses.columns import Line, column, derived, record, table
+from perturbkv.analyses.columns import Derived, Line, attribute, column, derived, record, table
 from perturbkv.analyses.conclusions import COMPARED, Case, Claim
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.names import PairRecord
@@ -38,9 +38,7 @@ MOST = 36
 """Largest number of players in a table; of more players those with the largest values are shown."""
 WORDS = {"drift": "the last layer's drift", "kl": "the next token's KL", "score": "the answers' score"}
 _CHANGED = {LESS: "lower", MORE: "higher"}
-_PLAYERS = ("value", "alone", "last", "order_error")
 _MIXTURES = ("cache_share", "sum_ratio", "drift_ratio", "kl_median", "score")
-_CURVES = ("first", "second", "chosen", "judged")
 
 
 @record
@@ -83,30 +81,18 @@ class Patching(Result, PairRecord):
     failures: Mapping[str, str] = column("failed sample → why", key="failed")
     identity: RunIdentity
 
-    @derived()
-    def by(self) -> str:
-        """Players that are switched: layers or heads."""
-        return self.settings.by
-
-    @derived()
-    def outcome(self) -> str:
-        """Drift, kl or score."""
-        return self.settings.outcome
-
-    @derived()
-    def step(self) -> int:
-        """Decode step, from 0."""
-        return self.settings.step
+    by: ClassVar[Derived[str]] = attribute("settings.by", "Players that are switched: layers or heads")
+    outcome: ClassVar[Derived[str]] = attribute("settings.outcome", "Drift, kl or score")
+    step: ClassVar[Derived[int]] = attribute("settings.step", "Decode step, from 0")
 
     @derived()
     def samples(self) -> int:
         """Samples that all numbers are of."""
         return len(self.sample_ids)
 
-    @derived()
-    def samples_ended_before_step(self) -> int:
-        """Complete samples whose text ends before the step."""
-        return self.identity.ended
+    samples_ended_before_step: ClassVar[Derived[int]] = attribute(
+        "identity.ended", "Complete samples whose text ends before the step"
+    )
 
     @property
     def names(self) -> list[str]:
@@ -150,7 +136,7 @@ class Patching(Result, PairRecord):
 
     def shown_columns(self) -> Sequence[str]:
         """Return the columns of players or, without Shapley values, of mixtures."""
-        return _MIXTURES if self.shapley is None else _PLAYERS
+        return _MIXTURES if self.shapley is None else ("value", "alone", "last", "order_error")
 
     def lines(self) -> Sequence[Line]:
         """Return a line per player, or of more than 36 the largest; a line per mixture without Shapley values."""
@@ -177,7 +163,28 @@ class Patching(Result, PairRecord):
         title = f"{treatment}'s kept sets instead of {baseline}'s: over the baseline's"
         mixtures = [table(title, self._mixture_lines(), _MIXTURES, "mixture")] if self.shapley else []
         floor = text.noise_floor_note(self.named[0].heads.floor_relative_median)
-        return [*self._sum_note(), *self._greedy_table(), *mixtures, f"{text.TIES_NOTE} {floor}"]
+        sums = []
+        if values := self.shapley:
+            orders = f"{values.permutations} orders" if values.permutations else "all subsets"
+            whole = text.percent(values.total, values.total_interval)
+            more = f"the {MOST} largest of {len(values.players)}; --json and to_frame() have all. "
+            sums.append(
+                f"{more if len(values.players) > MOST else ''}Values add up to {text.percent(values.value_sum)}, all "
+                f"players switched: {whole} ({orders}, {values.coalitions:,} coalitions). Alone and last are the value "
+                "where players do not interact."
+            )
+        path = [] if self.greedy is None else [
+            Line(str(count), (step,)) for count, step in enumerate(self.greedy.steps())
+        ]  # fmt: skip
+        curves = f"greedy: change of {WORDS[self.outcome]}, %"
+        halves = (
+            "Half of the samples choose, the other half judges, and both change places. Intervals of judged are of "
+            "these two paths: other samples might have chosen others."
+        )
+        shown: list[Part] = (
+            [table(curves, path, ("first", "second", "chosen", "judged"), "switched"), halves] if path else []
+        )
+        return [*sums, *shown, *mixtures, f"{text.TIES_NOTE} {floor}"]
 
     def records(self) -> list[dict[str, Any]]:
         """Return a row per player and sample: Shapley value, alone and last, in the outcome's own unit."""
@@ -204,31 +211,6 @@ class Patching(Result, PairRecord):
         baseline, _ = self.sides
         return [Line(f"{baseline} everywhere", (self,)), *(Line(one.name, (one, one.heads)) for one in self.named)]
 
-    def _sum_note(self) -> list[Part]:
-        """Return the note with the values' sum and the change with all players switched; empty without values."""
-        if self.shapley is None:
-            return []
-        values = self.shapley
-        orders = f"{values.permutations} orders" if values.permutations else "all subsets"
-        whole = text.percent(values.total, values.total_interval)
-        more = f"the {MOST} largest of {len(values.players)}; --json and to_frame() have all. "
-        return [
-            f"{more if len(values.players) > MOST else ''}Values add up to {text.percent(values.value_sum)}, all "
-            f"players switched: {whole} ({orders}, {values.coalitions:,} coalitions). Alone and last are the value "
-            "where players do not interact."
-        ]
-
-    def _greedy_table(self) -> list[Part]:
-        """Return the table of the greedy path with its note; nothing without a path."""
-        if self.greedy is None:
-            return []
-        lines = [Line(str(count), (step,)) for count, step in enumerate(self.greedy.steps())]
-        return [
-            table(f"greedy: change of {WORDS[self.outcome]}, %", lines, _CURVES, "switched"),
-            "Half of the samples choose, the other half judges, and both change places. Intervals of judged are of "
-            "these two paths: other samples might have chosen others.",
-        ]
-
 
 def patching_result(
     store: PatchingStore,
@@ -253,6 +235,7 @@ def patching_result(
     measured = MixtureOutcomes(store, game, settings.step)
     has_values = orders is None or len(orders) > 0
     kl, kl_interval = median_kl(measured, game.baseline_everywhere)
+    run, made = store.run, store.lines.made_with
     return Patching(
         baseline=store.run.configs[0],
         treatment=store.run.configs[1],
@@ -267,25 +250,19 @@ def patching_result(
         same=float(np.mean([store.same[name] for name in measured.samples])),
         sample_ids=tuple(measured.samples),
         failures=dict(store.failures),
-        identity=_identity(store, measured, digest),
-    )
-
-
-def _identity(store: PatchingStore, measured: MixtureOutcomes, digest: str) -> RunIdentity:
-    """Return the identity of the run that made the measurements."""
-    run, made = store.run, store.lines.made_with
-    return RunIdentity(
-        model=run.model,
-        dataset=run.dataset,
-        samples=len(measured.samples),
-        failed=len(store.failures),
-        configs=run.configs,
-        trace=digest,
-        random_weights=run.random_weights,
-        made_with=f"perturbkv {made.get('perturbkv_version', perturbkv.__version__)}",
-        scenario=run.scenario,
-        weights=str(made.get("weights", "")) if made.get("quantised_weights") is True else "",
-        ended=measured.ended,
-        source="measurements",
-        measured_layers=str(made.get(MEASURED_LAYERS, "")),
+        identity=RunIdentity(
+            model=run.model,
+            dataset=run.dataset,
+            samples=len(measured.samples),
+            failed=len(store.failures),
+            configs=run.configs,
+            trace=digest,
+            random_weights=run.random_weights,
+            made_with=f"perturbkv {made.get('perturbkv_version', perturbkv.__version__)}",
+            scenario=run.scenario,
+            weights=str(made.get("weights", "")) if made.get("quantised_weights") is True else "",
+            ended=measured.ended,
+            source="measurements",
+            measured_layers=str(made.get(MEASURED_LAYERS, "")),
+        ),
     )

@@ -85,10 +85,6 @@ class MixtureOutcomes:
         """Return a mixture's propagated L1, (sample, layer, head), over samples in which it was stored by head."""
         return np.array([row.heads[self.step] for row in self.rows(mixture) if row.heads is not None])
 
-    def head_values(self, name: str) -> Floats:
-        """Return `head_floors` (noise floors) or `head_norms` (output norms), (sample, layer, head)."""
-        return np.array([self.store.largest_over_batches(sample, name)[self.step] for sample in self.samples])
-
 
 def change(differences: Floats, baseline: Floats, outcome: str) -> tuple[Floats, Band]:
     """Return the change of an outcome, from (…, sample) differences to the (sample,) baseline, with intervals.
@@ -113,11 +109,6 @@ def change(differences: Floats, baseline: Floats, outcome: str) -> tuple[Floats,
         return value - shift, None
     low, high = (np.asarray(end).reshape(value.shape) - shift for end in (ends.low, ends.high))
     return value - shift, intervals.Interval(low, high, ends.kind)
-
-
-def change_divisor(baseline: Floats, outcome: str) -> float:
-    """Return the divisor that turns Σ differences over samples into a `change`."""
-    return float(len(baseline) if outcome == "score" else baseline.sum())
 
 
 def sign_of_better(outcome: str) -> int:
@@ -223,26 +214,25 @@ class Shapley(Record):
     @derived()
     def players(self) -> tuple[PlayerValue, ...]:
         """Values of each layer or head."""
-        return tuple(self._player(index, name) for index, name in enumerate(self.names))
+        return tuple(
+            PlayerValue(
+                player=name,
+                value=float(self.value[index]),
+                value_interval=interval_at(self.interval, index),
+                alone=float(self.alone.value[index]),
+                alone_interval=interval_at(self.alone.interval, index),
+                last=float(self.last.value[index]),
+                last_interval=interval_at(self.last.interval, index),
+                sampling=float(self.sampling[index]),
+                exact=not self.permutations,
+            )
+            for index, name in enumerate(self.names)
+        )
 
     @derived(key="sum")
     def value_sum(self) -> float:
         """Sum of all values."""
         return float(self.value.sum())
-
-    def _player(self, index: int, name: str) -> PlayerValue:
-        """Return the record of the player at an index."""
-        return PlayerValue(
-            player=name,
-            value=float(self.value[index]),
-            value_interval=interval_at(self.interval, index),
-            alone=float(self.alone.value[index]),
-            alone_interval=interval_at(self.alone.interval, index),
-            last=float(self.last.value[index]),
-            last_interval=interval_at(self.last.interval, index),
-            sampling=float(self.sampling[index]),
-            exact=not self.permutations,
-        )
 
 
 @record
@@ -320,7 +310,7 @@ def shapley(measured: MixtureOutcomes, outcome: str, orders: Orders | None) -> S
     else:
         contributions = coalition.marginal_contributions(values, orders)
         per_sample = contributions.mean(axis=0)
-        sampling = sampling_error(contributions, change_divisor(baseline, outcome))
+        sampling = sampling_error(contributions, float(len(baseline) if outcome == "score" else baseline.sum()))
     value, value_interval = change(per_sample, baseline, outcome)
     total, total_interval = change((values[measured.game.all_players] - baseline)[None], baseline, outcome)
     alone, last = (
@@ -361,7 +351,8 @@ def sampling_error(contributions: Floats, unit: float) -> Floats:
     By Student's t of the means of pairs of orders. `contributions` are (order, player, sample); their sums over samples
     are divided by `unit`, and NaN results where that is 0.
     """
-    pairs = coalition.pair_means(contributions.sum(axis=-1)) / (unit if unit else np.nan)
+    sums = contributions.sum(axis=-1)
+    pairs = sums.reshape(-1, 2, *sums.shape[1:]).mean(axis=1) / (unit if unit else np.nan)
     error = pairs.std(axis=0, ddof=1) / np.sqrt(len(pairs))
     return np.asarray(stats.t.ppf((1 + LEVEL) / 2, len(pairs) - 1) * error)
 
@@ -406,8 +397,16 @@ class NamedMixture(Record):
 def named_mixture(measured: MixtureOutcomes, name: str, mixture: Mixture) -> NamedMixture:
     """Compare a mixture with the baseline's kept sets everywhere; equal sets are ties (METHOD: the protocol, 4)."""
     first = measured.heads(measured.game.baseline_everywhere)
-    second = np.where(_equal_sets(measured, mixture, first.shape[-1]), first, measured.heads(mixture))
-    floors, norms = (measured.head_values(kind) for kind in ("head_floors", "head_norms"))
+    treated = np.array(mixture.layers)
+    equal = np.array([~treated | measured.store.same[sample] for sample in measured.samples])
+    equal = np.repeat(equal, first.shape[-1] // equal.shape[-1], axis=-1)
+    layers = np.logical_and.accumulate(equal.all(axis=2), axis=1)
+    before = np.concatenate([np.ones((len(equal), 1), dtype=bool), layers[:, :-1]], axis=1)
+    second = np.where(np.asarray(equal & before[:, :, None]), first, measured.heads(mixture))
+    floors, norms = (
+        np.array([measured.store.largest_over_batches(sample, kind)[measured.step] for sample in measured.samples])
+        for kind in ("head_floors", "head_norms")
+    )
     drift, drift_interval = _mixture_change(measured, mixture, "drift")
     score_change, score_interval = _mixture_change(measured, mixture, "score")
     kl, kl_interval = median_kl(measured, mixture)
@@ -417,7 +416,9 @@ def named_mixture(measured: MixtureOutcomes, name: str, mixture: Mixture) -> Nam
         cache_share=measured.cache_share(mixture),
         heads=compare_kind(first, second, floors, norms, np.zeros(first.shape[1:], dtype=bool)),
         drift_ratio=drift + 1,
-        drift_ratio_interval=_ratio_interval(drift_interval),
+        drift_ratio_interval=None
+        if drift_interval is None
+        else Interval(drift_interval.low + 1, drift_interval.high + 1, drift_interval.kind),
         kl_median=kl,
         kl_median_interval=kl_interval,
         top1=float(measured.outcome(mixture, "top1").mean()),
@@ -440,21 +441,3 @@ def _mixture_change(measured: MixtureOutcomes, mixture: Mixture, outcome: str) -
         return float("nan"), None
     value, ends = change((measured.outcome(mixture, outcome) - baseline)[None], baseline, outcome)
     return float(value[0]), interval_at(ends, 0)
-
-
-def _ratio_interval(interval: OptionalInterval) -> OptionalInterval:
-    """Return the interval of a ratio, from the interval of the change (ratio − 1)."""
-    return None if interval is None else Interval(interval.low + 1, interval.high + 1, interval.kind)
-
-
-def _equal_sets(measured: MixtureOutcomes, mixture: Mixture, heads: int) -> NDArray[np.bool_]:
-    """Return (sample, layer, head) True where kept sets equal the baseline's in this head and all earlier layers.
-
-    `heads` is the number of query heads of a layer; those of a group share a kept set.
-    """
-    treated = np.array(mixture.layers)
-    equal = np.array([~treated | measured.store.same[sample] for sample in measured.samples])
-    equal = np.repeat(equal, heads // equal.shape[-1], axis=-1)
-    layers = np.logical_and.accumulate(equal.all(axis=2), axis=1)
-    before = np.concatenate([np.ones((len(equal), 1), dtype=bool), layers[:, :-1]], axis=1)
-    return np.asarray(equal & before[:, :, None])

@@ -61,8 +61,13 @@ class Divergence(Result):
 
     def claims(self) -> Sequence[Claim]:
         """Return the median number of tokens before answers differ, and the median KL along the full cache's answer."""
-        first = [Case(name, one.median_first_difference, _equal_text(one)) for name, one in self._named]
-        kl = [Case(name, one.kl, _format_kl(one)) for name, one in self._named if one.kl is not None]
+        first, kl = [], []
+        for name, one in self._with_names(self.configs):
+            median = one.median_first_difference
+            first.append(Case(name, median, "throughout" if isinf(median) else f"for {plural(int(median), 'token')}"))
+            if one.kl is not None:
+                value, _, ends = text.three_digits(one.kl, one.kl_interval).partition("\n")
+                kl.append(Case(name, one.kl, f"{value} nat {ends}".rstrip()))
         answers = f"the median KL of {plural(self._answer_count, 'answer')}"
         forced = Claim(f"where every cache reads the full one's, {answers}", "is", kl)
         return [Claim("the median answer", "equals the full cache's", first), *([forced] if kl else [])]
@@ -76,7 +81,7 @@ class Divergence(Result):
 
     def lines(self) -> Sequence[Line]:
         """Return a line per configuration."""
-        return [Line(name, (one,)) for name, one in self._named]
+        return [Line(name, (one,)) for name, one in self._with_names(self.configs)]
 
     def interval_note(self) -> str:
         """Return the line on n and intervals."""
@@ -130,11 +135,6 @@ class Divergence(Result):
         """The number of samples with a non-empty answer from the full cache."""
         return sum(length > 0 for length in self.lengths)
 
-    @property
-    def _named(self) -> list[tuple[str, DivergencePoint]]:
-        """The configurations with their names."""
-        return list(zip(self.identity.names, self.configs, strict=True))
-
 
 def divergence(answers: WrittenAnswers) -> Divergence:
     """Measure how soon and how far answers from evicted caches differ from the full cache's.
@@ -167,15 +167,3 @@ def divergence(answers: WrittenAnswers) -> Divergence:
         configs=tuple(divergence_point(compared, config, span) for config in answers.run.configs),
         noise_floor=np.nanmean(floors, axis=0),
     )
-
-
-def _equal_text(one: DivergencePoint) -> str:
-    """Return for how many tokens the median answer equals the full cache's: 'for 3 tokens', or 'throughout'."""
-    median = one.median_first_difference
-    return "throughout" if isinf(median) else f"for {plural(int(median), 'token')}"
-
-
-def _format_kl(one: DivergencePoint) -> str:
-    """Return a configuration's median KL with its interval: '0.22 nat [0.1, 0.3]'."""
-    value, _, ends = text.three_digits(one.kl or 0.0, one.kl_interval).partition("\n")
-    return f"{value} nat {ends}".rstrip()

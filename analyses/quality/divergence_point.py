@@ -154,25 +154,17 @@ class DivergencePoint(Record):
         """Interval of the median KL."""
         return self.forced.kl_interval if self.forced else None
 
-    @derived(heading="#KL,\nlast third", json=False, text=words.three_digits)
+    @derived(heading="#KL,\nlast third", json=False, text=words.three_digits,
+             interval=lambda one: one.forced and one.forced.last_interval)  # fmt: skip
     def kl_last(self) -> float | None:
         """Median over samples of KL(full ‖ evicted), mean over the last third of each answer's steps."""
         return self.forced.median_last if self.forced else None
 
-    @property
-    def kl_last_interval(self) -> OptionalInterval:
-        """Interval of the median KL over the last third."""
-        return self.forced.last_interval if self.forced else None
-
-    @derived(heading="#same next\ntoken", unit="share", json=False)
+    @derived(heading="#same next\ntoken", unit="share", json=False,
+             interval=lambda one: one.forced and one.forced.top1_interval)  # fmt: skip
     def same_token(self) -> float | None:
         """Mean over samples of the share of steps at which both caches would take the same token."""
         return self.forced.mean_top1 if self.forced else None
-
-    @property
-    def same_token_interval(self) -> OptionalInterval:
-        """Interval of the mean share of same tokens."""
-        return self.forced.top1_interval if self.forced else None
 
     def equal_prefix_shares(self, tokens: int) -> tuple[Floats, Band]:
         """Return the shares of samples whose first 0, 1, …, `tokens` tokens are equal, with exact intervals.
@@ -197,11 +189,6 @@ def span_means(values: Sequence[Sequence[float]], span: int) -> Floats:
     ).reshape(len(values), count)
 
 
-def mean_cache_share(rows: Sequence[Row], label: str) -> float:
-    """Return a configuration's cache share, mean over samples; NaN where the rows do not hold it."""
-    return float(np.mean([row["evicted"][label].get("held_share", np.nan) for row in rows]))
-
-
 def divergence_point(rows: Sequence[Row], config: EvictionConfig, span: int) -> DivergencePoint:
     """Return the divergence of one configuration's answers; each point of its KL curve averages `span` steps."""
     label = config.label()
@@ -210,7 +197,7 @@ def divergence_point(rows: Sequence[Row], config: EvictionConfig, span: int) -> 
     rouge = np.array([rouge_l(row["evicted"][label]["text"], row["full"]["text"]) for row in rows])
     return DivergencePoint(
         config=config,
-        cache_share=mean_cache_share(rows, label),
+        cache_share=float(np.mean([row["evicted"][label].get("held_share", np.nan) for row in rows])),
         first_difference=first,
         equal_share_interval=intervals.of_share(np.isinf(first)),
         median_first_difference=float(np.quantile(first, 0.5, method="lower")),
@@ -235,27 +222,13 @@ def _forced_reading(rows: Sequence[Row], label: str, span: int) -> ForcedReading
         top1=top1,
         top1_interval=intervals.of_mean(top1, _SHARE),
         curve=np.nanmedian(curves, axis=0),
-        curve_interval=_median_intervals(curves),
+        curve_interval=intervals.joined([_median_interval(values) for values in curves.T]),
     )
 
 
 def _median_interval(each: Floats) -> OptionalInterval:
     """Return the interval of the median of (sample,) values; samples that are NaN are left out."""
     return intervals.of_median(each[~np.isnan(each)])
-
-
-def _median_intervals(curves: Floats) -> Band:
-    """Return the interval of each column's median, of (sample, span) values; None where the first column has none.
-
-    NaN where a column has none, or one of another kind than the first column's.
-    """
-    each = [_median_interval(values) for values in curves.T]
-    if not each or each[0] is None:
-        return None
-    kind = each[0].kind
-    alike = [one if one is not None and one.kind == kind else Interval(np.nan, np.nan) for one in each]
-    low, high = (np.array([getattr(one, end) for one in alike]) for end in ("low", "high"))
-    return Interval(low, high, kind)
 
 
 def _first_difference(full: Sequence[int], evicted: Sequence[int]) -> float:

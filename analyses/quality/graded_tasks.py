@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -20,9 +19,6 @@ from perturbkv.configs.task_kinds import KINDS, NEEDLE, OTHERS, kind_of
 from perturbkv.display import plural
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
-
-_OWN_METRICS = {NEEDLE: frozenset({"exact-number"})}
-"""Metrics of data sets whose runs record no wording."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +50,15 @@ NamedTerms = Sequence[tuple[str, Terms]]
 
 def terms(run: RunConfig) -> Terms:
     """Return the terms of a run's scores."""
-    recorded = _recorded_wording(run)
-    metrics = frozenset(_metric_name(str(wording["metric"])) for wording in recorded.values() if "metric" in wording)
+    wordings = run.dataset_options.get("wording", {})  # by data set, of LongBench and RULER; needle's is no dict
+    recorded = {name: one for name, one in wordings.items() if isinstance(one, dict)}
+    functions = (str(wording["metric"]) for wording in recorded.values() if "metric" in wording)
+    metrics = frozenset(name.removeprefix("get_").removesuffix("_with_score") for name in functions)
     lengths = ((name, wording["generation_length"]) for name, wording in recorded.items()
                if "generation_length" in wording)  # fmt: skip
     return Terms(
         metrics=frozenset(run.dataset_options.get(METRICS, ())),
-        own_metrics=metrics or _OWN_METRICS.get(run.dataset, frozenset()),
+        own_metrics=metrics or {NEEDLE: frozenset({"exact-number"})}.get(run.dataset, frozenset()),
         answer=run.generate,
         own_answers=tuple(sorted(lengths)),
         max_tokens=run.max_tokens,
@@ -70,22 +68,14 @@ def terms(run: RunConfig) -> Terms:
     )
 
 
-def _recorded_wording(run: RunConfig) -> dict[str, dict[str, Any]]:
-    """Return data set -> recorded wording (LongBench, RULER); needle's wording is left out."""
-    wording = run.dataset_options.get("wording", {})
-    return {name: one for name, one in wording.items() if isinstance(one, dict)}
-
-
-def _metric_name(function: str) -> str:
-    """Return the short name of LongBench's metric function: `qa_f1` for `get_qa_f1_with_score`."""
-    return function.removeprefix("get_").removesuffix("_with_score")
-
-
 def metrics_text(named: NamedTerms) -> str:
     """Return the metrics of all data sets as text: 'the data sets' own metrics (qa_f1, rouge)', others with names."""
     own = [one for one in named if one[1].metrics and one[1].metrics == one[1].own_metrics]
     foreign = [one for one in named if one not in own]
-    parts = [_add_names(metrics, names, named) for metrics, names in _group_names(foreign, _metrics_text)]
+    by_metrics = _group_names(
+        foreign, lambda one: ", ".join(sorted(one.metrics)) or "a metric that the trace does not name"
+    )
+    parts = [_add_names(metrics, names, named) for metrics, names in by_metrics]
     if own:
         metrics = ", ".join(sorted({metric for _, one in own for metric in one.metrics}))
         parts.append(
@@ -96,46 +86,21 @@ def metrics_text(named: NamedTerms) -> str:
 
 def term_notes(named: NamedTerms) -> list[str]:
     """Return sentences on answers' length, cut prompts and chat templates that are not the data sets' own."""
-    return list(filter(None, (_length_note(named), _cut_note(named), *_chat_notes(named))))
-
-
-def _metrics_text(one: Terms) -> str:
-    """Return a data set's metrics as text: 'f1, rouge'."""
-    return ", ".join(sorted(one.metrics)) or "a metric that the trace does not name"
-
-
-def _length_note(named: NamedTerms) -> str:
-    """Return the sentence on answers' lengths that differ from the data sets' own; empty for none."""
     other = [(name, one) for name, one in named if {length for _, length in one.own_answers} != {one.answer}]
     used = [
         _add_names(length, names, named) for length, names in _group_names(other, lambda one: f"{one.answer:,} tokens")
     ]
     own = sorted({(name, length) for _, one in other for name, length in one.own_answers if length != one.answer})
     lengths = f" (own lengths: {', '.join(f'{name} {length}' for name, length in own)})" if own else ""
-    return f"Answers: at most {', '.join(used)}{lengths}." if used else ""
-
-
-def _cut_note(named: NamedTerms) -> str:
-    """Return the sentence on the lengths to which prompts were cut; empty if none was cut."""
-    if all(one.max_tokens is None for _, one in named):
-        return ""
-    return f"Prompts: {', '.join(_add_names(part, names, named) for part, names in _group_names(named, _cut_text))}."
-
-
-def _cut_text(one: Terms) -> str:
-    """Return the limit to which a data set's prompts were cut, as text: 'cut to at most 512 tokens'."""
-    return "uncut" if one.max_tokens is None else f"cut to at most {one.max_tokens:,} tokens"
-
-
-def _chat_notes(named: NamedTerms) -> list[str]:
-    """Return sentences on the use of a chat template that differs from the data sets' own."""
+    notes = [f"Answers: at most {', '.join(used)}{lengths}."] if used else []
+    if any(one.max_tokens is not None for _, one in named):
+        cuts = _group_names(
+            named, lambda one: "uncut" if one.max_tokens is None else f"cut to at most {one.max_tokens:,} tokens"
+        )
+        notes.append(f"Prompts: {', '.join(_add_names(part, names, named) for part, names in cuts)}.")
     other = [(name, one) for name, one in named if one.own_chats != {one.chat}]
-    return [f"{_add_names(part, names, named)}." for part, names in _group_names(other, _chat_text)]
-
-
-def _chat_text(one: Terms) -> str:
-    """Return the use of a chat template as text: 'With a chat template'."""
-    return "With a chat template" if one.chat else "Without a chat template"
+    chats = _group_names(other, lambda one: f"{'With' if one.chat else 'Without'} a chat template")
+    return [*notes, *(f"{_add_names(part, names, named)}." for part, names in chats)]
 
 
 def _group_names(named: NamedTerms, describe: Callable[[Terms], str]) -> list[tuple[str, list[str]]]:
@@ -193,7 +158,9 @@ class Task:
 
 def tasks(traces: Sequence[Trace], configs: Sequence[EvictionConfig]) -> tuple[Task, ...]:
     """Return a task per trace, sorted by kind. Raises TraceError for answers that are not graded."""
-    names = _dataset_names([trace.run.dataset for trace in traces])
+    datasets = [trace.run.dataset for trace in traces]
+    stems = [Path(one).stem if one.endswith((".jsonl", ".json")) else one for one in datasets]
+    names = stems if len(set(stems)) == len(stems) else list(datasets)
     each = [
         _task(name, trace, [trace.run.configs.index(config) for config in configs])
         for name, trace in zip(names, traces, strict=True)
@@ -204,13 +171,16 @@ def tasks(traces: Sequence[Trace], configs: Sequence[EvictionConfig]) -> tuple[T
 def _task(name: str, trace: Trace, indices: list[int]) -> Task:
     """Return the task of a trace, with the configurations at `indices`."""
     measured = Measurements(trace, ANALYSIS, 0)
-    graded = scores(trace, ANALYSIS, instead=_perplexity_hint(trace))
+    command = f"perturbkv quality {trace.source} --metric perplexity" if trace.source else "pk.perplexity(trace)"
+    hint = f"; it has log p of a text, which `{command}` compares" if "text_logp" in trace.arrays else ""
+    graded = scores(trace, ANALYSIS, instead=hint)
     perturbation = measured["perturbation_propagated"].sum(axis=(2, 3))
     norms = measured["output_norm"].sum(axis=(1, 2))
+    kind, worded = kind_of(trace.run.dataset), list(trace.run.dataset_options.get("wording", {}))
     return Task(
         name=name,
         dataset=trace.run.dataset,
-        kind=_kind(trace.run),
+        kind=kind_of(worded[0]) if kind == OTHERS and len(worded) == 1 else kind,
         samples=measured.sample_ids,
         failed=len(trace.failures),
         terms=terms(trace.run),
@@ -224,26 +194,6 @@ def _task(name: str, trace: Trace, indices: list[int]) -> Task:
     )
 
 
-def _perplexity_hint(trace: Trace) -> str:
-    """Return how to look at a trace's log p, as the end of an error message; '' if the trace has none."""
-    if "text_logp" not in trace.arrays:
-        return ""
-    command = f"perturbkv quality {trace.source} --metric perplexity" if trace.source else "pk.perplexity(trace)"
-    return f"; it has log p of a text, which `{command}` compares"
-
-
-def _dataset_names(datasets: Sequence[str]) -> list[str]:
-    """Return the data sets' names for tables: files by their stems, unless two stems are equal."""
-    stems = [Path(one).stem if one.endswith((".jsonl", ".json")) else one for one in datasets]
-    return stems if len(set(stems)) == len(stems) else list(datasets)
-
-
-def _kind(run: RunConfig) -> str:
-    """Return a run's kind of task; for a file with rows of a single known data set, that data set's kind."""
-    kind, worded = kind_of(run.dataset), list(run.dataset_options.get("wording", {}))
-    return kind_of(worded[0]) if kind == OTHERS and len(worded) == 1 else kind
-
-
 def shared_configs(traces: Sequence[Trace]) -> tuple[EvictionConfig, ...]:
     """Return the configurations that all traces hold, in the order of the first trace.
 
@@ -253,7 +203,15 @@ def shared_configs(traces: Sequence[Trace]) -> tuple[EvictionConfig, ...]:
     if not traces:
         raise TraceError(f"{ANALYSIS} needs at least one trace, got none")
     _check_equal_settings(traces)
-    _check_distinct(traces)
+    seen: dict[str, Trace] = {}
+    for trace in traces:
+        if before := seen.get(trace.run.dataset):
+            raise TraceError(
+                f"expected traces of different data sets, got {trace.run.dataset} in {_trace_name(before)} and in "
+                f"{_trace_name(trace)}; leave one out"
+            )
+        seen[trace.run.dataset] = trace
+    check_no_duplicate_prompts(traces, _trace_name)
     every = [trace.run.configs for trace in traces]
     common = tuple(config for config in every[0] if all(config in configs for configs in every))
     if not common:
@@ -284,19 +242,6 @@ def _check_equal_settings(traces: Sequence[Trace]) -> None:
                     else "others"
                 )
                 raise TraceError(f"expected traces of one {name.replace('_', ' ')}, got {got}; look at them apart")
-
-
-def _check_distinct(traces: Sequence[Trace]) -> None:
-    """Raise TraceError for a data set or a prompt that is in two traces."""
-    seen: dict[str, Trace] = {}
-    for trace in traces:
-        if before := seen.get(trace.run.dataset):
-            raise TraceError(
-                f"expected traces of different data sets, got {trace.run.dataset} in {_trace_name(before)} and in "
-                f"{_trace_name(trace)}; leave one out"
-            )
-        seen[trace.run.dataset] = trace
-    check_no_duplicate_prompts(traces, _trace_name)
 
 
 def _trace_name(trace: Trace) -> str:

@@ -14,7 +14,7 @@ from perturbkv.analyses.columns import Line, Record, column, interval, record
 from perturbkv.analyses.conclusions import Case, Claim
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns
-from perturbkv.analyses.measurements import Floats, Measurements, TextLogP, one_token_caveat, text_log_p
+from perturbkv.analyses.measurements import Floats, Measurements, one_token_caveat, text_log_p
 from perturbkv.analyses.quality import score_tables
 from perturbkv.analyses.quality.score_columns import Cell, Layout, layout_rows
 from perturbkv.analyses.result import Result
@@ -29,7 +29,6 @@ from perturbkv.trace import Trace
 
 ANALYSIS = "perplexity"
 _PERPLEXITY = replace(RATIO, limits=(1, np.inf))
-_COMPARED = {MORE: "higher", LESS: "lower", ALIKE: "as high"}
 
 
 @record
@@ -91,10 +90,16 @@ class Perplexity(Result):
 
     def claims(self) -> Sequence[Claim]:
         """Return whether evicted caches have a higher perplexity than the full cache, and the full cache's."""
-        ratios = [Case.ratio(name, one.ratio, one.ratio_interval) for name, one in self._named]
+        ratios = [Case.ratio(name, one.ratio, one.ratio_interval) for name, one in self._with_names(self.configs)]
         full = Case("", self.full, text.decimal(self.full, self.full_interval))
         return [
-            Claim("perplexity under an evicted cache", "is", ratios, _COMPARED, "under the full cache"),
+            Claim(
+                "perplexity under an evicted cache",
+                "is",
+                ratios,
+                {MORE: "higher", LESS: "lower", ALIKE: "as high"},
+                "under the full cache",
+            ),
             Claim("the full cache's perplexity", "is", [full]),
         ]
 
@@ -110,7 +115,7 @@ class Perplexity(Result):
 
     def lines(self) -> Sequence[Line]:
         """Return a line per configuration."""
-        return [Line(name, (one,)) for name, one in self._named]
+        return [Line(name, (one,)) for name, one in self._with_names(self.configs)]
 
     def interval_note(self) -> str:
         """Return the note on n and intervals."""
@@ -169,11 +174,6 @@ class Perplexity(Result):
         """Return the caption of the exported tables: the run, the text and intervals."""
         return f"{self.identity.lines()[0]}. Perplexity: {self.title()}; geometric means. {self.interval_note()}"
 
-    @property
-    def _named(self) -> list[tuple[str, CachePerplexity]]:
-        """The configurations with their names."""
-        return list(zip(self.identity.names, self.configs, strict=True))
-
 
 def perplexity(trace: Trace) -> Perplexity:
     """Compare the perplexity of a text under every evicted cache with that under the full cache.
@@ -198,6 +198,18 @@ def perplexity(trace: Trace) -> Perplexity:
     if "text_tokens" in trace.arrays:
         lengths = np.asarray(trace.get("text_tokens", ANALYSIS)[log_p.known], dtype=np.int64)
     unscored = 0 if "first_logp" in trace.arrays else 1
+    baselines = {index: first for first, *others in comparable_groups(trace.run.configs).values() for index in others}
+    perplexities = []
+    for index, config in enumerate(trace.run.configs):
+        own, first = log_p.evicted[:, index], baselines.get(index)
+        compared: dict[str, Any] = {"baseline": None, "over_baseline": None, "over_baseline_interval": None}
+        if first is not None:
+            compared = {"baseline": trace.run.configs[first], **_mean("over_baseline", log_p.evicted[:, first] - own)}
+        own_ratio = _mean("ratio", log_p.full - own)
+        own_perplexity = _mean("perplexity", -own, _PERPLEXITY)
+        perplexities.append(
+            CachePerplexity(config, float(measured.cache_shares[index]), **own_perplexity, **own_ratio, **compared)
+        )
     return Perplexity(
         identity=identity(trace, trace.run.configs),
         text=trace.run.text,
@@ -207,27 +219,10 @@ def perplexity(trace: Trace) -> Perplexity:
         cut=0 if lengths is None else int((log_p.tokens < lengths - unscored).sum()),
         left_out=int((~log_p.known).sum()),
         **_mean("full", -log_p.full, _PERPLEXITY),
-        configs=_cache_perplexities(trace.run.configs, measured.cache_shares, log_p),
+        configs=tuple(perplexities),
         log_p_full=log_p.full,
         log_p=log_p.evicted,
     )
-
-
-def _cache_perplexities(
-    configs: Sequence[EvictionConfig], shares: Floats, log_p: TextLogP
-) -> tuple[CachePerplexity, ...]:
-    """Return each configuration's perplexity; `shares`: its cache share, (config,)."""
-    baselines = {index: first for first, *others in comparable_groups(configs).values() for index in others}
-    perplexities = []
-    for index, config in enumerate(configs):
-        own, first = log_p.evicted[:, index], baselines.get(index)
-        compared: dict[str, Any] = {"baseline": None, "over_baseline": None, "over_baseline_interval": None}
-        if first is not None:
-            compared = {"baseline": configs[first], **_mean("over_baseline", log_p.evicted[:, first] - own)}
-        ratio = _mean("ratio", log_p.full - own)
-        perplexity = _mean("perplexity", -own, _PERPLEXITY)
-        perplexities.append(CachePerplexity(config, float(shares[index]), **perplexity, **ratio, **compared))
-    return tuple(perplexities)
 
 
 def _mean(name: str, logarithms: Floats, kind: StatisticKind = RATIO) -> dict[str, Any]:

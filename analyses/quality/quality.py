@@ -36,13 +36,12 @@ from perturbkv.analyses.sides import comparable_groups, pairs
 from perturbkv.analyses.verdicts import LESS, MORE
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
-from perturbkv.display import Part, Table, plural
+from perturbkv.display import Part, plural
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 
 _MOST_NAMED = 4
 """Largest number of data sets that are named in a figure's foot."""
-_SCORED = {MORE: "higher", LESS: "lower"}
 
 
 @record
@@ -121,7 +120,7 @@ class Quality(Result):
             Case.number(name, gain.difference, gain.difference_interval, text.difference_in_points, 0)
             for name, gain in zip(names, average.gains, strict=True)
         ]
-        comparison = Claim(self.treatment, "scores", gains, _SCORED, self.baseline)
+        comparison = Claim(self.treatment, "scores", gains, {MORE: "higher", LESS: "lower"}, self.baseline)
         return [
             Claim("the full cache", "scores", [full], where=" of 100"),
             Claim("an evicted cache", "scores", evicted),
@@ -166,7 +165,10 @@ class Quality(Result):
         left = ", ".join(config.label() for config in self.left_out)
         one_token_answers = sum(task.one_token_answers for task in self.tasks)
         return [
-            *(self._column_table(one) for one in [*kinds, *(self.datasets if several else [])]),
+            *(
+                columns.table(self._column_title(one), self._column_lines(one), self.SHOWN, self.FIRST)
+                for one in [*kinds, *(self.datasets if several else [])]
+            ),
             score_tables.grades_note(self.datasets),
             *(["Every data set counts the same in a kind's mean and in the average."] if several else []),
             f"*: {score_tables.BEST}; differences show whether that is decided.",
@@ -180,7 +182,17 @@ class Quality(Result):
 
         `held` is the cache share; `propagated` L1 over the full run's norms and `kl` in nat are of the first step.
         """
-        return [row for task in self.tasks for row in _task_records(task, self.configs)]
+        full_cache = {"config": "full cache", "policy": None, "selection": None, "budget": None}
+        records: list[dict[str, Any]] = []
+        measured = {"propagated": None, "kl": None}
+        for one, (index, sample) in ((task, place) for task in self.tasks for place in enumerate(task.samples)):
+            labels = {"dataset": one.dataset, "kind": one.kind, "sample": sample, "full": float(one.full[index])}
+            records.append({**full_cache, **labels, "score": labels["full"], "held": 1.0, **measured})
+            for number, config in enumerate(self.configs):
+                first_step = {name: float(getattr(one, name)[index, number]) for name in measured}
+                score, share = float(one.evicted[index, number]), float(one.cache_shares[index, number])
+                records.append({**config_columns(config), **labels, "score": score, "held": share, **first_step})
+        return records
 
     def to_latex(self) -> str:
         """Return the tables as LaTeX, for booktabs."""
@@ -207,10 +219,6 @@ class Quality(Result):
     def _caption(self) -> str:
         """Return the caption of the exported tables: the run, metrics and intervals."""
         return f"{self.identity.lines()[0]}. {score_tables.caption(self.datasets)}"
-
-    def _column_table(self, one: ScoreColumn) -> Table:
-        """Return the table of a data set, a kind of task, or the average."""
-        return columns.table(self._column_title(one), self._column_lines(one), self.SHOWN, self.FIRST)
 
     def _column_title(self, one: ScoreColumn) -> str:
         """Return a table's title: the data set, or the kind or average with its number of data sets; the baseline."""
@@ -306,17 +314,3 @@ def _identity(traces: Sequence[Trace], configs: Sequence[EvictionConfig]) -> Run
 def _names_or_count(names: Sequence[str], many: str) -> str:
     """Return up to four names, joined by commas; the text `many` for more names."""
     return ", ".join(names) if len(names) <= _MOST_NAMED else many
-
-
-def _task_records(task: Task, configs: Sequence[EvictionConfig]) -> list[dict[str, Any]]:
-    """Return the rows of `Quality.records` of one data set."""
-    full_cache = {"config": "full cache", "policy": None, "selection": None, "budget": None}
-    records: list[dict[str, Any]] = []
-    for index, sample in enumerate(task.samples):
-        labels = {"dataset": task.dataset, "kind": task.kind, "sample": sample, "full": float(task.full[index])}
-        records.append({**full_cache, **labels, "score": labels["full"], "held": 1.0, "propagated": None, "kl": None})
-        for number, config in enumerate(configs):
-            first_step = {name: float(getattr(task, name)[index, number]) for name in ("propagated", "kl")}
-            score, share = float(task.evicted[index, number]), float(task.cache_shares[index, number])
-            records.append({**config_columns(config), **labels, "score": score, "held": share, **first_step})
-    return records

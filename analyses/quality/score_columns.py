@@ -13,7 +13,7 @@ from perturbkv.analyses import text
 from perturbkv.analyses.columns import Record, column, derived, interval, record
 from perturbkv.analyses.names import distinct_names
 from perturbkv.analyses.quality.graded_tasks import Task
-from perturbkv.analyses.sides import comparable_groups
+from perturbkv.analyses.sides import budget_order, comparable_groups
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.intervals import Floats, OptionalInterval, share_kind
 from perturbkv.configs.eviction import EvictionConfig
@@ -154,7 +154,16 @@ def dataset_columns(tasks: Sequence[Task], compared: Comparison) -> tuple[Datase
         DatasetScores(
             **_column_fields(task.name, [task], compared),
             failed=task.failed,
-            first_step=tuple(_first_step(task, *one) for one in enumerate(compared.configs)),
+            first_step=tuple(
+                FirstStep(
+                    config=config,
+                    propagated=float(np.median(task.propagated[:, index])),
+                    propagated_interval=intervals.of_median(task.propagated[:, index]),
+                    kl=float(np.median(task.kl[:, index])),
+                    kl_interval=intervals.of_median(task.kl[:, index]),
+                )
+                for index, config in enumerate(compared.configs)
+            ),
         )
         for task in tasks
     )
@@ -169,7 +178,11 @@ def _column_fields(name: str, tasks: Sequence[Task], compared: Comparison) -> di
     """Return the fields of the `ScoreColumn` named `name` over some data sets."""
     full, evicted = [task.full for task in tasks], [task.evicted for task in tasks]
     means = [_stratified_mean([part[:, index] for part in evicted]) for index in range(len(compared.configs))]
-    best, shares = _best_flags([value for value, _ in means], compared), cache_shares(tasks)
+    best, shares = [False] * len(means), cache_shares(tasks)
+    for indices in compared.groups.values():  # of equal means none is the best
+        some = [means[index][0] for index in indices]
+        for index in indices:
+            best[index] = max(some) - min(some) > _EQUAL and means[index][0] >= max(some) - _EQUAL
     methods = tuple(
         MethodScore(
             config=config,
@@ -205,18 +218,6 @@ def cache_shares(tasks: Sequence[Task]) -> Floats:
     return np.asarray(np.mean([task.cache_shares.mean(axis=0) for task in tasks], axis=0))
 
 
-def _first_step(task: Task, index: int, config: EvictionConfig) -> FirstStep:
-    """Return a configuration's median perturbation and KL at the first decode step, with their intervals."""
-    propagated, kl = (array[:, index] for array in (task.propagated, task.kl))
-    return FirstStep(
-        config=config,
-        propagated=float(np.median(propagated)),
-        propagated_interval=intervals.of_median(propagated),
-        kl=float(np.median(kl)),
-        kl_interval=intervals.of_median(kl),
-    )
-
-
 def _stratified_mean(parts: Sequence[Floats]) -> tuple[float, OptionalInterval]:
     """Return the mean over data sets of mean scores over samples, with its interval; `parts`: (sample,) each."""
     return intervals.stratified_mean(parts), intervals.of_stratified_mean(parts, _SCORE)
@@ -234,16 +235,6 @@ def _difference_fields(first: Sequence[Floats], second: Sequence[Floats]) -> dic
         "ties": ties,
         "losses": losses,
     }
-
-
-def _best_flags(means: Sequence[float], compared: Comparison) -> list[bool]:
-    """Return, per configuration, whether its mean is the highest of its group; False where all of a group are equal."""
-    best = [False] * len(means)
-    for indices in compared.groups.values():
-        some = [means[index] for index in indices]
-        for index in indices:
-            best[index] = max(some) - min(some) > _EQUAL and means[index] >= max(some) - _EQUAL
-    return best
 
 
 FULL = "full cache"
@@ -324,7 +315,8 @@ def rows(configs: Sequence[EvictionConfig], columns: Sequence[ScoreColumn]) -> t
     """Return the row of the full cache, then of every configuration by budget, shares of a prompt before entries."""
     shares = cache_shares(list({task.dataset: task for one in columns for task in one.tasks}.values()))
     full = tuple(Cell(one.full, one.full_interval, best=False) for one in columns)
-    return layout_rows(configs, shares, full, list(zip(*(map(_cell, one.methods) for one in columns), strict=True)))
+    cells = ([Cell(each.score, each.score_interval, each.best) for each in one.methods] for one in columns)
+    return layout_rows(configs, shares, full, list(zip(*cells, strict=True)))
 
 
 def layout_rows(
@@ -335,17 +327,7 @@ def layout_rows(
     names, groups = distinct_names(configs, "budget"), comparable_groups(configs)
     evicted = [
         Row(index, names[index], str(configs[index].budget), group, float(shares[index]), cells[index])
-        for group in sorted(groups, key=lambda group: _budget_key(configs[groups[group][0]]))
+        for group in sorted(groups, key=lambda group: budget_order(configs[groups[group][0]])[1:])
         for index in groups[group]
     ]
     return (Row(None, FULL, "", "", 1.0, full), *evicted)
-
-
-def _cell(method: MethodScore) -> Cell:
-    """Return the cell of a configuration's score."""
-    return Cell(method.score, method.score_interval, method.best)
-
-
-def _budget_key(config: EvictionConfig) -> tuple[bool, float]:
-    """Return the sort key of a configuration's budget: shares of a prompt before entries, the smallest first."""
-    return isinstance(config.budget.value, int), float(config.budget.value)

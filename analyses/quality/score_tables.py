@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from math import isnan
 
 from perturbkv.analyses import text
@@ -71,7 +72,18 @@ _SIGNS = {
 
 def latex(layouts: Sequence[Layout], caption: str) -> str:
     """Return every table in LaTeX, as a float over both columns of a page with the caption above it."""
-    return COMMENT + "\n".join("\n".join(_float_environment(layout, caption)) + "\n" for layout in layouts)
+    return COMMENT + "\n".join(
+        "\n".join([
+            r"\begin{table*}",
+            r"\centering",
+            rf"\caption{{{escape_latex(caption)}}}",
+            r"\resizebox{\textwidth}{!}{%",
+            *_tabular(layout),
+            "}",
+            r"\end{table*}",
+        ]) + "\n"
+        for layout in layouts
+    )  # fmt: skip
 
 
 def escape_latex(text: str) -> str:
@@ -79,73 +91,36 @@ def escape_latex(text: str) -> str:
     return "".join(_SIGNS.get(sign, sign) for sign in in_a_line(text))
 
 
-def _float_environment(layout: Layout, caption: str) -> Iterator[str]:
-    """Yield the lines of a LaTeX float with the table and its caption."""
-    yield r"\begin{table*}"
-    yield r"\centering"
-    yield rf"\caption{{{escape_latex(caption)}}}"
-    yield r"\resizebox{\textwidth}{!}{%"
-    yield from _tabular(layout)
-    yield "}"
-    yield r"\end{table*}"
-
-
-def _tabular(layout: Layout) -> Iterator[str]:
-    """Yield the lines of the LaTeX table."""
-    yield rf"\begin{{tabular}}{{lrr{'r' * len(layout.columns)}}}"
-    yield r"\toprule"
+def _tabular(layout: Layout) -> list[str]:
+    """Return the lines of the LaTeX table: kinds of tasks over their columns, then the rows, groups ruled apart."""
+    kinds, first = [], 4  # the column after method, budget and cache share
     if any(kind for kind, _ in layout.kinds):
-        yield _latex_row(["", "", "", *_kind_headings(layout)])
-        yield "".join(_kind_rules(layout))
-    yield _latex_row(["method", "$b$", "cache share", *map(escape_latex, layout.columns)])
-    yield r"\midrule"
-    for row in layout.rows:
-        if layout.starts_group(row):
-            yield r"\midrule"
-        yield from _latex_rows(row)
-    yield r"\bottomrule"
-    yield r"\end{tabular}"
+        heads = [rf"\multicolumn{{{count}}}{{c}}{{{escape_latex(kind)}}}" for kind, count in layout.kinds]
+        ends = accumulate((count for _, count in layout.kinds), initial=first)
+        spans = zip(layout.kinds, pairwise(ends), strict=True)
+        rules = [rf"\cmidrule(lr){{{start}-{end - 1}}}" for (kind, _), (start, end) in spans if kind]
+        kinds = [_latex_row(["", "", "", *heads]), "".join(rules)]
+    rows = [line for row in layout.rows for line in [r"\midrule"] * layout.starts_group(row) + _latex_rows(row)]
+    return [
+        rf"\begin{{tabular}}{{lrr{'r' * len(layout.columns)}}}",
+        r"\toprule",
+        *kinds,
+        _latex_row(["method", "$b$", "cache share", *map(escape_latex, layout.columns)]),
+        r"\midrule",
+        *rows,
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
 
 
-def _kind_headings(layout: Layout) -> list[str]:
-    """Return the LaTeX headings of kinds of tasks, each over its columns."""
-    return [rf"\multicolumn{{{count}}}{{c}}{{{escape_latex(kind)}}}" for kind, count in layout.kinds]
-
-
-def _kind_rules(layout: Layout) -> Iterator[str]:
-    """Yield the LaTeX rule below the heading of each kind of task."""
-    first = 4  # after method, budget and cache share
-    for kind, count in layout.kinds:
-        if kind:
-            yield rf"\cmidrule(lr){{{first}-{first + count - 1}}}"
-        first += count
-
-
-def _latex_rows(row: Row) -> Iterator[str]:
-    """Yield a configuration's LaTeX rows: scores, then their intervals in small type."""
-    yield _latex_row(
-        [
-            escape_latex(row.method),
-            escape_latex(row.budget),
-            text.cache_share(row.cache_share),
-            *map(_latex_score, row.cells),
-        ]
-    )
-    intervals = [_latex_interval(cell) for cell in row.cells]
-    if any(intervals):
-        yield _latex_row(["", "", "", *intervals])
-
-
-def _latex_score(cell: Cell) -> str:
-    """Return a score in LaTeX, bold where it is the best."""
-    shown = escape_latex(cell.write(cell.value, None))
-    return rf"\textbf{{{shown}}}" if cell.best else shown
-
-
-def _latex_interval(cell: Cell) -> str:
-    """Return a score's interval in LaTeX, in small type; empty without an interval."""
-    shown = escape_latex(cell.write(cell.value, cell.interval).partition(" ")[2])
-    return rf"{{\tiny {shown}}}" if shown else ""
+def _latex_rows(row: Row) -> list[str]:
+    """Return a configuration's LaTeX rows: scores, the best in bold, then their intervals in small type, if any."""
+    scores = [escape_latex(cell.write(cell.value, None)) for cell in row.cells]
+    shown = [rf"\textbf{{{score}}}" if cell.best else score for cell, score in zip(row.cells, scores, strict=True)]
+    names = [escape_latex(row.method), escape_latex(row.budget), text.cache_share(row.cache_share)]
+    ends = [escape_latex(cell.write(cell.value, cell.interval).partition(" ")[2]) for cell in row.cells]
+    intervals = [rf"{{\tiny {end}}}" if end else "" for end in ends]
+    return [_latex_row([*names, *shown]), *([_latex_row(["", "", "", *intervals])] if any(ends) else [])]
 
 
 def _latex_row(cells: Sequence[str]) -> str:
@@ -166,26 +141,15 @@ def markdown(layouts: Sequence[Layout], caption: str) -> str:
 
 def _markdown_table(layout: Layout) -> str:
     """Return one table in Markdown."""
-    heads = ["method", "b", "cache share", *map(escape_markdown, _column_names(layout))]
-    rule = ["---", *["---:"] * (len(heads) - 1)]
-    rows = [_markdown_row(one) for one in layout.rows]
-    return "".join(f"| {' | '.join(row)} |\n" for row in (heads, rule, *rows))
-
-
-def _column_names(layout: Layout) -> list[str]:
-    """Return the name of each column with its kind."""
     kinds = [kind for kind, count in layout.kinds for _ in range(count)]
-    return [f"{kind}: {name}" if kind else name for kind, name in zip(kinds, layout.columns, strict=True)]
-
-
-def _markdown_row(row: Row) -> list[str]:
-    """Return the cells of a row in Markdown."""
-    return [
-        escape_markdown(row.method),
-        row.budget,
-        text.cache_share(row.cache_share),
-        *map(_markdown_cell, row.cells),
+    names = (f"{kind}: {name}" if kind else name for kind, name in zip(kinds, layout.columns, strict=True))
+    heads = ["method", "b", "cache share", *map(escape_markdown, names)]
+    rule = ["---", *["---:"] * (len(heads) - 1)]
+    rows = [
+        [escape_markdown(one.method), one.budget, text.cache_share(one.cache_share), *map(_markdown_cell, one.cells)]
+        for one in layout.rows
     ]
+    return "".join(f"| {' | '.join(row)} |\n" for row in (heads, rule, *rows))
 
 
 def _markdown_cell(cell: Cell) -> str:
@@ -212,14 +176,11 @@ def csv(layout: Layout, configs: Sequence[EvictionConfig]) -> str:
 
 
 def _csv_row(row: Row, configs: Sequence[EvictionConfig]) -> tuple[list[str], list[float | None]]:
-    """Return the text cells and the numbers of a row of the CSV."""
+    """Return the text cells of a row of the CSV, and its numbers at their cells' scale; None for what is missing."""
     labels = {"config": FULL} if row.index is None else config_columns(configs[row.index])
-    texts = [labels.get(name, "") for name in CSV[:-1]]
-    return texts, [row.cache_share, *(number for cell in row.cells for number in _csv_numbers(cell))]
-
-
-def _csv_numbers(cell: Cell) -> list[float | None]:
-    """Return a number at the cell's scale and the ends of its interval; None for what is missing."""
-    ends = (None, None) if cell.interval is None else (cell.interval.low, cell.interval.high)
-    values = (None if isnan(cell.value) else cell.value, *ends)
-    return [None if value is None else cell.scale * value for value in values]
+    numbers: list[float | None] = [row.cache_share]
+    for cell in row.cells:
+        ends = (None, None) if cell.interval is None else (cell.interval.low, cell.interval.high)
+        values = (None if isnan(cell.value) else cell.value, *ends)
+        numbers += [None if value is None else cell.scale * value for value in values]
+    return [labels.get(name, "") for name in CSV[:-1]], numbers

@@ -132,12 +132,6 @@ def last_contributions(values: Values, players: int) -> Floats:
     return np.array([values[everybody] - values[everybody - {player}] for player in range(players)])
 
 
-def pair_means(each: Sequence[Floats] | Floats) -> Floats:
-    """Return the mean of (order, …) values over each order and its reverse, (pair, …)."""
-    values = np.asarray(each)
-    return np.asarray(values.reshape(-1, 2, *values.shape[1:]).mean(axis=1))
-
-
 def draw_halves(samples: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return two random halves of the samples, as sorted indices; the first is larger for an odd number."""
     drawn = np.random.default_rng(seed % 2**64).permutation(samples)

@@ -75,6 +75,18 @@ OptionalInterval = Interval[float] | None
 Band = Interval[Floats] | None
 
 
+def joined(each: Sequence[OptionalInterval]) -> Band:
+    """Return intervals of several numbers as those of an array; None where the first number has none.
+
+    NaN where a number has none, or one of another kind than the first.
+    """
+    if not each or each[0] is None:
+        return None
+    kind = each[0].kind
+    alike = [one if one is not None and one.kind == kind else Interval(np.nan, np.nan) for one in each]
+    return Interval(np.array([one.low for one in alike]), np.array([one.high for one in alike]), kind)
+
+
 @dataclass(frozen=True)
 class StatisticKind:
     """The kind of statistic that an interval is of: how unsure it is, on which scale and between which limits.

@@ -85,7 +85,13 @@ def sign_flip_tests(differences: Floats) -> SignFlips:
     Each flip in turn is a world without effect, in which the same tests are made.
     """
     flat = differences.reshape(len(differences), -1)
-    signs = _flip_signs(len(flat))
+    samples = len(flat)
+    if samples <= MOST_EXACT:
+        bits = np.arange(2**samples)[:, None] >> np.arange(samples) & 1
+    else:
+        bits = np.random.default_rng(0).integers(0, 2, size=(2**MOST_EXACT, samples))
+        bits[0] = 0
+    signs = np.asarray(1.0 - 2.0 * bits)
     p = _p_values(np.abs(signs @ flat))
     shape = differences.shape[1:]
     passing = (p <= LEVEL).sum(axis=1)
@@ -98,19 +104,9 @@ def sign_flip_tests(differences: Floats) -> SignFlips:
         uncorrected=int(passing[0]),
         chance_mean=float(passing.mean()),
         chance_high=int(np.quantile(passing, 0.95, method="higher")),
-        least_tests=_least_tests(smallest, flat.shape[1]),
+        least_tests=0 if smallest > LEVEL else int(np.ceil(smallest * flat.shape[1] / LEVEL - _ROUNDING)),
         smallest=smallest,
     )
-
-
-def _flip_signs(samples: int) -> Floats:
-    """Return the signs of all, or of drawn, sign flips, (flip, sample); the first row flips nothing."""
-    if samples <= MOST_EXACT:
-        bits = np.arange(2**samples)[:, None] >> np.arange(samples) & 1
-    else:
-        bits = np.random.default_rng(0).integers(0, 2, size=(2**MOST_EXACT, samples))
-        bits[0] = 0
-    return np.asarray(1.0 - 2.0 * bits)
 
 
 def _p_values(sizes: Floats) -> Floats:
@@ -135,11 +131,6 @@ def benjamini_hochberg(p: Floats) -> NDArray[np.bool_]:
     adjusted = np.empty_like(scaled)
     adjusted[order] = np.minimum.accumulate(scaled[::-1])[::-1]
     return np.asarray(adjusted <= LEVEL)
-
-
-def _least_tests(smallest: float, count: int) -> int:
-    """Return how many of `count` tests must reach the smallest p for any to be significant; 0 if none can be."""
-    return 0 if smallest > LEVEL else int(np.ceil(smallest * count / LEVEL - _ROUNDING))
 
 
 _MOST_PERMUTATIONS = 2**12

@@ -52,7 +52,16 @@ def prompt_of(trace: Trace, sample: str | None = None) -> PromptText:
     known = [name for name, count in zip(trace.sample_ids, counts, strict=True) if count and name not in trace.failures]
     name = next(iter(known), None) if sample is None else sample
     if name is None or (name in trace.sample_ids and name not in trace.failures and name not in known):
-        raise TraceError(_no_text_message(trace, name))
+        owner, command = "the prompts" if name is None else f"'{name}'", "pk.measure with prompts=True and another path"
+        if trace.source:
+            command = (
+                "the command that made it, without --no-prompts and with another --output (perturbkv … --model "
+                f"{trace.run.model} --dataset {trace.run.dataset} …),"
+            )
+        raise TraceError(
+            f"expected the text of {owner} in {trace.source or 'this trace'}, got a trace without it (--no-prompts, or "
+            f"an older version); {command} measures it with its text"
+        )
     measured = trace.sample(name)
     if not isinstance(measured, SampleTrace):
         raise TraceError(
@@ -65,25 +74,6 @@ def prompt_of(trace: Trace, sample: str | None = None) -> PromptText:
         pieces=tuple(token_texts(measured.arrays, measured.sample_id)),
         compressed=int(measured.arrays["prompt_tokens"]),
         cut_tokens=int(measured.arrays["cut_tokens"]),
-    )
-
-
-def _no_text_message(trace: Trace, name: str | None) -> str:
-    """Return the error message for a trace or, given its name, a sample without text."""
-    owner = "the prompts" if name is None else f"'{name}'"
-    return (
-        f"expected the text of {owner} in {trace.source or 'this trace'}, got a trace without it (--no-prompts, or an "
-        f"older version); {_text_command(trace)} measures it with its text"
-    )
-
-
-def _text_command(trace: Trace) -> str:
-    """Return the command that makes a trace with its text, without options that the trace does not record."""
-    if not trace.source:
-        return "pk.measure with prompts=True and another path"
-    return (
-        "the command that made it, without --no-prompts and with another --output (perturbkv … --model "
-        f"{trace.run.model} --dataset {trace.run.dataset} …),"
     )
 
 

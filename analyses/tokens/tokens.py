@@ -12,10 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.analyses import text
-from perturbkv.analyses.columns import Line, Record, column, derived, record, table
+from perturbkv.analyses.columns import Derived, Line, Record, attribute, column, derived, record, table
 from perturbkv.analyses.conclusions import Case, Claim
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.measurements import Floats
 from perturbkv.analyses.names import PairRecord, pair_columns
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.sides import choose_sides, pairs
@@ -85,10 +84,6 @@ _COSTLY = 10
 """Largest number of tokens in the table of what costs the text most."""
 _HEADS = 5
 """Largest number of heads in the table."""
-_OUTPUT_NOTE = (
-    "A ν = ‖A_i 𝒱_i‖₁: what an entry adds to the output under full attention, first decode step; C: its sum over all. "
-    "The output moves otherwise where it goes, as what stays is weighted anew."
-)
 
 
 @record
@@ -141,45 +136,37 @@ class Tokens(Result, PairRecord):
     other_pairs: int = column("further pairs of these sides in the trace", default=0)
     everything: bool = False
 
-    @derived()
-    def sample(self) -> str:
-        """The sample whose prompt this is."""
-        return self.prompt.sample
-
-    @derived(key="held_over_full_baseline")
-    def cache_share_baseline(self) -> float:
-        """Entries that the baseline's cache holds over those of the full cache."""
-        return self.cache_shares[0]
-
-    @derived(key="held_over_full_treatment")
-    def cache_share_treatment(self) -> float:
-        """Entries that the treatment's cache holds over those of the full cache."""
-        return self.cache_shares[1]
-
-    @derived(unit="share")
-    def evicted_attention_baseline(self) -> float:
-        """The head's attention on entries that the baseline evicts, 1 − S, first decode step."""
-        return self.evicted_attention[0]
-
-    @derived(unit="share")
-    def evicted_attention_treatment(self) -> float:
-        """The head's attention on entries that the treatment evicts, 1 − S, first decode step."""
-        return self.evicted_attention[1]
+    sample: ClassVar[Derived[str]] = attribute("prompt.sample", "The sample whose prompt this is")
+    cache_share_baseline: ClassVar[Derived[float]] = attribute(
+        "cache_shares.0",
+        "Entries that the baseline's cache holds over those of the full cache",
+        key="held_over_full_baseline",
+    )
+    cache_share_treatment: ClassVar[Derived[float]] = attribute(
+        "cache_shares.1",
+        "Entries that the treatment's cache holds over those of the full cache",
+        key="held_over_full_treatment",
+    )
+    evicted_attention_baseline: ClassVar[Derived[float]] = attribute(
+        "evicted_attention.0",
+        "The head's attention on entries that the baseline evicts, 1 − S, first decode step",
+        unit="share",
+    )
+    evicted_attention_treatment: ClassVar[Derived[float]] = attribute(
+        "evicted_attention.1",
+        "The head's attention on entries that the treatment evicts, 1 − S, first decode step",
+        unit="share",
+    )
 
     @derived()
     def chosen_among(self) -> str | None:
         """Heads among which the shown one changes most: of its layer or of the model; null where the head was given."""
         return self.chosen or None
 
-    @derived()
-    def cut_tokens(self) -> int:
-        """Tokens cut out of the prompt's middle."""
-        return self.prompt.cut_tokens
-
-    @derived()
-    def cut_after(self) -> int | None:
-        """Tokens before the cut; null where there is none."""
-        return self.prompt.cut_index
+    cut_tokens: ClassVar[Derived[int]] = attribute("prompt.cut_tokens", "Tokens cut out of the prompt's middle")
+    cut_after: ClassVar[Derived[int | None]] = attribute(
+        "prompt.cut_index", "Tokens before the cut; null where there is none"
+    )
 
     @derived()
     def counts(self) -> dict[str, int]:
@@ -233,7 +220,11 @@ class Tokens(Result, PairRecord):
 
     def body(self) -> list[Part]:
         """Return the table of heads, why the shown one's output moves, and the prompt with the fate of its tokens."""
-        return [self.table(), self._reason(), *self._cost(), self._legend(), self._prompt_passage()]
+        differs = [fate in (BASELINE, TREATMENT) for fate in self.fates]
+        spans: list[Span] = []
+        for first, end, shown in shown_parts(differs, self.everything):
+            spans += self._spans(first, end) if shown else [Span(f"── {self._fold_note(first, end)} ──", "aside")]
+        return [self.table(), self._reason(), *self._cost(), self._legend(), HighlightedText(spans)]
 
     def interval_note(self) -> str:
         """Return an empty note: numbers of one sample have no intervals."""
@@ -247,9 +238,14 @@ class Tokens(Result, PairRecord):
     def details(self) -> Sequence[Part]:
         """Return the evicted entries that add most to the output, and both sides' cache shares."""
         shares = " → ".join(map(text.decimal, self.cache_shares))
+        costs = np.nan_to_num(self.effects).min(axis=0)
+        places = [int(place) for place in costs.argsort(kind="stable")[:_COSTLY] if costs[place] < 0]
+        lines = [Line(str(place), (Context(self._context(place)), self.tokens[place])) for place in places]
+        title = "tokens whose loss lowers the text's log p most: nat, to first order, isolated, all heads"
+        columns = ("context", "baseline_effect", "treatment_effect")
         return [
             *self._loss_tables(),
-            *self._cost_table(),
+            *([table(title, lines, columns, "position")] if lines else []),
             f"Entries of the evicted cache over those of the full one: {shares}.",
         ]
 
@@ -264,33 +260,16 @@ class Tokens(Result, PairRecord):
 
     def _cost(self) -> list[str]:
         """Return what eviction with each side costs the text, as a list; empty where the trace does not tell."""
-        sides = zip(self.sides, self.text_changes, np.nan_to_num(self.effects), strict=True)
-        told = [
-            f"{name} {text.three_digits(change)}, to first order {text.three_digits(effects.sum())}"
-            f"{self._costliest(effects)}"
-            for name, change, effects in sides
-            if effects.any()
-        ]
+        told = []
+        for name, change, effects in zip(self.sides, self.text_changes, np.nan_to_num(self.effects), strict=True):
+            place = int(effects.argmin())
+            worst = f"‹{self._piece(place)}› at {place:,} costs most, {text.three_digits(effects[place])}"
+            first_order = text.three_digits(effects.sum()) + (f" ({worst})" if effects[place] < 0 else "")
+            told += [f"{name} {text.three_digits(change)}, to first order {first_order}"] if effects.any() else []
         if not told:
             return []
         by_gradient = text.FIRST_ORDER_NOTES[self.identity.effect_gradient]
         return [f"Change of the text's log p by eviction, in nat: {'; '.join(told)}. {by_gradient}\n"]
-
-    def _costliest(self, effects: Floats) -> str:
-        """Return the token whose loss lowers the text's log p most, in parentheses; empty where none lowers it."""
-        place = int(effects.argmin())
-        if effects[place] >= 0:
-            return ""
-        return f" (‹{self._piece(place)}› at {place:,} costs most, {text.three_digits(effects[place])})"
-
-    def _cost_table(self) -> list[Part]:
-        """Return the table of the tokens whose loss costs the text most; empty where the trace does not tell."""
-        costs = np.nan_to_num(self.effects).min(axis=0)
-        places = [int(place) for place in costs.argsort(kind="stable")[:_COSTLY] if costs[place] < 0]
-        lines = [Line(str(place), (Context(self._context(place)), self.tokens[place])) for place in places]
-        title = "tokens whose loss lowers the text's log p most: nat, to first order, isolated, all heads"
-        columns = ("context", "baseline_effect", "treatment_effect")
-        return [table(title, lines, columns, "position")] if lines else []
 
     def records(self) -> list[dict[str, Any]]:
         """Return a row per token, in the prompt's order."""
@@ -324,14 +303,6 @@ class Tokens(Result, PairRecord):
         first, second = self.sides
         return {BOTH: "both keep", BASELINE: f"{first} alone", TREATMENT: f"{second} alone", NEITHER: "both evict",
                 QUESTION: "question, not compressed"}  # fmt: skip
-
-    def _prompt_passage(self) -> HighlightedText:
-        """Return the prompt; long parts without a difference are folded."""
-        differs = [fate in (BASELINE, TREATMENT) for fate in self.fates]
-        spans: list[Span] = []
-        for first, end, shown in shown_parts(differs, self.everything):
-            spans += self._spans(first, end) if shown else [Span(f"── {self._fold_note(first, end)} ──", "aside")]
-        return HighlightedText(spans)
 
     def _fold_note(self, first: int, end: int) -> str:
         """Return the note that replaces folded tokens: their number, and the number per fate."""
@@ -369,7 +340,10 @@ class Tokens(Result, PairRecord):
         named = zip(self.sides, self.losses, strict=True)
         return [
             *(self._loss_table(name, lost) if lost else f"{name} evicts nothing" for name, lost in named),
-            _OUTPUT_NOTE,
+            (
+                "A ν = ‖A_i 𝒱_i‖₁: what an entry adds to the output under full attention, first decode step; C: its "
+                "sum over all. The output moves otherwise where it goes, as what stays is weighted anew."
+            ),
         ]
 
     def _loss_table(self, name: str, lost: Sequence[Loss]) -> Part:

@@ -128,8 +128,16 @@ def _documented(kind: type[Record]) -> Iterator[type[Record]]:
 def _hints(kind: type[Record]) -> dict[str, Any]:
     """Return the type of every column."""
     computed = {name: value for one in kind.__mro__ for name, value in vars(one).items() if isinstance(value, Derived)}
-    returned = {name: typing.get_type_hints(value.compute)["return"] for name, value in computed.items()}
-    return {**typing.get_type_hints(kind), **returned}
+    hints = {name: typing.get_type_hints(value.compute) for name, value in computed.items()}
+    returned = {name: own["return"] for name, own in hints.items() if own}
+    declared = {name: _held(hint) for name, hint in typing.get_type_hints(kind).items()}
+    return {**declared, **returned}
+
+
+def _held(hint: Any) -> Any:
+    """Return the type inside ClassVar[Derived[type]], of a column that is another's attribute; others as they are."""
+    (inside, *_) = typing.get_args(hint) or (None,)
+    return typing.get_args(inside)[0] if typing.get_origin(inside) is Derived else hint
 
 
 def _records(hints: Sequence[Any]) -> Iterator[type[Record]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,34 +74,15 @@ def config_totals(trace: Trace, measure: Measure, values: Floats) -> Floats:
         return np.array([with_interval(*sum_ratio(norm, values[:, config])) for config in range(values.shape[1])])
 
 
-def kl_medians(trace: Trace) -> Floats:
-    """Return (config, 3): the median over samples of KL(full ‖ evicted) in nats, with its interval."""
-    divergence = Measurements(trace, ANALYSIS)["logit_kl"]
-    return with_band(np.median(divergence, axis=0), intervals.of_medians(divergence))
-
-
 def kl_floor(trace: Trace) -> float:
     """Return the median over samples of KL with everything kept, in nats."""
     return float(np.median(Measurements(trace, ANALYSIS)["logit_kl_noise_floor"]))
-
-
-def top1_shares(trace: Trace) -> Floats:
-    """Return (config, 3): the share of steps with the same next token, mean over samples, with its interval."""
-    agrees = Measurements(trace, ANALYSIS)["top1_agreement"]
-    return np.array([with_interval(float(one.mean()), intervals.of_shares(one)) for one in agrees.T])
 
 
 def drift_values(trace: Trace) -> Floats:
     """Return the drift of the residual stream after every layer, (distance, sample, config, layer)."""
     measured = Measurements(trace, ANALYSIS)
     return np.stack([drift.drift_values(measured, distance) for distance in DISTANCES])
-
-
-def drift_means(values: Floats) -> Floats:
-    """Return the mean of `drift_values` over samples, with its interval (distance, config, layer, 3)."""
-    return np.stack([
-        np.stack([with_band(*drift.mean_drift(one[:, config])) for config in range(one.shape[1])]) for one in values
-    ])  # fmt: skip
 
 
 def drift_floors(trace: Trace) -> Floats:
@@ -169,27 +149,29 @@ def put_arrays(measured: TraceMeasures, blocks: Blocks) -> dict[str, PairCompari
     blocks.put_floats("total", np.stack(totals))
     blocks.put_floats("floor", np.stack(floors))
     blocks.put_floats("norm", Measurements(measured.trace, ANALYSIS)["output_norm"].mean(axis=0))
-    _put_pairs(blocks, comparisons)
+    if comparisons:  # sums, shares of better heads and verdicts of all pairs
+        compared = comparisons.values()
+        blocks.put_floats("pair_sum", np.stack([one.sums for one in compared]))
+        blocks.put_floats("pair_better", np.stack([one.better for one in compared if one.better is not None]))
+        verdicts = np.stack([one.verdict for one in compared if one.verdict is not None])
+        blocks.put_packed("verdict", pack_verdicts(verdicts), verdicts.shape)
     _put_drift(measured, blocks, equal)
-    blocks.put_floats("kl", kl_medians(measured.trace))
-    blocks.put_floats("top1", top1_shares(measured.trace))
+    divergence = Measurements(measured.trace, ANALYSIS)["logit_kl"]
+    blocks.put_floats("kl", with_band(np.median(divergence, axis=0), intervals.of_medians(divergence)))
+    agrees = Measurements(measured.trace, ANALYSIS)["top1_agreement"]
+    shares = [with_interval(float(one.mean()), intervals.of_shares(one)) for one in agrees.T]
+    blocks.put_floats("top1", np.array(shares))
     return comparisons
-
-
-def _put_pairs(blocks: Blocks, comparisons: dict[str, PairComparison]) -> None:
-    """Store the sums, shares of better heads and verdicts of all pairs in `blocks`; nothing if there are no pairs."""
-    if not comparisons:
-        return
-    blocks.put_floats("pair_sum", np.stack([one.sums for one in comparisons.values()]))
-    blocks.put_floats("pair_better", np.stack([one.better for one in comparisons.values() if one.better is not None]))
-    verdicts = np.stack([one.verdict for one in comparisons.values() if one.verdict is not None])
-    blocks.put_packed("verdict", pack_verdicts(verdicts), verdicts.shape)
 
 
 def _put_drift(measured: TraceMeasures, blocks: Blocks, equal: EqualSets | None) -> None:
     """Store drift and its noise floors in `blocks`, and the pairs' drift ratios unless `equal` is None."""
     each = drift_values(measured.trace)
-    blocks.put_floats("drift", drift_means(each))
+    means = [
+        [with_band(values.mean(axis=0), intervals.of_means(values, POSITIVE)) for values in np.moveaxis(one, 1, 0)]
+        for one in each
+    ]
+    blocks.put_floats("drift", np.array(means))
     blocks.put_codes("drift_sample", list(each), [log_scale(one) for one in each])
     blocks.put_floats("drift_floor", drift_floors(measured.trace))
     if equal is not None and measured.digest_trace is not None:
@@ -228,7 +210,8 @@ def put_samples(measured: TraceMeasures, blocks: Blocks, lacks: dict[str, str], 
         blocks.put_floats("sample", np.stack([values.astype(np.float32) for values in measured.values]))
         blocks.arrays["sample"]["measures"] = list(range(len(measured.values)))
         return
-    order = _sample_order(measured.measures)
+    keys = [one.key for one in measured.measures]
+    order = sorted(range(len(keys)), key=lambda index: FIRST.index(keys[index]) if keys[index] in FIRST else len(FIRST))
     count, taken = len(order), np.inf
     while taken > 1:  # with fewer measures at each try, until they fit
         chosen = sorted(order[:count])
@@ -240,9 +223,3 @@ def put_samples(measured: TraceMeasures, blocks: Blocks, lacks: dict[str, str], 
     if count < len(order):
         names = ", ".join(measured.measures[index].name for index in sorted(order[count:]))
         lacks["samples"] = f"single samples of {names} are {_LEFT_OUT}"
-
-
-def _sample_order(measures: Sequence[Measure]) -> list[int]:
-    """Return the indices of measures in the order in which single samples are stored: `FIRST`, then the others."""
-    ranks = {key: rank for rank, key in enumerate(FIRST)}
-    return sorted(range(len(measures)), key=lambda index: (ranks.get(measures[index].key, len(FIRST)), index))

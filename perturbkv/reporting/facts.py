@@ -40,6 +40,8 @@ def trace_title(trace: Trace) -> str:
 def run_facts(trace: Trace, sides: Sides) -> tuple[Fact, ...]:
     """Return (label, value) pairs that identify the run; values equal to the default are left out."""
     run = identity_at(trace, trace.run.configs, None)
+    floor, norm = (Measurements(trace, ANALYSIS)[name] for name in ("noise_floor", "output_norm"))
+    middle, most = floor_over_norm(floor, norm)
     facts = {
         "Model": run.model,
         "Weights": run.weights,
@@ -52,7 +54,7 @@ def run_facts(trace: Trace, sides: Sides) -> tuple[Fact, ...]:
         "Configurations": _configurations_text(trace, sides),
         "Budgets": ", ".join(map(str, sides.budgets)),
         "Cache share": _cache_shares_text(trace),
-        "Noise floor": _noise_floor_text(trace),
+        "Noise floor": f"{middle:.1e} of ‖o_h‖ (median head), {most:.1e} (largest); KL {kl_floor(trace):.1e} nat",
         "Trace": " · ".join([trace.source or "in memory", *([run.trace] if run.trace else [])]),
         "Made with": run.made_with,
     }
@@ -64,13 +66,15 @@ def page_warnings(trace: Trace, sides: Sides, start: Start, tied: float | None) 
 
     `tied` is the share of heads whose propagated verdict is a tie in the pair that is shown first.
     """
+    has_effects = any(one.kind == EFFECT for one in available_measures(trace))
+    count = int((~texts_that_go_on(trace, ANALYSIS)).sum()) if has_effects else 0
     sentences = [
         "Random weights: the numbers say nothing of a trained model." if trace.run.random_weights else "",
         _failures_warning(trace),
         _few_samples_warning(int(trace.ok.sum())),
         _no_evidence_warning(trace, sides, start),
         _ties_warning(sides, start, tied),
-        _one_token_warning(trace),
+        f"Δ log p leaves out {plural(count, 'sample')} whose text is one token." if count else "",
         identity(trace, trace.run.configs).no_eviction_note(),
     ]
     return tuple(escape_line(one) for one in sentences if one)
@@ -90,13 +94,6 @@ def _cache_shares_text(trace: Trace) -> str:
         return ""
     ends = [text.cache_share(float(end)) for end in (known.min(), known.max())]
     return ends[0] if ends[0] == ends[1] else " to ".join(ends)
-
-
-def _noise_floor_text(trace: Trace) -> str:
-    """Return as text the median and maximum over heads of the noise floor over ‖o_h‖, and KL's noise floor."""
-    floor, norm = (Measurements(trace, ANALYSIS)[name] for name in ("noise_floor", "output_norm"))
-    middle, most = floor_over_norm(floor, norm)
-    return f"{middle:.1e} of ‖o_h‖ (median head), {most:.1e} (largest); KL {kl_floor(trace):.1e} nat"
 
 
 def _failures_warning(trace: Trace) -> str:
@@ -150,22 +147,16 @@ def _ties_warning(sides: Sides, start: Start, tied: float | None) -> str:
     )
 
 
-def _one_token_warning(trace: Trace) -> str:
-    """Return a warning that effects leave out samples whose text is one token; '' without effects or such samples."""
-    has_effects = any(one.kind == EFFECT for one in available_measures(trace))
-    count = int((~texts_that_go_on(trace, ANALYSIS)).sum()) if has_effects else 0
-    return f"Δ log p leaves out {plural(count, 'sample')} whose text is one token." if count else ""
-
-
 _UNITS = {"digits": "digits found", "score": "score"}
 """Variable of scores -> its name; leading digits come first, as their share is finer than right or wrong."""
-_TEXTS = ("answer_full", "answer", "expected_answers")
 
 
 def answers_part(trace: Trace) -> dict[str, Any] | None:
     """Return the page's JSON object on answers, their scores and texts; None where the trace has neither."""
     name = next((one for one in _UNITS if one in trace.arrays), None)
-    texts = {one: trace.arrays[one][trace.ok] for one in _TEXTS if one in trace.arrays}
+    texts = {
+        one: trace.arrays[one][trace.ok] for one in ("answer_full", "answer", "expected_answers") if one in trace.arrays
+    }
     if name is None and not texts:
         return None
     full = None if name is None else _complete_scores(trace, f"{name}_full")
@@ -189,11 +180,6 @@ def answers_part(trace: Trace) -> dict[str, Any] | None:
             for config in range(len(trace.run.configs))
         ],
     }
-
-
-def has_answer_texts(trace: Trace) -> bool:
-    """Return whether the trace has the text of answers."""
-    return {"answer_full", "answer"} <= set(trace.arrays)
 
 
 def _complete_scores(trace: Trace, name: str) -> Floats:
@@ -238,39 +224,44 @@ def _mean_with_interval(scores: Floats | None) -> list[Any] | None:
     return [*with_interval(mean.value, ends), ends.kind if ends else "none"]
 
 
-_NEEDED = {
-    "losses": "lost_position",
-    "attention": "attention_full",
-    "distances": "perturbation_propagated_cosine",
-}
-"""Part of the page -> variable that it needs."""
-
-
 def missing_parts(trace: Trace, pairs: int) -> dict[str, str]:
     """Return missing part of the page -> sentence on how to measure it.
 
     `pairs` is the number of its pairs of configurations.
     """
-    lacking = {part: variable for part, variable in _NEEDED.items() if variable not in trace.arrays}
+    lacking = {
+        part: variable
+        for part, variable in {
+            "losses": "lost_position",
+            "attention": "attention_full",
+            "distances": "perturbation_propagated_cosine",
+        }.items()
+        if variable not in trace.arrays
+    }
+    where, made_of = trace.source or "this trace", f"--model {trace.run.model} --dataset {trace.run.dataset}"
+    one_config = (
+        f"expected two configurations of one budget in {where}, got none; measure several: perturbkv trace {made_of} "
+        "--selection attention --selection two-stage -o trace.h5, with its other options"
+    )
+    one_step = (
+        f"expected several decode steps in {where}, got one; measure more: perturbkv trace {made_of} --steps 8 "
+        "-o trace.h5, with its other options"
+    )
+    no_texts = (
+        f"expected the answers' text in {where}, got their scores alone; make it again: perturbkv quality {made_of}, "
+        "with its other options"
+    )
+    scored_alone = "score_full" in trace.arrays and not {"answer_full", "answer"} <= set(trace.arrays)
     reasons = {
         **{part: _refusal(partial(trace.get, variable, ANALYSIS)) for part, variable in lacking.items()},
         "kept": trace.missing_positions_message(),
         "prompt": _refusal(partial(prompt_of, trace)),
         "answers": _refusal(partial(scores, trace, ANALYSIS)),
-        "answers_text": _missing_texts_hint(trace),
-        "steps": _single_step_hint(trace),
-        "pairs": "" if pairs else _measure_pairs_hint(trace),
+        "answers_text": no_texts if scored_alone else "",
+        "steps": "" if trace.run.steps > 1 else one_step,
+        "pairs": "" if pairs else one_config,
     }
     return {part: escape_line(why) for part, why in reasons.items() if why}
-
-
-def _measure_pairs_hint(trace: Trace) -> str:
-    """Return a hint to measure several configurations of equal budget."""
-    return (
-        f"expected two configurations of one budget in {trace.source or 'this trace'}, got none; measure several: "
-        f"perturbkv trace --model {trace.run.model} --dataset {trace.run.dataset} "
-        "--selection attention --selection two-stage -o trace.h5, with its other options"
-    )
 
 
 def _refusal(read: Callable[[], object]) -> str:
@@ -280,23 +271,3 @@ def _refusal(read: Callable[[], object]) -> str:
     except TraceError as error:
         return str(error)
     return ""
-
-
-def _missing_texts_hint(trace: Trace) -> str:
-    """Return a hint to record the answers' texts; '' if the trace has texts, or lacks scores."""
-    if has_answer_texts(trace) or "score_full" not in trace.arrays:
-        return ""
-    return (
-        f"expected the answers' text in {trace.source or 'this trace'}, got their scores alone; make it again: "
-        f"perturbkv quality --model {trace.run.model} --dataset {trace.run.dataset}, with its other options"
-    )
-
-
-def _single_step_hint(trace: Trace) -> str:
-    """Return a hint to measure more decode steps; '' if the trace has several."""
-    if trace.run.steps > 1:
-        return ""
-    return (
-        f"expected several decode steps in {trace.source or 'this trace'}, got one; measure more: perturbkv trace "
-        f"--model {trace.run.model} --dataset {trace.run.dataset} --steps 8 -o trace.h5, with its other options"
-    )

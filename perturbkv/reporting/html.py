@@ -110,29 +110,6 @@ def _module_variable(name: str) -> str:
 
 PLOT_CLASS = "plot-d6a7b5"
 """Class of Plot's figures; with another one the policy would refuse their styles."""
-_FIGURE = """\
-:where(.{name}) {{
-  --plot-background: white;
-  display: block;
-  height: auto;
-  height: intrinsic;
-  max-width: 100%;
-}}
-:where(.{name} text),
-:where(.{name} tspan) {{
-  white-space: pre;
-}}"""
-_RAMP = """\
-:where(.{name}-ramp) {{
-  display: block;
-  height: auto;
-  height: intrinsic;
-  max-width: 100%;
-  overflow: visible;
-}}
-:where(.{name}-ramp text) {{
-  white-space: pre;
-}}"""
 _SWATCHES = """\
 :where(.{name}-swatches) {{
   font-family: system-ui, sans-serif;
@@ -144,7 +121,34 @@ _SWATCHES = """\
   overflow: visible;
 }}
 """
-_SWATCH_LINES = """\
+PLOT_STYLES = tuple(
+    text.format(name=PLOT_CLASS)
+    for text in (
+        """\
+:where(.{name}) {{
+  --plot-background: white;
+  display: block;
+  height: auto;
+  height: intrinsic;
+  max-width: 100%;
+}}
+:where(.{name} text),
+:where(.{name} tspan) {{
+  white-space: pre;
+}}""",
+        """\
+:where(.{name}-ramp) {{
+  display: block;
+  height: auto;
+  height: intrinsic;
+  max-width: 100%;
+  overflow: visible;
+}}
+:where(.{name}-ramp text) {{
+  white-space: pre;
+}}""",
+        _SWATCHES
+        + """\
 :where(.{name}-swatches-wrap) {{
   display: flex;
   align-items: center;
@@ -155,8 +159,9 @@ _SWATCH_LINES = """\
   display: inline-flex;
   align-items: center;
   margin-right: 1em;
-}}"""
-_SWATCH_COLUMNS = """\
+}}""",
+        _SWATCHES
+        + """\
 :where(.{name}-swatches-columns .{name}-swatch) {{
   display: flex;
   align-items: center;
@@ -170,9 +175,8 @@ _SWATCH_COLUMNS = """\
   white-space: nowrap;
   overflow: hidden;
   text-overflow: ellipsis;
-}}"""
-PLOT_STYLES = tuple(
-    text.format(name=PLOT_CLASS) for text in (_FIGURE, _RAMP, _SWATCHES + _SWATCH_LINES, _SWATCHES + _SWATCH_COLUMNS)
+}}""",
+    )
 )
 """The `<style>` texts of Plot's figures, its colour ramps and its swatches, in lines or in columns."""
 

@@ -74,6 +74,7 @@ def trace_part(trace: Trace, blocks: Blocks, name: str, full: bool) -> dict[str,
     if digest_trace:
         ablation = _result_or_reason(lacks, "ablation", lambda: ablation_settings(digest_trace, sides))
     compared = compare_with_baseline(digest_trace, sides, start.baseline) if digest_trace else {}
+    ties = measured.verdict_keys if digest_trace else []
     part = {
         "name": name,
         "title": trace_title(trace),
@@ -84,7 +85,7 @@ def trace_part(trace: Trace, blocks: Blocks, name: str, full: bool) -> dict[str,
         "budgets": [str(budget) for budget in sides.budgets],
         "configs": arrays.config_rows(trace, sides),
         "start": {**vars(start), "head": head},
-        "measures": _measures_part(measured),
+        "measures": [one.to_dict(ties.index(one.key) if one.key in ties else None) for one in measures],
         "distances": list(DISTANCES),
         "kl_floor": arrays.kl_floor(trace),
         "pairs": sides.pairs if digest_trace else [],
@@ -93,7 +94,7 @@ def trace_part(trace: Trace, blocks: Blocks, name: str, full: bool) -> dict[str,
         "ablation": ablation,
         "answers": answers,
         "losses": loss_count(trace),
-        "step_samples": _samples_per_step(trace),
+        "step_samples": [int((measured_steps(trace) > step).sum()) for step in range(int(measured_steps(trace).max()))],
         **steps,
         **tokens_part(trace, blocks, texts, pairs, head),
         **kinds_part(digest_trace or trace, compared),
@@ -135,18 +136,6 @@ def _run_part(trace: Trace) -> dict[str, Any]:
         "decoder_layers": trace.decoder_layers,
         "heads": trace.arrays["kept_count"].shape[-1],
     }
-
-
-def _measures_part(measured: TraceMeasures) -> list[dict[str, Any]]:
-    """Return the page's JSON objects of the trace's measures."""
-    keys = measured.verdict_keys if measured.digest_trace else []
-    return [one.to_dict(keys.index(one.key) if one.key in keys else None) for one in measured.measures]
-
-
-def _samples_per_step(trace: Trace) -> list[int]:
-    """Return the number of samples that have each decode step, as samples can end early."""
-    steps = measured_steps(trace)
-    return [int((steps > step).sum()) for step in range(int(steps.max()))]
 
 
 def _most_changed_head(measured: TraceMeasures) -> HeadIndex:

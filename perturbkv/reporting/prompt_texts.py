@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from perturbkv.analyses.measurements import Floats
 from perturbkv.analyses.stats.arithmetic import ratio
-from perturbkv.analyses.tokens.fates import PromptText, prompt_of, relative_perturbations
+from perturbkv.analyses.tokens.fates import prompt_of, relative_perturbations
 from perturbkv.errors import TraceError
 from perturbkv.escaping import escape_control_characters
 from perturbkv.reporting.page_blocks import Blocks, block_bytes, deflate, encode_shares
@@ -30,26 +30,20 @@ HeadIndex = tuple[int, int]
 """Layer and head."""
 
 
-@dataclass(frozen=True)
-class SampleKeptSets:
-    """The kept sets of a sample under all configurations.
-
-    Attributes:
-        masks: (config, layer, head, byte) bit masks over the prompt, the first entry the lowest bit of the first byte.
-        share: (config, token) share of the heads that keep the token, 255 being all.
-    """
-
-    masks: NDArray[np.uint8]
-    share: NDArray[np.uint8]
-
-
 def prompt_block(trace: Trace, sample: int) -> bytes | None:
     """Return the compressed block of a prompt's text; None where the trace lacks it."""
     try:
         prompt = prompt_of(trace, trace.sample_ids[sample])
     except TraceError:
         return None
-    return deflate(json.dumps(_text_document(prompt), ensure_ascii=False, separators=(",", ":")).encode())
+    document = {
+        "pieces": [token_text(one) for one in prompt.pieces],
+        "compressed": prompt.compressed,
+        "cut": prompt.cut_index,
+        "cut_tokens": prompt.cut_tokens,
+        "cut_pieces": any(len(escape_control_characters(one)) > LONGEST for one in prompt.pieces),
+    }
+    return deflate(json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode())
 
 
 def token_text(text: str) -> str:
@@ -58,19 +52,6 @@ def token_text(text: str) -> str:
     if len(shown) <= LONGEST:
         return shown
     return f"{shown[:SHOWN]}… [{len(shown) - SHOWN:,} more characters]"
-
-
-def sample_kept_sets(trace: Trace, sample: int) -> SampleKeptSets | None:
-    """Return a sample's kept sets; None if the trace lacks kept sets."""
-    masks, shares = [], []
-    for config in range(len(trace.run.configs)):
-        try:
-            kept = trace.kept_masks(sample, config)
-        except TraceError:
-            return None
-        masks.append(np.packbits(kept, axis=-1, bitorder="little"))
-        shares.append(np.round(255 * kept.mean(axis=(0, 1))).astype(np.uint8))
-    return SampleKeptSets(np.stack(masks), np.stack(shares))
 
 
 def prompt_attention(trace: Trace, sample: int) -> Floats | None:
@@ -86,46 +67,11 @@ def attention_codes(attention: Floats) -> NDArray[np.uint8]:
     return encode_shares(attention, ATTENTION_STEP, ATTENTION_CODES).astype(np.uint8)
 
 
-def _text_document(prompt: PromptText) -> dict[str, object]:
-    """Return the JSON object of a prompt's text: tokens, number of compressed tokens, index and size of the cut."""
-    pieces = [token_text(one) for one in prompt.pieces]
-    return {
-        "pieces": pieces,
-        "compressed": prompt.compressed,
-        "cut": prompt.cut_index,
-        "cut_tokens": prompt.cut_tokens,
-        "cut_pieces": any(len(escape_control_characters(one)) > LONGEST for one in prompt.pieces),
-    }
-
-
 LOSS_STEP, LOSS_CODES = 0.0005, 65535
 """Logarithmic step and largest code of losses."""
 _LEVEL = 7
 """Compression level of bundles: 9 takes five times as long and saves 1.4 %."""
 _LOST = ("lost_position", "lost_output", "weighted_norm")
-
-
-@dataclass(frozen=True)
-class Losses:
-    """The evicted entries that would add most to each head's output in a sample.
-
-    Attributes:
-        positions: (config, layer, head, entry) evicted entries, the largest contribution first; −1 past the last.
-        shares: (config, layer, head, entry) codes of A ν / C: 0, or exp((code − 65535) · 0.0005).
-    """
-
-    positions: NDArray[np.int32]
-    shares: NDArray[np.uint16]
-
-
-def sample_losses(trace: Trace, sample: int) -> Losses | None:
-    """Return the evicted entries with the largest contribution to each head's output; None if the trace lacks them."""
-    if not set(_LOST) <= set(trace.arrays):
-        return None
-    positions, output, total = (np.asarray(trace.arrays[name][sample]) for name in _LOST)
-    shares = np.asarray(ratio(output, np.nan_to_num(total)[:, :, None]))
-    codes = encode_shares(np.where(positions >= 0, shares, 0), LOSS_STEP, LOSS_CODES)
-    return Losses(positions.astype("<i4"), codes.astype("<u2"))
 
 
 def loss_count(trace: Trace) -> int:
@@ -135,30 +81,51 @@ def loss_count(trace: Trace) -> int:
 
 @dataclass(frozen=True)
 class SampleHeads:
-    """The contents of a sample's bundles; `attention` is (layer, head, token). None where the trace lacks a part."""
+    """The contents of a sample's bundles, under all configurations.
 
-    kept: SampleKeptSets
-    losses: Losses | None
+    Attributes:
+        masks: (config, layer, head, byte) bit masks of the kept sets over the prompt, the first entry the lowest bit of
+            the first byte.
+        share: (config, token) share of the heads that keep the token, 255 being all.
+        losses: the evicted entries that would add most to each head's output, (config, layer, head, entry) each:
+            positions, the largest contribution first and −1 past the last, and codes of A ν / C, 0 or
+            exp((code − 65535) · 0.0005); None where the trace lacks them.
+        attention: (layer, head, token); None likewise.
+    """
+
+    masks: NDArray[np.uint8]
+    share: NDArray[np.uint8]
+    losses: tuple[NDArray[np.int32], NDArray[np.uint16]] | None
     attention: Floats | None
 
 
 def sample_heads(trace: Trace, sample: int) -> SampleHeads | None:
     """Return a sample's kept sets, losses and attention; None where the trace has no kept positions."""
-    kept = sample_kept_sets(trace, sample)
-    return None if kept is None else SampleHeads(kept, sample_losses(trace, sample), prompt_attention(trace, sample))
+    masks, shares, losses = [], [], None
+    try:
+        for config in range(len(trace.run.configs)):
+            kept = trace.kept_masks(sample, config)
+            masks.append(np.packbits(kept, axis=-1, bitorder="little"))
+            shares.append(np.round(255 * kept.mean(axis=(0, 1))).astype(np.uint8))
+    except TraceError:
+        return None
+    if set(_LOST) <= set(trace.arrays):
+        positions, output, total = (np.asarray(trace.arrays[name][sample]) for name in _LOST)
+        lost = np.asarray(ratio(output, np.nan_to_num(total)[:, :, None]))
+        codes = encode_shares(np.where(positions >= 0, lost, 0), LOSS_STEP, LOSS_CODES)
+        losses = positions.astype("<i4"), codes.astype("<u2")
+    return SampleHeads(np.stack(masks), np.stack(shares), losses, prompt_attention(trace, sample))
 
 
 def kept_bundle(heads: SampleHeads, layer: int, head: int) -> bytes:
     """Return the compressed bundle of a head: masks, each XORed with its predecessor, then losses and attention."""
-    kept, losses, attention = heads.kept.masks[:, layer, head], heads.losses, heads.attention
+    kept = heads.masks[:, layer, head]
     masks = kept.copy()
     masks[1:] ^= kept[:-1]
-    parts = [masks.tobytes()]
-    if losses is not None:
-        parts += [losses.positions[:, layer, head].tobytes(), losses.shares[:, layer, head].tobytes()]
-    if attention is not None:
-        parts.append(attention_codes(attention[layer, head]).tobytes())
-    return deflate(b"".join(parts), _LEVEL)
+    parts = [masks, *(part[:, layer, head] for part in heads.losses or ())]
+    if heads.attention is not None:
+        parts.append(attention_codes(heads.attention[layer, head]))
+    return deflate(b"".join(part.tobytes() for part in parts), _LEVEL)
 
 
 def heads_by_change(trace: Trace, sample: int, pairs: Sequence[IndexPair], excluded: HeadIndex) -> list[HeadIndex]:
@@ -246,7 +213,7 @@ def _put_first_bundles(trace: Trace, blocks: Blocks, samples: Sequence[SampleBlo
         one.kept = heads is not None
         if heads is not None:
             _append_bundle(blocks, one, first, kept_bundle(heads, *first))
-            one.share = blocks.offer(f"share{number}", deflate(heads.kept.share.tobytes()))
+            one.share = blocks.offer(f"share{number}", deflate(heads.share.tobytes()))
 
 
 def _put_attention(trace: Trace, blocks: Blocks, samples: Sequence[SampleBlocks]) -> None:

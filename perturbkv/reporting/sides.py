@@ -159,19 +159,14 @@ def replace_by_digests(trace: Trace) -> Trace:
     return dataclasses.replace(trace, arrays={**{name: trace.arrays[name] for name in small}, DIGEST: digests})
 
 
-@dataclass(frozen=True)
-class EqualSets:
-    """Masks of equal kept sets: (pair, sample, layer, head), for drift (pair, sample, layer)."""
-
-    isolated: NDArray[np.bool_]
-    propagated: NDArray[np.bool_]
-    drift: NDArray[np.bool_]
+EqualSets = Mapping[str, NDArray[np.bool_]]
+"""Isolated, propagated or drift -> (pair, sample, layer, head), of drift (pair, sample, layer), True where equal."""
 
 
 def equal_sets(trace: Trace, pairs: Sequence[IndexPair]) -> EqualSets:
     """Return masks that are True where both configurations of a pair keep equal sets, per pair."""
-    functions = (equal_isolated, equal_propagated, equal_layers)
-    return EqualSets(*(np.stack([function(trace, *pair) for pair in pairs]) for function in functions))
+    functions = {"isolated": equal_isolated, "propagated": equal_propagated, "drift": equal_layers}
+    return {name: np.stack([equal(trace, *pair) for pair in pairs]) for name, equal in functions.items()}
 
 
 def compare_pairs(
@@ -185,8 +180,8 @@ def compare_pairs(
         ]
         return PairComparison(None, np.array(sums), None)
     floor = Measurements(trace, ANALYSIS)[measure.floor]
-    masks: NDArray[np.bool_] = getattr(equal, measure.source)
-    parts = [_compare_pair(measure, values, floor, pair, one) for pair, one in zip(pairs, masks, strict=True)]
+    paired = zip(pairs, equal[measure.source], strict=True)
+    parts = [_compare_pair(measure, values, floor, pair, mask) for pair, mask in paired]
     return PairComparison(*(np.stack(part) for part in zip(*parts, strict=True)))
 
 
@@ -195,7 +190,10 @@ def drift_ratios(trace: Trace, pairs: Sequence[IndexPair], equal: EqualSets) -> 
     measured = Measurements(trace, ANALYSIS)
     each = [drift.drift_values(measured, distance) for distance in DISTANCES]
     return np.stack(
-        [[_pair_drift_ratios(one, pair, mask) for pair, mask in zip(pairs, equal.drift, strict=True)] for one in each]
+        [
+            [_pair_drift_ratios(one, pair, mask) for pair, mask in zip(pairs, equal["drift"], strict=True)]
+            for one in each
+        ]
     )
 
 
@@ -284,7 +282,10 @@ def compare_with_baseline(trace: Trace, sides: Sides, baseline: int) -> dict[str
     configs = trace.run.configs
     return {
         f"{first}-{second}": head_comparison.summarise(trace, configs[first], configs[second])
-        for first, second in _pairs_with_baseline(sides, baseline)
+        for first in range(len(configs))
+        if sides.side[first] == baseline
+        for second in range(len(configs))
+        if second != first and sides.budget[first] == sides.budget[second]
     }
 
 
@@ -340,18 +341,6 @@ def _standing_part(found: EqualBytes, point: CachePoint, curve: str) -> dict[str
     """Return the JSON object of a configuration's standing on a curve; `on_line`: it is among the least losses."""
     standing = point.standing(curve)
     return {"share": standing.share, "verdict": standing.verdict, "on_line": point in found.least_losses(curve)}
-
-
-def _pairs_with_baseline(sides: Sides, baseline: int) -> Sequence[IndexPair]:
-    """Return index pairs (configuration of the side `baseline`, any other configuration of its budget)."""
-    configs = range(len(sides.side))
-    return [
-        (first, second)
-        for first in configs
-        if sides.side[first] == baseline
-        for second in configs
-        if second != first and sides.budget[first] == sides.budget[second]
-    ]
 
 
 def _row_part(row: Row) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.analyses.heads.head_comparison import HeadComparison
-from perturbkv.analyses.heads.token_kinds import TokenKind, compare_token_kinds, kinds_note
+from perturbkv.analyses.heads.token_kinds import compare_token_kinds, kinds_note
 from perturbkv.analyses.json_values import json_value
 from perturbkv.analyses.measurements import Measurements, measured_steps
 from perturbkv.analyses.quality.perplexity import CachePerplexity, perplexity
@@ -39,7 +39,20 @@ def kinds_part(trace: Trace, comparisons: Mapping[str, HeadComparison]) -> dict[
     parts = {}
     for key, pair in comparisons.items():
         own = [one for one in found if (one.baseline, one.treatment) == (pair.baseline, pair.treatment)]
-        parts[key] = {"rows": [_kind_row(one) for one in own], "note": escape_line(" ".join(kinds_note(own, 1)))}
+        parts[key] = {
+            "rows": [
+                {
+                    "kind": one.kind,
+                    "samples": one.samples,
+                    "steps": one.steps,
+                    "isolated": with_kind(one.isolated_ratio, one.isolated_ratio_interval),
+                    "propagated": with_kind(one.propagated_ratio, one.propagated_ratio_interval),
+                    "rest": with_kind(one.rest_ratio, one.rest_ratio_interval),
+                }
+                for one in own
+            ],
+            "note": escape_line(" ".join(kinds_note(own, 1))),
+        }
     return {"kinds": parts}
 
 
@@ -92,18 +105,6 @@ def _read_text(trace: Trace, sample: int, steps: int) -> bytes:
 def _rounded(table: NDArray[Any]) -> list[list[float]]:
     """Return a matrix of numbers with six digits each."""
     return [[float(f"{number:.6g}") for number in row] for row in table.tolist()]
-
-
-def _kind_row(one: TokenKind) -> dict[str, Any]:
-    """Return the JSON object of a pair at the steps of one kind of token: ratios of sums over heads and samples."""
-    return {
-        "kind": one.kind,
-        "samples": one.samples,
-        "steps": one.steps,
-        "isolated": with_kind(one.isolated_ratio, one.isolated_ratio_interval),
-        "propagated": with_kind(one.propagated_ratio, one.propagated_ratio_interval),
-        "rest": with_kind(one.rest_ratio, one.rest_ratio_interval),
-    }
 
 
 def _perplexity_row(one: CachePerplexity) -> dict[str, Any]:

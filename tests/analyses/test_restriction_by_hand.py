@@ -58,14 +58,14 @@ def test_sets_of_layers_and_unions_stand_beside_the_baselines_own_way_to_combine
 
 def test_the_conclusion_is_of_restrictions_alone() -> None:
     result = restriction(made())
-    assert {case.verdict for case in result.cases()} == {MORE}
-    assert "query" not in {case.name for case in result.cases()}
+    assert {case.verdict for case in result.claims()[0].cases} == {MORE}
+    assert "query" not in {case.name for case in result.claims()[0].cases}
     assert result.conclusion() == (
         "A restricted kept set perturbs more than one of single entries per kv head in all 5 cases: 10 % [10, 10] more "
         "at kv(block=16, block_score=max) to 50 % [50, 50] more at layer(block=16) (propagated, all heads, equal "
         "budgets; n = 6 samples)."
     )
-    assert restriction(made([CONFIGS[0], CONFIGS[2]])).cases() == []
+    assert restriction(made([CONFIGS[0], CONFIGS[2]])).claims()[0].cases == []
 
 
 def test_tables_fit_80_columns_and_show_what_each_cache_holds() -> None:

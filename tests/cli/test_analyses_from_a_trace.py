@@ -13,7 +13,7 @@ import pyarrow.csv
 import pyarrow.parquet
 import pytest
 
-from perturbkv.analyses.json_values import parse_config_object
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.storage.trace.trace_file import read_trace
 from perturbkv.trace import FailedSample
 from tests.support.asked import refused
@@ -41,6 +41,11 @@ OPTIONS = {"layers": ["--per-sample", "--budgets"], "heads": ["--compare", "atte
 @pytest.fixture
 def measured(tmp_path: Path) -> Path:
     return Path(shutil.copy(MEASURED, tmp_path / "measured.h5"))
+
+
+def configuration_of(document: dict[str, Any]) -> EvictionConfig:
+    """The configuration that a JSON object describes; its label is beside its choices."""
+    return EvictionConfig.from_document({name: value for name, value in document.items() if name != "label"})
 
 
 def made_up(path: Path) -> Path:
@@ -113,9 +118,9 @@ def test_a_summary_holds_configurations_as_objects_and_types_as_types(perturbkv:
     told = perturbkv("layers", measured, "--budgets", "-o", "out", "--json").json()
     assert told["run"]["seed"] == run.seed
     assert told["run"]["random_weights"] is run.random_weights
-    assert [parse_config_object(one) for one in told["run"]["configs"]] == list(run.configs)
+    assert [configuration_of(one) for one in told["run"]["configs"]] == list(run.configs)
     for drift in told["drifts"]:
-        assert parse_config_object(drift["baseline"]) in run.configs
+        assert configuration_of(drift["baseline"]) in run.configs
         assert (drift["baseline"]["selection"], drift["treatment"]["selection"]) == (
             "attention(alpha=0.75)",
             "two-stage(alpha=0.75)",
