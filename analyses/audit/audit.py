@@ -433,8 +433,13 @@ class Audit(Result):
         """Return clauses with the number of kept sets that lack the first or the most recent entry; empty for none.
 
         Each is counted over the prompts in the lowest row of a batch with such sets, in the first situation that ran.
+        Caches with changed or rounded entries are left out: which positions these have is not sure enough.
         """
-        caches = {(run.sample, run.row): run.entries for run in reversed(self.runs) if run.entries}  # the first wins
+        caches = {
+            (run.sample, run.row): run.entries
+            for run in reversed(self.runs)  # the first wins
+            if run.entries and not run.entries.altered
+        }
         clauses = []
         for what, name in (("the first entry, a sink,", "without_first"), ("the most recent entry", "without_last")):
             for row in sorted({row for _, row in caches}):

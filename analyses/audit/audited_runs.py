@@ -355,7 +355,8 @@ class AuditedRun(Record):
             what = f"every entry is cached {times} times, once per query head (repeat_kv before caching)"
             yield self._fault("repeated", what, layer, 0, 0)
         for layer, kept in enumerate(entries.kept):
-            if not any(kept) and not entries.strangers[layer].any() and not entries.padded[layer].any():
+            others = (entries.strangers, entries.padded, entries.hidden)
+            if not any(kept) and not any(counts[layer].any() for counts in others):
                 yield self._fault("empty", "no entry of the prompt is kept", layer, step=0)
         for change in entries.altered:
             yield self._fault(change.kind, change.what, change.layer, change.head, 0, change.entry)
@@ -370,6 +371,8 @@ class AuditedRun(Record):
             for layer, head in np.argwhere(counts > 0):
                 count = int(counts[layer, head])
                 what = words.format(f"{count:,} {'entry' if count == 1 else 'entries'}")
+                if kind == "duplicate" and count > 1:  # of one entry or of several
+                    what = f"{count:,} repeats of kept entries"
                 yield self._fault(kind, what, int(layer), int(head), 0, int(first[layer, head]))
 
     def _decoding_difference(self, steps: tuple[DecodingStep, ...]) -> Iterator[Fault]:

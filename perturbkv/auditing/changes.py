@@ -42,7 +42,7 @@ _NEARLY_EQUAL = 1.5
 """Ratio of an entry's distance from its original to that from another up to which these two are one to rounding."""
 _EQUAL = 1e-3
 """Relative difference of distances below which they are equal, as those from equal entries are."""
-_ROTATED_NEARER = 0.6
+ROTATED_NEARER = 0.6
 """Largest ratio of the distance that a rotation leaves a rounded key to the one without it, that explains the key."""
 _FROM_ELSEWHERE = 0.7
 """Largest ratio of the distances from another head's or row's entries and from the own ones', of rounded entries."""
@@ -83,7 +83,7 @@ def excess_rotations(
     unrotated = torch.linalg.vector_norm(keys[:, 2 * half :].double() - full[:, 2 * half :].double(), dim=-1)
     distance = torch.hypot(torch.linalg.vector_norm(pairs - rotated, dim=-1), unrotated)
     before = torch.hypot(torch.linalg.vector_norm(pairs - full_pairs, dim=-1), unrotated)
-    limit = before * _ROTATED_NEARER if rounded else max(NEAR, near) * torch.linalg.vector_norm(full.double(), dim=-1)
+    limit = before * ROTATED_NEARER if rounded else max(NEAR, near) * torch.linalg.vector_norm(full.double(), dim=-1)
     return shifts[best] if bool((distance <= limit)[shifts[best] != 0 if rounded else slice(None)].all()) else None
 
 

@@ -19,6 +19,7 @@ from perturbkv.analyses.audit.cache_entries import FLOORS, MOST_ROUNDED, Alterat
 from perturbkv.analyses.measurements import Floats
 from perturbkv.auditing.changes import (
     NEAR,
+    ROTATED_NEARER,
     are_among,
     are_of_others,
     are_rounded,
@@ -320,6 +321,10 @@ class EntryComparison:
                 changes = [*self._changes(layer, head, distance[:, layer, head])]
                 if any(change.kind in ("row", "head", "mismatch") for change in changes):
                     strangers[place] = 0  # they are somebody's
+                if duplicates[place] and any(change.kind in ("changed", "rotation") for change in changes):
+                    # Positions are not sure there, and only equal rows are repeats.
+                    rows = torch.cat(own, dim=-1)[seen & (positions != NOWHERE)]
+                    duplicates[place] = min(duplicates[place], len(rows) - len({tuple(row) for row in rows.tolist()}))
                 altered += changes
             kept_sets.append(tuple(sets))
         adapter, layers = self.tracker.adapter, range(shape[0])
@@ -360,8 +365,11 @@ class EntryComparison:
                 kept, matched = self.layers[layer], self.layers[layer].positions[head]
                 in_floors = (kept.key_distance, kept.value_distance)[kind][head] / self.floors[kind, layer]
                 differs = ~(in_floors <= FLOORS) & self.attended[layer][head] & (matched >= self.padding)
-                first = int(matched[differs].amin()) - self.padding if bool(differs.any()) else -1
-                yield Alteration(layer, head, change, f"{('keys', 'values')[kind]} {words}", first)
+                entry = -1
+                if bool(differs.any()):  # without a cause the entry that is farthest off
+                    far_off = in_floors.masked_fill(~differs, -1).argmax()
+                    entry = int(matched[far_off] if change == "changed" else matched[differs].amin()) - self.padding
+                yield Alteration(layer, head, change, f"{('keys', 'values')[kind]} {words}", entry)
 
     def _row_of_entries(self, layer: int, head: int) -> int | None:
         """Return the other row of the batch whose full cache holds all of a head's entries; None if there is none."""
@@ -441,8 +449,9 @@ class EntryComparison:
             )
         yield "scale", describe_scale(entries, own, floor)
         if kind == _KEYS:
-            most = 2 * tracker.situation.entries
+            most, elsewhere = 2 * tracker.situation.entries, (frequencies, NEAR, base_of(tracker.adapter))
             yield "rotation", describe_rotation(entries, own, places, frequencies, most, rounded=True)
+            yield "rotation", describe_wrong_rotation(entries, before, places, index, *elsewhere, ROTATED_NEARER)
         yield "clipped", describe_clipping(entries, own)
         yield "scale", describe_rounded_scale(entries, own)
         both = [cached[self.row, head][matched] for cached in tracker.first_entries[layer]]

@@ -228,12 +228,14 @@ def describe_wrong_rotation(
     frequencies: Float[Tensor, " frequency"],
     near: float,
     base: float = 0,
+    rounded: float = 0,
 ) -> str:
     """Return in words how keys were moved to their places in a cache by other frequencies than the model's.
 
     Empty if no such rotation explains most keys that moved. `before` are the full cache's keys at `positions`, `index`
     the places in the cache, `near` the largest relative distance at which a rotation explains a key, `base` the
-    model's, or 0 where it follows from the frequencies.
+    model's, or 0 where it follows from the frequencies. With `rounded` it explains a key, too, whose distance it leaves
+    below so many times the distance of the model's own rotation and of none.
     """
     half, d_key = len(frequencies), keys.shape[-1]
     length = torch.linalg.vector_norm(before.double(), dim=-1)
@@ -241,6 +243,8 @@ def describe_wrong_rotation(
     if not bool(moved.any()):
         return ""
     base = base or (float(frequencies[1].double() ** -half) if half > 1 else _BASES[0])
+    own = torch.stack([_rotate(before, positions, target, frequencies) for target in (index, positions)])
+    least = rounded * torch.linalg.vector_norm(keys.double() - own.double(), dim=-1).amin(dim=0)
     candidates = {
         "without the model's scaling of long contexts": (base, half),
         **{
@@ -250,12 +254,13 @@ def describe_wrong_rotation(
         },  # fmt: skip
         "in all components, the model rotates a part of them": (base, d_key // 2),
     }
+    found = {}
     for words, (other, pairs) in candidates.items():
         others = other ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
         if pairs == half and torch.allclose(others, frequencies.cpu().double(), rtol=1e-3):
             continue  # the model's own
         candidate = _rotate(before, positions, index, others)
         distance = torch.linalg.vector_norm(keys.double() - candidate.double(), dim=-1)
-        if float((distance <= near * length)[moved].float().mean()) > _EXPLAINED:
-            return f"moved to their places inside the cache {words}"
-    return ""
+        if float((distance <= torch.maximum(near * length, least))[moved].float().mean()) > _EXPLAINED:
+            found[f"moved to their places inside the cache {words}"] = float(distance[moved].mean())
+    return f"{min(found, key=found.__getitem__)}{', and rounded' if rounded else ''}" if found else ""

@@ -316,6 +316,17 @@ def moved_with_another_base(model: Any, input_ids: Tensor, attention_mask: Tenso
     return moved(model, input_ids, attention_mask, 5e5)
 
 
+def moved_with_another_base_and_rounded(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    """The same; keys and values then have four bits per entry."""
+    cache = moved_with_another_base(model, input_ids, attention_mask)
+    for layer in cache.layers:
+        for name in ("keys", "values"):
+            entries = getattr(layer, name)
+            step = entries.abs().amax(dim=-1, keepdim=True) / 7
+            setattr(layer, name, (entries / step).round() * step)
+    return cache
+
+
 def moved_but_decoded_at_n(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
     """Keys rotated to 0, 1, …; new tokens still stand at n."""
     cache = moved(model, input_ids, attention_mask)

@@ -177,6 +177,13 @@ def test_types_that_explain_nothing_are_no_excuse(name: str, kind: str, tmp_path
     assert result.verdict == "differs", result.summary
 
 
+@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+def test_an_engine_in_a_coarser_type_is_audited_in_that_type(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(UnreadableCacheError, match=f"computed in {kind}.* in float32: use --dtype {kind}"):
+        Made(header={"compute": kind}).audited(tmp_path / "dump")
+    assert Made(header={"compute": "float32"}).audited(tmp_path / "exact").verdict == "exact"
+
+
 def test_blocks_beyond_the_last_token_are_passed_over(tmp_path: Path) -> None:
     told = lambda blocks: blocks | {"a": [*blocks["a"], 99]}  # noqa: E731
     assert Made(told=told).audited(tmp_path / "dump").verdict == "exact"

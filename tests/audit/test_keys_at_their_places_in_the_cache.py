@@ -58,6 +58,21 @@ def test_a_round_trip_and_a_wrong_base_are_told_apart() -> None:
     assert wrong.faults[0].kind == "rotation"
     words = "keys moved to their places inside the cache with base 500,000, the model's is 10,000"
     assert wrong.faults[0].what == words
+    rounded = audited("llama", planted.moved_with_another_base_and_rounded)
+    assert (rounded.verdict, rounded.faults[0].what) == ("differs", f"{words}, and rounded")
+    assert "most recent" not in rounded.conclusion()
+
+
+def test_of_changed_keys_only_equal_rows_are_repeats() -> None:
+    """The prompt's tokens are of two kinds alone, so that the first layer's values are, too."""
+
+    def eviction(model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        return planted.moved_with_another_base(model, input_ids, attention_mask)
+
+    prompt = pk.Prompt("two tokens", [5, 9] * 20, 0)
+    result = pk.audit(tiny_adapter("llama"), prompt, eviction, situations=["single"], losses=False, progress=False)
+    assert result.verdict == "differs"
+    assert "duplicate" not in {fault.kind for fault in result.faults}
 
 
 def test_other_frequencies_are_named() -> None:

@@ -60,6 +60,8 @@ from perturbkv.models.adapter import Adapter
 from perturbkv.models.forward import run_with_cache
 
 _DEFAULT = Resources()
+_TYPES = ("bfloat16", "float16")
+"""Types that an engine computes in, and the plain model can, too."""
 _PARTS = (1, 2, 3)
 """Numbers of parts in which tokens are read for the noise floor of their log-probabilities."""
 _LEAST_LOGPROB_FLOOR = 1e-3
@@ -103,8 +105,14 @@ def audit_dump(
     faults also their dumped entries and up to eight more caches. `losses`: whether the loss is measured where entries
     are removed; `progress` is called per layer.
 
-    Raises UnreadableCacheError for a dump of another model's shape, DatasetError for tokens that the model lacks.
+    Raises UnreadableCacheError for a dump of another model's shape, and of an engine that computed in a coarser type
+    than the model; DatasetError for tokens that the model lacks.
     """
+    if dump.compute in _TYPES and explained_distance(dump.compute) > explained_distance(adapter.dtype):
+        raise UnreadableCacheError(
+            f"{dump.path}: the engine computed in {dump.compute}, whose rounding would look like faults beside the "
+            f"plain model in {dtype_name(adapter.dtype)}: use --dtype {dump.compute}"
+        )
     check_attention(adapter)
     adapter.check_plain_layers("an audit of a dump")
     adapter.check_no_latents("an audit of a dump")
