@@ -105,7 +105,11 @@ def draw_heads(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figur
     """Draw maps of L/θ by head, the median over samples, a panel per budget; a dot where most samples are flagged."""
     wide = 2 if width_mm < style.WIDE_MM else _WIDE
     configs = sort_by_cache_share(result.shown, lambda config: config.cache_share)
-    maps = [_tightness_map(name, config) for name, config in zip(_map_names(configs), configs, strict=True)]
+    maps = []
+    for parts, config in zip(budget_names([shown.config for shown in configs]), configs, strict=True):
+        spread, name = config.spreads["L/θ"], "\n".join(fold(part, _LETTERS) for part in parts)
+        title = f"b={name}\nmedian {text.decimal(float(spread.evidence[_MEDIAN]))}"
+        maps.append(panels.Map(title, spread.by_head[_MEDIAN_OF_HEAD], config.flagged_heads > 0.5))
     largest = max(float(shown.values[~np.isnan(shown.values)].max(initial=0)) for shown in maps)
     figure = panels.draw_maps(
         [maps[start : start + wide] for start in range(0, len(maps), wide)],
@@ -123,19 +127,6 @@ def _cache_shares_text(configs: Sequence[Tightness]) -> str:
     """Return the foot's text with the cache share per budget."""
     shares = dict.fromkeys(f"{shown.config.budget}: {text.cache_share(shown.cache_share)}" for shown in configs)
     return f"cache share of b={', '.join(shares)}"
-
-
-def _tightness_map(name: str, config: Tightness) -> panels.Map:
-    """Return the map of L/θ by head of one configuration, titled by its budget and the median."""
-    spread = config.spreads["L/θ"]
-    median = f"median {text.decimal(float(spread.evidence[_MEDIAN]))}"
-    return panels.Map(f"b={name}\n{median}", spread.by_head[_MEDIAN_OF_HEAD], config.flagged_heads > 0.5)
-
-
-def _map_names(configs: Sequence[Tightness]) -> list[str]:
-    """Return the budgets as map titles, folded to the width of narrow maps."""
-    names = budget_names([shown.config for shown in configs])
-    return ["\n".join(fold(part, _LETTERS) for part in parts) for parts in names]
 
 
 def _set_budget_label(axes: Axes, configs: Sequence[EvictionConfig]) -> None:

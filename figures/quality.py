@@ -53,10 +53,12 @@ def draw_quality(result: Quality, width_mm: float = style.WIDE_MM) -> Figure:
     shown, curves, narrow = drawn_columns(result), _curves_by_method(result), width_mm < style.WIDE_MM
     columns = min(_NARROW if narrow else _WIDE, len(shown))
     figure, panels = panel_grid(len(shown), columns, width_mm, _ROW_MM, _AROUND_MM)
+    known = not any(np.isnan(method.cache_share) for column in result.datasets for method in column.methods)
+    x_label = "cache share (%)" if known else "budget × 100"
     for index, (panel, column) in enumerate(zip(panels, shown, strict=True)):
         _draw_column(panel, column, curves, title_letters=(_TITLE_NARROW if narrow else _TITLE_WIDE) // columns)
         panel.set_ylabel("score × 100" if index % columns == 0 else "")
-        panel.set_xlabel(_x_label(result) if index + columns >= len(shown) else "")
+        panel.set_xlabel(x_label if index + columns >= len(shown) else "")
     full = Line2D([], [], color="0.35", linestyle="--", linewidth=0.9, label=FULL)
     looks = zip(curves, _method_looks(len(curves)), strict=True)
     methods = [
@@ -136,12 +138,6 @@ def _method_looks(count: int) -> list[tuple[Any, str]]:
     """Return `count` pairs of colour and marker, one per method."""
     markers = cycle("os^Dvp<>hX")
     return [(colour, next(markers)) for colour in style.category_colours(count)]
-
-
-def _x_label(result: Quality) -> str:
-    """Return the x label: cache shares, or budgets if any cache share is unknown."""
-    known = not any(np.isnan(method.cache_share) for column in result.datasets for method in column.methods)
-    return "cache share (%)" if known else "budget × 100"
 
 
 def _bars_text(result: Quality) -> str:

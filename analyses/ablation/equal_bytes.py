@@ -258,7 +258,16 @@ def equal_bytes(trace: Trace, step: int | None = None) -> EqualBytes:
     means = {curve: np.asarray(each.mean(axis=0)) for curve, each in shares.items()}
     kinds = _kinds(measured)
     _check_comparable(measured, means["packed"], kinds)
-    compare = _comparison(measured)
+
+    @cache
+    def compare(own: int, other: int) -> _Compared:
+        (first, second), floor = compared_perturbation(measured, "propagated", "l1", (own, other))
+        ratio, ends = sum_ratio(first, second)
+        tied = not verdicts(first, second, floor).any()
+        if isnan(ratio) and not tied:  # nothing loses less than nothing
+            return _Compared(ratio, ends, MORE)
+        return _Compared(ratio, ends, ratio_verdict(ratio, ends, tied))
+
     points = [
         CachePoint(
             config=config,
@@ -314,21 +323,6 @@ class _Compared(NamedTuple):
     ratio: float
     interval: OptionalInterval
     verdict: str
-
-
-def _comparison(measured: Measurements) -> Callable[[int, int], _Compared]:
-    """Return the function that compares the configuration at an index with another one, each pair once."""
-
-    @cache
-    def compare(own: int, other: int) -> _Compared:
-        (first, second), floor = compared_perturbation(measured, "propagated", "l1", (own, other))
-        ratio, ends = sum_ratio(first, second)
-        tied = not verdicts(first, second, floor).any()
-        if isnan(ratio) and not tied:  # nothing loses less than nothing
-            return _Compared(ratio, ends, MORE)
-        return _Compared(ratio, ends, ratio_verdict(ratio, ends, tied))
-
-    return compare
 
 
 def _standing(measured: Measurements, index: int, shares: Floats, compare: Callable[[int, int], _Compared]) -> Standing:

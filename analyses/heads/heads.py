@@ -230,8 +230,9 @@ def compare_heads(
         compare_token_kinds(measured, compared),
         shared_first_token(trace),
     )
-    first_step = partial(compare_heads, trace, baseline, treatments, step=0, distance=distance)
-    return add_first_step(result, measured.step, first_step)
+    return add_first_step(
+        result, measured.step, partial(compare_heads, trace, baseline, treatments, step=0, distance=distance)
+    )
 
 
 def _rows(pair: HeadComparison, kind: HeadKind) -> list[dict[str, Any]]:

@@ -103,6 +103,9 @@ def _compare(pair: HeadComparison, kind: str, own: Measurements, rest: Measureme
     propagated, propagated_interval = _sum_ratio(pair, own, "propagated", same["propagated"])
     others, others_interval = _sum_ratio(pair, rest, "propagated", same["propagated"])
     whole = pair.propagated.case()
+    decided_without = others.verdict in _DECIDED
+    unlike = others.verdict in (*_DECIDED, UNDECIDED) and _is_across(whole, others)
+    turned_without = whole.verdict in _DECIDED and unlike
     return TokenKind(
         baseline=pair.baseline,
         treatment=pair.treatment,
@@ -116,7 +119,7 @@ def _compare(pair: HeadComparison, kind: str, own: Measurements, rest: Measureme
         rest_ratio=others.value,
         rest_ratio_interval=others_interval,
         differs=propagated.verdict in _DECIDED and _is_across(propagated, whole),
-        makes_sign=_makes_sign(whole, others),
+        makes_sign=decided_without if whole.verdict == UNDECIDED else turned_without,
     )
 
 
@@ -136,13 +139,6 @@ def _sum_ratio(
 def _is_across(one: Case, other: Case) -> bool:
     """Return whether two ratios lie on different sides of 1."""
     return (one.value - 1) * (other.value - 1) < 0
-
-
-def _makes_sign(whole: Case, rest: Case) -> bool:
-    """Return whether a kind decides the ratio of all steps, or leaves it undecided, by the ratio of the other steps."""
-    if whole.verdict == UNDECIDED:
-        return rest.verdict in _DECIDED
-    return whole.verdict in _DECIDED and rest.verdict in (*_DECIDED, UNDECIDED) and _is_across(whole, rest)
 
 
 def kinds_table(found: Sequence[TokenKind]) -> Table:

@@ -203,8 +203,9 @@ def layer_drift(
         drifts = tuple(compare_layers(measured, identity_at(trace, pair, step), distance) for pair in pairs)
         members.append(DriftSeries(drifts, identity_at(trace, configs_of(pairs), step)))
     result = LayerDrifts(tuple(members), identity_at(trace, configs_of(chain(*series)), step))
-    first_step = partial(layer_drift, trace, baseline, treatments, step=0, distance=distance)
-    return add_first_step(result, measured.step, first_step)
+    return add_first_step(
+        result, measured.step, partial(layer_drift, trace, baseline, treatments, step=0, distance=distance)
+    )
 
 
 class _SampleTable(_DriftTable[LastLayer]):
@@ -301,5 +302,6 @@ def last_layer(
         drifts = tuple(compare_samples(measured, identity_at(trace, pair, step), distance) for pair in pairs)
         members.append(SampleSeries(drifts, identity_at(trace, configs_of(pairs), step)))
     result = SampleDrifts(tuple(members), identity_at(trace, configs_of(chain(*series)), step))
-    first_step = partial(last_layer, trace, baseline, treatments, step=0, distance=distance)
-    return add_first_step(result, measured.step, first_step)
+    return add_first_step(
+        result, measured.step, partial(last_layer, trace, baseline, treatments, step=0, distance=distance)
+    )

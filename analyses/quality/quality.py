@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -35,7 +36,6 @@ from perturbkv.analyses.result import Result
 from perturbkv.analyses.sides import comparable_groups, pairs
 from perturbkv.analyses.verdicts import LESS, MORE
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.run import RunConfig
 from perturbkv.display import Part, plural
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
@@ -270,10 +270,23 @@ def quality(traces: Trace | Iterable[Trace], *, baseline: str = "attention", tre
     graded = as_traces(traces)
     configs = shared_configs(graded)
     partial = partial_configs(graded, configs)
-    pair_indices = _pair_indices(graded[0].run, configs, baseline, treatment)
+    pair_indices: tuple[tuple[int, int], ...] = ()
+    with contextlib.suppress(TraceError):  # the configurations may hold no such pair
+        both = pairs(replace(graded[0].run, configs=configs), baseline, treatment)
+        pair_indices = tuple((configs.index(first), configs.index(second)) for first, second in both)
     compared, datasets = Comparison(configs, pair_indices, comparable_groups(configs)), tasks(graded, configs)
+    each = [identity(trace, configs) for trace in graded]
     return Quality(
-        identity=_identity(graded, configs),
+        identity=replace(
+            each[0],
+            dataset=_names_or_count([one.dataset for one in each], f"{len(each)} data sets"),
+            samples=sum(one.samples for one in each),
+            failed=sum(one.failed for one in each),
+            trace=_names_or_count([one.trace for one in each if one.trace], "one of each"),
+            byte_shares=tuple(
+                sum(shares) / len(each) for shares in zip(*(one.byte_shares for one in each), strict=True)
+            ),
+        ),
         configs=configs,
         left_out=partial,
         lacking=tuple(one.run.dataset for one in graded if not set(partial) <= set(one.run.configs)),
@@ -284,30 +297,6 @@ def quality(traces: Trace | Iterable[Trace], *, baseline: str = "attention", tre
         datasets=dataset_columns(datasets, compared),
         kinds=kind_columns(datasets, compared),
         average=score_column(AVERAGE, datasets, compared),
-    )
-
-
-def _pair_indices(
-    run: RunConfig, configs: tuple[EvictionConfig, ...], baseline: str, treatment: str
-) -> tuple[tuple[int, int], ...]:
-    """Return the indices of each baseline and its treatment; empty where the configurations hold no such pair."""
-    try:
-        both = pairs(replace(run, configs=configs), baseline, treatment)
-    except TraceError:
-        return ()
-    return tuple((configs.index(first), configs.index(second)) for first, second in both)
-
-
-def _identity(traces: Sequence[Trace], configs: Sequence[EvictionConfig]) -> RunIdentity:
-    """Return the identity of all runs together."""
-    each = [identity(trace, configs) for trace in traces]
-    return replace(
-        each[0],
-        dataset=_names_or_count([one.dataset for one in each], f"{len(each)} data sets"),
-        samples=sum(one.samples for one in each),
-        failed=sum(one.failed for one in each),
-        trace=_names_or_count([one.trace for one in each if one.trace], "one of each"),
-        byte_shares=tuple(sum(shares) / len(each) for shares in zip(*(one.byte_shares for one in each), strict=True)),
     )
 
 
