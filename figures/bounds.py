@@ -56,7 +56,10 @@ def draw_bound_tightness(result: BoundTightness, width_mm: float = style.WIDE_MM
     style.draw_legend_below(axes[2], _draw_agreement(axes[2], ranked, settings), columns)
     for panel in (axes[0], axes[2]) if key else ():
         panel.set_xlabel("configuration, named below")
-    note = f"{_cache_shares_text(configs)} · {_bars_text(len(configs), result.identity.samples)}"
+    band = ", quartiles" if len(configs) <= _BANDS else ""
+    spreads = f"first panel: median, quartiles (bars) over samples and heads · second: median{band}"
+    third = f"third: {style.interval_note(result.identity.samples)}; below: heads that count, in how many samples"
+    note = f"{_cache_shares_text(configs)} · {spreads} · {third}"
     return style.describe_run(figure, result.identity, note, key=key)
 
 
@@ -92,13 +95,6 @@ def _names_fit(names: Sequence[Sequence[str]]) -> bool:
     """Return whether tick names, each a list of lines, fit under a panel."""
     widths = [max(map(len, parts), default=0) + _GAP for parts in names]
     return sum(widths) <= _ROOM and max(map(len, names), default=0) <= _NAME_LINES
-
-
-def _bars_text(configs: int, samples: int) -> str:
-    """Return the foot's text on bars: spreads in the first two panels, intervals over samples in the last."""
-    band = ", quartiles" if configs <= _BANDS else ""
-    spreads = f"first panel: median, quartiles (bars) over samples and heads · second: median{band}"
-    return f"{spreads} · third: {style.interval_note(samples)}; below: heads that count, in how many samples"
 
 
 def draw_heads(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figure:

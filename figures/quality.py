@@ -66,7 +66,13 @@ def draw_quality(result: Quality, width_mm: float = style.WIDE_MM) -> Figure:
         for name, (colour, marker) in looks
     ]
     draw_legend(figure, [full, *methods])
-    return style.describe_run(figure, result.identity, f"{scores_note(result.datasets)} {_bars_text(result)}")
+    every = (
+        ""
+        if min(one.samples for one in result.datasets) >= MIN_SAMPLES
+        else f", of fewer than {MIN_SAMPLES} samples ranges"
+    )
+    bars = f"Bars and bands: 95 % intervals{every} over samples; methods of equal caches are drawn side by side"
+    return style.describe_run(figure, result.identity, f"{scores_note(result.datasets)} {bars}")
 
 
 def drawn_columns(result: Quality) -> list[ScoreColumn]:
@@ -138,15 +144,6 @@ def _method_looks(count: int) -> list[tuple[Any, str]]:
     """Return `count` pairs of colour and marker, one per method."""
     markers = cycle("os^Dvp<>hX")
     return [(colour, next(markers)) for colour in style.category_colours(count)]
-
-
-def _bars_text(result: Quality) -> str:
-    """Return the foot's text on bars and bands."""
-    sizes = [one.samples for one in result.datasets]
-    kind = (
-        "95 % intervals" if min(sizes) >= MIN_SAMPLES else f"95 % intervals, of fewer than {MIN_SAMPLES} samples ranges"
-    )
-    return f"Bars and bands: {kind} over samples; methods of equal caches are drawn side by side"
 
 
 _PERPLEXITY_LINE_MM, _PERPLEXITY_AROUND_MM = 6, 24

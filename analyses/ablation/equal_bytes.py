@@ -49,10 +49,8 @@ CURVES = {"packed": "held_bytes", "resident": "resident_bytes"}
 
 
 @record
-class Standing(Record):
+class Standing(Record, section="standing among equal bytes"):
     """One configuration among all of the trace, by bytes and loss."""
-
-    SECTION: ClassVar[str] = "standing among equal bytes"
 
     share: float = column(
         "bytes of its cache over those of the full one in 16 bits, mean over samples; null where it does not tell"
@@ -79,10 +77,8 @@ def _share_text(share: float, ends: OptionalInterval = None) -> str:
 
 
 @record
-class CachePoint(Record):
+class CachePoint(Record, section="cache's bytes and loss"):
     """One configuration: what its cache takes, and what it loses."""
-
-    SECTION: ClassVar[str] = "cache's bytes and loss"
 
     config: EvictionConfig = column("the configuration")
     kind: str = column(
@@ -128,19 +124,25 @@ class CachePoint(Record):
 
 
 @record
-class EqualBytes(Result):
+class EqualBytes(
+    Result,
+    section="ablation --bytes",
+    rows="samples",
+    shown=(
+        "kind",
+        "packed_share",
+        "packed_verdict",
+        "resident_share",
+        "resident_verdict",
+        "relative",
+    ),
+):
     """Bytes and loss of every configuration of a trace.
 
     Attributes:
         samples: names of the samples.
         relative, shares: (sample, point) loss over ‖o_h‖ of each sample; and, per curve, its share of the bytes.
     """
-
-    SECTION: ClassVar[str] = "ablation --bytes"
-    ROWS: ClassVar[str] = "samples"
-    SHOWN: ClassVar[tuple[str, ...]] = (
-        "kind", "packed_share", "packed_verdict", "resident_share", "resident_verdict", "relative",
-    )  # fmt: skip
 
     points: tuple[CachePoint, ...] = column("one per configuration, that of the fewest packed bytes first")
     step: int | None = column(text.STEP)

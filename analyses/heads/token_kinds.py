@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import nan
-from typing import ClassVar
 
 import numpy as np
 
@@ -37,10 +36,8 @@ KINDS_NOTE = (
 
 
 @record
-class TokenKind(PairRecord, Record):
+class TokenKind(PairRecord, Record, section="kind of token"):
     """A pair of configurations compared at the decode steps of one kind of token: a sample's number is their mean."""
-
-    SECTION: ClassVar[str] = "kind of token"
 
     baseline: EvictionConfig = column("what is compared with")
     treatment: EvictionConfig = column("what is compared")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,7 +46,9 @@ class LengthScore(Record):
 
 
 @record
-class Needle(Result):
+class Needle(
+    Result, section="needle", rows="samples", shown=("cache_share", "score", "digits"), first="method", has_shares=True
+):
     """Retrieval of every method, and its rank correlation with perturbation.
 
     Attributes:
@@ -55,12 +57,6 @@ class Needle(Result):
         cells: (sample, 2) indices of depth and length in the grid.
         measured: measure -> (sample, config), relative to the full run's own norms (KL in nat, 1 − S without unit).
     """
-
-    SECTION: ClassVar[str] = "needle"
-    ROWS: ClassVar[str] = "samples"
-    SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "score", "digits")
-    FIRST: ClassVar[str] = "method"
-    HAS_SHARES: ClassVar[bool] = True
 
     identity: RunIdentity
     samples: tuple[str, ...]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 from perturbkv.analyses import columns, measurements, text
 from perturbkv.analyses.columns import Line, Record, column, derived, record
@@ -79,7 +79,14 @@ class ShownScore(Record):
 
 
 @record
-class Quality(Result):
+class Quality(
+    Result,
+    section="quality",
+    document="of scores",
+    rows="samples",
+    shown=("cache_share", "score", "minus_full", "minus_baseline", "samples_of_baseline"),
+    first="method",
+):
     """Scores of every data set, by kind of task and on average.
 
     Attributes:
@@ -88,12 +95,6 @@ class Quality(Result):
         tasks: the data sets with each sample's scores, those of a kind together.
         pairs: indices of each baseline and treatment that differ in selection alone; empty without such a pair.
     """
-
-    SECTION: ClassVar[str] = "quality"
-    DOCUMENT: ClassVar[str] = "of scores"
-    ROWS: ClassVar[str] = "samples"
-    SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "score", "minus_full", "minus_baseline", "samples_of_baseline")
-    FIRST: ClassVar[str] = "method"
 
     identity: RunIdentity
     configs: tuple[EvictionConfig, ...] = column("those that all traces hold, in the order of `methods`")
