@@ -21,7 +21,6 @@ from perturbkv.display import Table
 Value = TypeVar("Value")
 AnyRecord = TypeVar("AnyRecord")
 _KEY = "column"
-_EMPTY = ("", "–")
 _NAME_WIDTH, _NARROW_NAME_WIDTH = 24, 18
 """Letters per line of a name in a table's first column, and of one beside six or more columns."""
 _MOST_BESIDE = 3
@@ -150,6 +149,14 @@ class Record:
     SECTION: ClassVar[str] = ""
     """Heading of its keys in the JSON reference; empty for the name of the class in words."""
 
+    def __init_subclass__(cls, **declared: Any) -> None:
+        """Take class attributes from the keywords of a class: `section="drift"` is SECTION."""
+        super().__init_subclass__()
+        for name, value in declared.items():
+            if not hasattr(cls, name.upper()):
+                raise TypeError(f"{cls.__name__} declares '{name}', which no base has")
+            setattr(cls, name.upper(), value)
+
     @classmethod
     def columns(cls) -> Mapping[str, Column]:
         """Return the declared columns by attribute: fields in their order, then derived columns."""
@@ -202,7 +209,7 @@ def table(title: str, lines: Sequence[Line], names: Sequence[str], first: str = 
     declared = declarations([record for line in lines for record in line.records], names)
     separator = "\n" if len(names) > _MOST_BESIDE else " "
     cells = {name: [_cell_text(line.records, name, separator) for line in lines] for name in names}
-    shown = [name for name in names if any(cell not in _EMPTY for cell in cells[name])]
+    shown = [name for name in names if any(cell not in ("", "–") for cell in cells[name])]
     width = _NARROW_NAME_WIDTH if len(shown) > _MOST_WIDE else _NAME_WIDTH
     rows = [[fold(line.name, width), *(cells[name][row] for name in shown)] for row, line in enumerate(lines)]
     return Table(title, [first, *(declared[name].heading or name for name in shown)], rows)

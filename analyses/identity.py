@@ -132,7 +132,9 @@ class RunIdentity:
 
     def lines(self) -> list[str]:
         """Return the lines of a figure's foot: run, configurations, and `no_eviction_note`."""
-        return [self.run_line(), self._configurations_text(), *filter(None, [self.no_eviction_note()])]
+        parts = self._distinct_parts(lambda _, word: word)
+        configurations = " · ".join(filter(None, (self.shared, *(" | ".join(filter(None, part)) for part in parts))))
+        return [self.run_line(), configurations, *filter(None, [self.no_eviction_note()])]
 
     def run_line(self) -> str:
         """Return the run in one line: model, data, samples, digest and version."""
@@ -187,14 +189,6 @@ class RunIdentity:
     def provenance(self) -> str:
         """Return the digest of what was drawn, and the version: 'trace 0123456789ab, perturbkv 0.1.0'."""
         return f"{self.source} {self.trace or 'in memory'}, {self.made_with}"
-
-    def _configurations_text(self) -> str:
-        """Return the configurations in one line: shared choices, then distinct sides and settings.
-
-        Sides and settings stand apart where each side has every setting: 'snapkv | h2o · b=64 | b=128'.
-        """
-        parts = self._distinct_parts(lambda _, word: word)
-        return " · ".join(filter(None, (self.shared, *(" | ".join(filter(None, part)) for part in parts))))
 
     def _distinct_parts(self, write: Callable[[str, str], str]) -> list[list[str]]:
         """Return the distinct sides and the distinct settings, or whole names where not each side has every setting.

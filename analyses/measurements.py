@@ -139,7 +139,10 @@ class Measurements:
         kept, tokens = self["kept_count"], self["prompt_tokens"]
         grouped = np.array([config.granularity.name != "query" for config in self.trace.run.configs])
         heads = kept.shape[-1]
-        sets = sets_per_layer(self.trace, int(np.argmax(grouped))) if grouped.any() else np.nan
+        sets = np.nan
+        if grouped.any():  # heads that share a set share its offset, and all samples have as many sets
+            offsets = self.trace.get("kept_offset", "kept sets")[0, int(np.argmax(grouped))]
+            sets = max(len(np.unique(layer)) for layer in offsets)
         stored = np.where(grouped, heads, sets)  # in a group one head stands for all
         return np.asarray(kept.mean(axis=2).sum(axis=-1) / stored / tokens[:, None])
 
@@ -291,16 +294,6 @@ def _check_numbers(trace: Trace, name: str, numbers: Floats) -> None:
     if (nothing | infinite).any():
         got = "NaN" if nothing.any() else "infinity"
         raise TraceError(f"expected numbers in every complete sample of {trace.source}, got {got} in '{name}'")
-
-
-def sets_per_layer(trace: Trace, config: int) -> int:
-    """Return the largest number of different kept sets in a layer, for the configuration at an index.
-
-    Heads that share a set share its offset in the file. Raises TraceError where the trace does not hold the kept
-    positions.
-    """
-    offsets = trace.get("kept_offset", "kept sets")[0, config]  # of the first complete sample: all have as many sets
-    return max(len(np.unique(layer)) for layer in offsets)
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,6 @@ ACCEPTED_ANSWER = Measures(
     step=None,
 )
 """Of all measured steps of the accepted answer; those of its log p are sums over steps (METHOD: effect on the text)."""
-_EFFECTS = ("effect", "effect_size", "effect_propagated")
 
 
 def effect_note(gradient: str) -> str:
@@ -122,7 +121,11 @@ def measures_of(trace: Trace, analysis: str) -> Measures:
         )
     if trace.run.text == OWN:
         return OWN_TEXT
-    return ACCEPTED_ANSWER if "effect_isolated" in trace.arrays else ACCEPTED_ANSWER.without(_EFFECTS)
+    return (
+        ACCEPTED_ANSWER
+        if "effect_isolated" in trace.arrays
+        else ACCEPTED_ANSWER.without(("effect", "effect_size", "effect_propagated"))
+    )
 
 
 def common_measures(traces: Sequence[Trace], analysis: str) -> Measures:

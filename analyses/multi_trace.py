@@ -69,25 +69,20 @@ def check_combinable(traces: Sequence[Trace], analysis: str) -> None:
     if not traces:
         raise TraceError(f"{analysis} needs at least one trace, got none")
     for first, other in combinations(traces, 2):
-        _check_equal_settings(first, other)
+        shared = (*_SHARED, "chat_template") if first.run.dataset == other.run.dataset else _SHARED
+        different = [name for name in shared if getattr(first.run, name) != getattr(other.run, name)]
+        if different:
+            values = [f"{getattr(trace.run, different[0])} in {_trace_name(trace)}" for trace in (first, other)]
+            raise TraceError(
+                f"expected traces of one {different[0].replace('_', ' ')}, got {' and '.join(values)}; give them singly"
+            )
+        if missing := set(first.run.configs) ^ set(other.run.configs):
+            label = min(config.label() for config in missing)
+            raise TraceError(
+                f"expected the same configurations in every trace, got '{label}' in only one of {_trace_name(first)} "
+                f"and {_trace_name(other)}; measure what is missing, or give the traces singly"
+            )
     check_no_duplicate_prompts(traces, _trace_name)
-
-
-def _check_equal_settings(first: Trace, other: Trace) -> None:
-    """Raise TraceError where two traces differ in model, cache, further settings or configurations."""
-    shared = (*_SHARED, "chat_template") if first.run.dataset == other.run.dataset else _SHARED
-    different = [name for name in shared if getattr(first.run, name) != getattr(other.run, name)]
-    if different:
-        values = [f"{getattr(trace.run, different[0])} in {_trace_name(trace)}" for trace in (first, other)]
-        raise TraceError(
-            f"expected traces of one {different[0].replace('_', ' ')}, got {' and '.join(values)}; give them singly"
-        )
-    if missing := set(first.run.configs) ^ set(other.run.configs):
-        label = min(config.label() for config in missing)
-        raise TraceError(
-            f"expected the same configurations in every trace, got '{label}' in only one of {_trace_name(first)} and "
-            f"{_trace_name(other)}; measure what is missing, or give the traces singly"
-        )
 
 
 def _trace_name(trace: Trace) -> str:

@@ -57,10 +57,8 @@ class ComparisonRow(HeadComparison):
 
 
 @record
-class Outcome(ComparisonRow):
+class Outcome(ComparisonRow, section="outcome"):
     """A configuration against a baseline: heads, drift after the last layer, and KL of the next token."""
-
-    SECTION: ClassVar[str] = "outcome"
 
     drift_ratio: float = column(
         "mean drift after the last layer over the baseline's; NaN where that does not drift",

@@ -27,7 +27,8 @@ class Result(Record, ABC):
     """The numbers of an analysis. Terminals and notebooks display its conclusion, run, table and notes.
 
     A result is a frozen dataclass that declares its columns (`perturbkv.analyses.columns`): `to_dict`, the JSON
-    reference, the table and `explain` follow from them.
+    reference, the table and `explain` follow from them. The attributes in capitals are keywords of a subclass:
+    `class Horizon(Result, section="horizon", rows="steps")`.
 
     Attributes:
         identity: of the run, as figures and files show it.

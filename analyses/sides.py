@@ -19,8 +19,6 @@ from perturbkv.configs.selections import ALL_QUERIES, SCORED, SELECTIONS, WINDOW
 from perturbkv.errors import ConfigError, TraceError
 from perturbkv.trace import Trace
 
-_STAGE1 = ("alpha", "split")
-"""Options of a selection's stage 1."""
 Pair = tuple[EvictionConfig, EvictionConfig]
 """Baseline and treatment."""
 
@@ -108,7 +106,9 @@ def _matching_baselines(
     comparable = [
         config for config in candidates if config != treatment and _equal_except_sides(config, treatment, free)
     ]
-    same_stage = [config for config in comparable if _options_agree(config.selection, treatment.selection, _STAGE1)]
+    same_stage = [
+        config for config in comparable if _options_agree(config.selection, treatment.selection, ("alpha", "split"))
+    ]
     closest = [
         config
         for config in same_stage

@@ -32,7 +32,11 @@ def decimal(value: float, interval: OptionalInterval = None, digits: int = 2, se
 
 def percent(share: float, interval: OptionalInterval = None, separator: str = " ") -> str:
     """Return a share in [0, 1] with its interval in percent: '72 % [58, 82]'."""
-    return "–" if isnan(share) else f"{fixed(100 * share, 0)} %" + interval_text(interval, _whole_percent, separator)
+    return (
+        "–"
+        if isnan(share)
+        else f"{fixed(100 * share, 0)} %" + interval_text(interval, lambda end: fixed(100 * end, 0), separator)
+    )
 
 
 def points(score: float, interval: OptionalInterval = None, separator: str = " ", end_digits: int = 1) -> str:
@@ -142,11 +146,6 @@ def _three_digits(value: float) -> str:
     """Return a number with three significant digits, from 1,000 on without decimals."""
     size = f"{abs(value):,.0f}" if abs(value) >= 1000 else f"{abs(value):.3g}"
     return f"−{size}" if value < 0 else size
-
-
-def _whole_percent(share: float) -> str:
-    """Return a share in percent without decimals, as a bare number: '72'."""
-    return fixed(100 * share, 0)
 
 
 def fixed(value: float, digits: int) -> str:

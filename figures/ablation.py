@@ -59,8 +59,9 @@ def draw_ablation(result: Ablation, width_mm: float = style.WIDE_MM) -> Figure:
     titles = {BASELINE: BASELINE} | dict(sorted(named.items(), key=lambda item: order.index(item[1])))
     height = max(_LOWEST_MM, len(titles) * _LINE_MM + _AROUND_MM)
     figure, panels = panel_grid(len(ordered), _columns(width_mm), width_mm, height, 10, sharex=True)
-    for panel, one, name in zip(panels, ordered, _setting_names(ordered), strict=True):
-        _draw_setting(panel, one, name, titles)
+    names = short_names([result.baseline for result in ordered], "alpha")
+    for panel, one, name in zip(panels, ordered, names, strict=True):
+        _draw_setting(panel, one, name or one.setting, titles)
     label_outer(panels, f"Σ L1 over {BASELINE}'s (log axis)", "")
     draw_legend(figure, ratio_entries())
     return style.describe_run(figure, result.identity, style.interval_note(result.identity.samples))
@@ -69,12 +70,6 @@ def draw_ablation(result: Ablation, width_mm: float = style.WIDE_MM) -> Figure:
 def _columns(width_mm: float) -> int:
     """Return the most panels per row."""
     return 1 if width_mm < style.WIDE_MM else _COLUMNS
-
-
-def _setting_names(results: Sequence[Setting]) -> list[str]:
-    """Return each setting's short name; its full name where nothing distinguishes it."""
-    names = short_names([result.baseline for result in results], "alpha")
-    return [name or result.setting for name, result in zip(names, results, strict=True)]
 
 
 def _draw_setting(axes: Axes, result: Setting, name: str, titles: dict[str, str]) -> None:

@@ -19,7 +19,6 @@ from perturbkv.figures.panels import panel_grid
 _BINS, _PANEL_MM, _AROUND_MM = 64, 52, 18
 _LEAST = 0.05
 """Least number of noise floors on the log axis; smaller distances are drawn there."""
-_COLOURS = "cividis"
 
 
 def draw(result: Audit, width_mm: float = style.WIDE_MM) -> Figure:
@@ -41,7 +40,7 @@ def _draw_kept_share(figure: Figure, axes: Axes, result: Audit) -> None:
         axes.set_axis_off()
         return
     image = axes.imshow(
-        shares, aspect="auto", interpolation="nearest", norm=Normalize(0, 1), cmap=_COLOURS,
+        shares, aspect="auto", interpolation="nearest", norm=Normalize(0, 1), cmap="cividis",
         extent=(0, 100, len(shares) - 0.5, -0.5), gid="kept",
     )  # fmt: skip
     axes.set(title="kept share of each place", xlabel="position in the prompt, %", ylabel="layer")

@@ -56,7 +56,10 @@ def draw_bound_tightness(result: BoundTightness, width_mm: float = style.WIDE_MM
     style.draw_legend_below(axes[2], _draw_agreement(axes[2], ranked, settings), columns)
     for panel in (axes[0], axes[2]) if key else ():
         panel.set_xlabel("configuration, named below")
-    note = f"{_cache_shares_text(configs)} · {_bars_text(len(configs), result.identity.samples)}"
+    band = ", quartiles" if len(configs) <= _BANDS else ""
+    spreads = f"first panel: median, quartiles (bars) over samples and heads · second: median{band}"
+    third = f"third: {style.interval_note(result.identity.samples)}; below: heads that count, in how many samples"
+    note = f"{_cache_shares_text(configs)} · {spreads} · {third}"
     return style.describe_run(figure, result.identity, note, key=key)
 
 
@@ -94,18 +97,15 @@ def _names_fit(names: Sequence[Sequence[str]]) -> bool:
     return sum(widths) <= _ROOM and max(map(len, names), default=0) <= _NAME_LINES
 
 
-def _bars_text(configs: int, samples: int) -> str:
-    """Return the foot's text on bars: spreads in the first two panels, intervals over samples in the last."""
-    band = ", quartiles" if configs <= _BANDS else ""
-    spreads = f"first panel: median, quartiles (bars) over samples and heads · second: median{band}"
-    return f"{spreads} · third: {style.interval_note(samples)}; below: heads that count, in how many samples"
-
-
 def draw_heads(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figure:
     """Draw maps of L/θ by head, the median over samples, a panel per budget; a dot where most samples are flagged."""
     wide = 2 if width_mm < style.WIDE_MM else _WIDE
     configs = sort_by_cache_share(result.shown, lambda config: config.cache_share)
-    maps = [_tightness_map(name, config) for name, config in zip(_map_names(configs), configs, strict=True)]
+    maps = []
+    for parts, config in zip(budget_names([shown.config for shown in configs]), configs, strict=True):
+        spread, name = config.spreads["L/θ"], "\n".join(fold(part, _LETTERS) for part in parts)
+        title = f"b={name}\nmedian {text.decimal(float(spread.evidence[_MEDIAN]))}"
+        maps.append(panels.Map(title, spread.by_head[_MEDIAN_OF_HEAD], config.flagged_heads > 0.5))
     largest = max(float(shown.values[~np.isnan(shown.values)].max(initial=0)) for shown in maps)
     figure = panels.draw_maps(
         [maps[start : start + wide] for start in range(0, len(maps), wide)],
@@ -123,19 +123,6 @@ def _cache_shares_text(configs: Sequence[Tightness]) -> str:
     """Return the foot's text with the cache share per budget."""
     shares = dict.fromkeys(f"{shown.config.budget}: {text.cache_share(shown.cache_share)}" for shown in configs)
     return f"cache share of b={', '.join(shares)}"
-
-
-def _tightness_map(name: str, config: Tightness) -> panels.Map:
-    """Return the map of L/θ by head of one configuration, titled by its budget and the median."""
-    spread = config.spreads["L/θ"]
-    median = f"median {text.decimal(float(spread.evidence[_MEDIAN]))}"
-    return panels.Map(f"b={name}\n{median}", spread.by_head[_MEDIAN_OF_HEAD], config.flagged_heads > 0.5)
-
-
-def _map_names(configs: Sequence[Tightness]) -> list[str]:
-    """Return the budgets as map titles, folded to the width of narrow maps."""
-    names = budget_names([shown.config for shown in configs])
-    return ["\n".join(fold(part, _LETTERS) for part in parts) for parts in names]
 
 
 def _set_budget_label(axes: Axes, configs: Sequence[EvictionConfig]) -> None:

@@ -49,20 +49,29 @@ def draw(result: Correlation, width_mm: float = style.WIDE_MM) -> Figure:
     axes[1].tick_params(labelleft=narrow)
     for panel, measure in zip(axes[2:], (result.measures.headline, REFERENCE), strict=True):
         _draw_lost_shares(panel, settings, colours, measure)
-    draw_legend(figure, _legend(settings, colours), 2)
+    named = [
+        Line2D([], [], color=colour, marker="o", markersize=3, label=_setting_label(one))
+        for colour, one in zip(colours, settings, strict=True)
+    ]
+    draw_legend(
+        figure,
+        [
+            *named,
+            Line2D([], [], color=_NULL_COLOUR, linewidth=4.2, label="what methods’ names alone tell: middle 95 %"),
+        ],
+        2,
+    )
     for panel in axes[:2]:
         typeset(panel.get_yticklabels())
-    return style.describe_run(figure, result.identity, _foot_text(result))
-
-
-def _foot_text(result: Correlation) -> str:
-    """Return the foot's text on n, bars, the method identity baseline and lost answers."""
     answered = sum(part.answered for part in result.parts)
-    return (
-        f"of the {plural(answered, 'prompt')} that the full cache answers those count in which the methods differ · "
-        f"bars: 95 % intervals over prompts, ranges where they are fewer than {MIN_SAMPLES} · names alone: "
-        f"measures permuted among prompts · "
-        f"a lost answer: below {result.rule.lost:g} of the full cache's score"
+    return style.describe_run(
+        figure,
+        result.identity,
+        (
+            f"of the {plural(answered, 'prompt')} that the full cache answers those count in which the methods differ "
+            f"· bars: 95 % intervals over prompts, ranges where they are fewer than {MIN_SAMPLES} · names alone: "
+            f"measures permuted among prompts · a lost answer: below {result.rule.lost:g} of the full cache's score"
+        ),
     )
 
 
@@ -121,18 +130,6 @@ def _draw_lost_shares(axes: Axes, settings: Sequence[Setting], colours: Sequence
     axes.set(xlabel=f"{name}{unit} (log axis)", ylabel="share of answers lost", ylim=(-0.03, 1.03))
     style.set_log_axes(axes, x=True)
     axes.set_title(f"Lost by {name}, all prompts", loc="left")
-
-
-def _legend(settings: Sequence[Setting], colours: Sequence[Any]) -> list[Line2D]:
-    """Return a legend entry per setting, and an entry for the band of the method identity baseline."""
-    named = [
-        Line2D([], [], color=colour, marker="o", markersize=3, label=_setting_label(one))
-        for colour, one in zip(colours, settings, strict=True)
-    ]
-    return [
-        *named,
-        Line2D([], [], color=_NULL_COLOUR, linewidth=4.2, label="what methods’ names alone tell: middle 95 %"),
-    ]
 
 
 def _setting_label(one: Setting) -> str:

@@ -321,12 +321,6 @@ def _side_names(results: Sequence[HeadComparison]) -> tuple[list[str], list[str]
     return list(dict.fromkeys(first for first, _ in names)), list(dict.fromkeys(second for _, second in names))
 
 
-def _side_text(result: HeadComparison, several_baselines: bool, several_treatments: bool) -> str:
-    """Return a pair's names, without sides that all panels share."""
-    first, second = result.sides
-    return f"{first} → {second}" if several_baselines else second if several_treatments else ""
-
-
 def _panel_titles(results: Sequence[HeadComparison], panel_mm: float) -> list[str]:
     """Return a title per pair: a distinct name, cache shares, share of better heads, and ratio of sums."""
     names = short_names([result.baseline for result in results], "selection")
@@ -336,7 +330,9 @@ def _panel_titles(results: Sequence[HeadComparison], panel_mm: float) -> list[st
         kinds = (result.isolated, result.propagated)
         shares = [text.percent(kind.better_share, kind.better_share_interval) for kind in kinds]
         ratios = [text.decimal(kind.sum_ratio, kind.sum_ratio_interval) for kind in kinds]
-        name = " ".join(part for part in (_side_text(result, len(baselines) > 1, len(treatments) > 1), setting) if part)
+        first, second = result.sides  # without those that all panels share
+        sides = f"{first} → {second}" if len(baselines) > 1 else second if len(treatments) > 1 else ""
+        name = " ".join(part for part in (sides, setting) if part)
         between = " /\n  " if panel_mm < _SPLIT_MM else " / "
         lines = [fold(name, int(_LETTERS_PER_MM * panel_mm)), f"cache share {cache_shares_text(result.cache_shares)}",
                  f"better {between.join(shares)}", f"Σ × {between.join(ratios)}"]  # fmt: skip

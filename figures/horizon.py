@@ -53,7 +53,8 @@ def draw(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
     _finish_panels(axes, result, rows, stacked=stacked)
     handles = _legend(configs, colours, dashes if len(rows) == 1 else {})
     draw_legend(figure, handles)
-    return style.describe_run(figure, result.identity, f"{_samples_text(result)}{_cache_shares_text(configs)}")
+    shares = dict.fromkeys(f"b={one.config.budget}: {text.cache_share(one.cache_share)}" for one in configs)
+    return style.describe_run(figure, result.identity, f"{_samples_text(result)} · cache share of {', '.join(shares)}")
 
 
 def _group_by_setting(configs: Sequence[ConfigHorizon]) -> dict[str, list[ConfigHorizon]]:
@@ -110,12 +111,6 @@ def _legend(configs: Sequence[ConfigHorizon], colours: dict[str, Any], dashes: d
     names = [" ".join(parts) for parts in budget_names(firsts, *SIDE)]
     return [*handles, *(Line2D([], [], color="0.3", linestyle=dash, label=f"b={name}")
                       for name, dash in zip(names, dashes.values(), strict=True))]  # fmt: skip
-
-
-def _cache_shares_text(configs: Sequence[ConfigHorizon]) -> str:
-    """Return the foot's text with the cache share per budget."""
-    shares = dict.fromkeys(f"b={one.config.budget}: {text.cache_share(one.cache_share)}" for one in configs)
-    return f" · cache share of {', '.join(shares)}"
 
 
 def draw_heads(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:

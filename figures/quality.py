@@ -53,10 +53,12 @@ def draw_quality(result: Quality, width_mm: float = style.WIDE_MM) -> Figure:
     shown, curves, narrow = drawn_columns(result), _curves_by_method(result), width_mm < style.WIDE_MM
     columns = min(_NARROW if narrow else _WIDE, len(shown))
     figure, panels = panel_grid(len(shown), columns, width_mm, _ROW_MM, _AROUND_MM)
+    known = not any(np.isnan(method.cache_share) for column in result.datasets for method in column.methods)
+    x_label = "cache share (%)" if known else "budget × 100"
     for index, (panel, column) in enumerate(zip(panels, shown, strict=True)):
         _draw_column(panel, column, curves, title_letters=(_TITLE_NARROW if narrow else _TITLE_WIDE) // columns)
         panel.set_ylabel("score × 100" if index % columns == 0 else "")
-        panel.set_xlabel(_x_label(result) if index + columns >= len(shown) else "")
+        panel.set_xlabel(x_label if index + columns >= len(shown) else "")
     full = Line2D([], [], color="0.35", linestyle="--", linewidth=0.9, label=FULL)
     looks = zip(curves, _method_looks(len(curves)), strict=True)
     methods = [
@@ -64,7 +66,13 @@ def draw_quality(result: Quality, width_mm: float = style.WIDE_MM) -> Figure:
         for name, (colour, marker) in looks
     ]
     draw_legend(figure, [full, *methods])
-    return style.describe_run(figure, result.identity, f"{scores_note(result.datasets)} {_bars_text(result)}")
+    every = (
+        ""
+        if min(one.samples for one in result.datasets) >= MIN_SAMPLES
+        else f", of fewer than {MIN_SAMPLES} samples ranges"
+    )
+    bars = f"Bars and bands: 95 % intervals{every} over samples; methods of equal caches are drawn side by side"
+    return style.describe_run(figure, result.identity, f"{scores_note(result.datasets)} {bars}")
 
 
 def drawn_columns(result: Quality) -> list[ScoreColumn]:
@@ -136,21 +144,6 @@ def _method_looks(count: int) -> list[tuple[Any, str]]:
     """Return `count` pairs of colour and marker, one per method."""
     markers = cycle("os^Dvp<>hX")
     return [(colour, next(markers)) for colour in style.category_colours(count)]
-
-
-def _x_label(result: Quality) -> str:
-    """Return the x label: cache shares, or budgets if any cache share is unknown."""
-    known = not any(np.isnan(method.cache_share) for column in result.datasets for method in column.methods)
-    return "cache share (%)" if known else "budget × 100"
-
-
-def _bars_text(result: Quality) -> str:
-    """Return the foot's text on bars and bands."""
-    sizes = [one.samples for one in result.datasets]
-    kind = (
-        "95 % intervals" if min(sizes) >= MIN_SAMPLES else f"95 % intervals, of fewer than {MIN_SAMPLES} samples ranges"
-    )
-    return f"Bars and bands: {kind} over samples; methods of equal caches are drawn side by side"
 
 
 _PERPLEXITY_LINE_MM, _PERPLEXITY_AROUND_MM = 6, 24

@@ -125,7 +125,6 @@ _TITLE_LETTER_MM, _TITLE_MM = 1.8, 3.4
 _COLOURBLIND = (
     "#0173B2", "#DE8F05", "#029E73", "#D55E00", "#CC78BC", "#CA9161", "#FBAFE4", "#949494", "#ECE133", "#56B4E9",
 )  # fmt: skip
-_RANDOM = "random weights"
 
 
 @dataclass(frozen=True)
@@ -361,7 +360,7 @@ def describe_run(
     """
     assert isinstance(figure, CaptionedFigure)
     if identity.random_weights:
-        write_on_top(figure, _RANDOM, color="#b00020", fontsize=points(8))
+        write_on_top(figure, "random weights", color="#b00020", fontsize=points(8))
     figure.notes = [*(caption or [note]), *identity.caption_lines(sides)]
     figure.names = [name for config in identity.configs for name in (config.policy.name, config.selection.name)]
     figure.provenance = identity.provenance()

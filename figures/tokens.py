@@ -23,7 +23,6 @@ _PER_ROW = {True: 50, False: 100}
 """Tokens per row of a figure, by whether it is narrow."""
 _LOSSES = (("v", "#b35c00", 0.3), ("^", "#003f6b", 0.7))
 """Marker, colour and offset in the cell per side's losses; those of both sides are one above the other."""
-_LOSSES_NOTE = " · triangles: evicted, the largest A ν"
 
 
 def draw(result: Tokens, width_mm: float = style.WIDE_MM) -> Figure:
@@ -38,12 +37,16 @@ def draw(result: Tokens, width_mm: float = style.WIDE_MM) -> Figure:
         for loss in lost:
             x, y = loss.position % per_row + 0.5, loss.position // per_row + lift
             axes.plot(x, y, marker=marker, color=colour, markersize=2.6, markeredgecolor="white", markeredgewidth=0.3)
-    axes.set_title(_title(result), loc="left")
-    draw_legend(figure, _legend(result))
-    shares = cache_shares_text(result.cache_shares)
-    return style.describe_run(
-        figure, result.identity, f"cache share {shares}{_LOSSES_NOTE if any(result.losses or ()) else ''}"
+    first, second = result.sides
+    head, budget = result.shown, result.baseline.budget
+    axes.set_title(
+        f"{escape_line(result.prompt.sample)}, head {head.layer}-{head.head}, b = {budget}: {first} against {second}",
+        loc="left",
     )
+    draw_legend(figure, _legend(result))
+    losses = " · triangles: evicted, the largest A ν" if any(result.losses or ()) else ""
+    shares = f"cache share {cache_shares_text(result.cache_shares)}"
+    return style.describe_run(figure, result.identity, f"{shares}{losses}")
 
 
 def _draw_cells(axes: Axes, result: Tokens, per_row: int, rows: int) -> None:
@@ -60,13 +63,6 @@ def _draw_cells(axes: Axes, result: Tokens, per_row: int, rows: int) -> None:
     axes.set_xlabel(f"position in its row of {per_row}")
     axes.set_ylabel("row from")  # short, as few rows are low
     axes.tick_params(length=0)
-
-
-def _title(result: Tokens) -> str:
-    """Return the figure's title: sample, head, budget and both sides."""
-    first, second = result.sides
-    head, budget = result.shown, result.baseline.budget
-    return f"{escape_line(result.prompt.sample)}, head {head.layer}-{head.head}, b = {budget}: {first} against {second}"
 
 
 def _legend(result: Tokens) -> list[Patch | Line2D]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from perturbkv.analyses import text
 from perturbkv.analyses.ablation.ingredients import BASELINE, GAINS, Setting, left_out_configs, settings
@@ -26,21 +26,22 @@ _CLAIMED_GAINS = {
 
 
 @record
-class Ablation(SettingsResult):
-    """The gain of each ingredient of the two-stage selection, in every setting of the trace."""
-
-    SECTION: ClassVar[str] = "ablation"
-    SCOPE: ClassVar[str] = "propagated, all heads"
-    ROWS: ClassVar[str] = "heads"
-    SHOWN: ClassVar[tuple[str, ...]] = (
+class Ablation(
+    SettingsResult,
+    section="ablation",
+    scope="propagated, all heads",
+    rows="heads",
+    shown=(
         "cache_share",
         "isolated_ratio",
         "propagated_ratio",
         "median_ratio",
         "better_share",
-    )
-    FIRST: ClassVar[str] = "ingredient"
-    IGNORED: ClassVar[tuple[str, ...]] = ("alpha", "product")
+    ),
+    first="ingredient",
+    ignored=("alpha", "product"),
+):
+    """The gain of each ingredient of the two-stage selection, in every setting of the trace."""
 
     settings: tuple[Setting, ...] = column("one per policy, budget, granularity and so on")
     left_out: tuple[EvictionConfig, ...] = column(

@@ -49,10 +49,8 @@ CURVES = {"packed": "held_bytes", "resident": "resident_bytes"}
 
 
 @record
-class Standing(Record):
+class Standing(Record, section="standing among equal bytes"):
     """One configuration among all of the trace, by bytes and loss."""
-
-    SECTION: ClassVar[str] = "standing among equal bytes"
 
     share: float = column(
         "bytes of its cache over those of the full one in 16 bits, mean over samples; null where it does not tell"
@@ -79,10 +77,8 @@ def _share_text(share: float, ends: OptionalInterval = None) -> str:
 
 
 @record
-class CachePoint(Record):
+class CachePoint(Record, section="cache's bytes and loss"):
     """One configuration: what its cache takes, and what it loses."""
-
-    SECTION: ClassVar[str] = "cache's bytes and loss"
 
     config: EvictionConfig = column("the configuration")
     kind: str = column(
@@ -128,19 +124,25 @@ class CachePoint(Record):
 
 
 @record
-class EqualBytes(Result):
+class EqualBytes(
+    Result,
+    section="ablation --bytes",
+    rows="samples",
+    shown=(
+        "kind",
+        "packed_share",
+        "packed_verdict",
+        "resident_share",
+        "resident_verdict",
+        "relative",
+    ),
+):
     """Bytes and loss of every configuration of a trace.
 
     Attributes:
         samples: names of the samples.
         relative, shares: (sample, point) loss over ‖o_h‖ of each sample; and, per curve, its share of the bytes.
     """
-
-    SECTION: ClassVar[str] = "ablation --bytes"
-    ROWS: ClassVar[str] = "samples"
-    SHOWN: ClassVar[tuple[str, ...]] = (
-        "kind", "packed_share", "packed_verdict", "resident_share", "resident_verdict", "relative",
-    )  # fmt: skip
 
     points: tuple[CachePoint, ...] = column("one per configuration, that of the fewest packed bytes first")
     step: int | None = column(text.STEP)
@@ -258,7 +260,16 @@ def equal_bytes(trace: Trace, step: int | None = None) -> EqualBytes:
     means = {curve: np.asarray(each.mean(axis=0)) for curve, each in shares.items()}
     kinds = _kinds(measured)
     _check_comparable(measured, means["packed"], kinds)
-    compare = _comparison(measured)
+
+    @cache
+    def compare(own: int, other: int) -> _Compared:
+        (first, second), floor = compared_perturbation(measured, "propagated", "l1", (own, other))
+        ratio, ends = sum_ratio(first, second)
+        tied = not verdicts(first, second, floor).any()
+        if isnan(ratio) and not tied:  # nothing loses less than nothing
+            return _Compared(ratio, ends, MORE)
+        return _Compared(ratio, ends, ratio_verdict(ratio, ends, tied))
+
     points = [
         CachePoint(
             config=config,
@@ -314,21 +325,6 @@ class _Compared(NamedTuple):
     ratio: float
     interval: OptionalInterval
     verdict: str
-
-
-def _comparison(measured: Measurements) -> Callable[[int, int], _Compared]:
-    """Return the function that compares the configuration at an index with another one, each pair once."""
-
-    @cache
-    def compare(own: int, other: int) -> _Compared:
-        (first, second), floor = compared_perturbation(measured, "propagated", "l1", (own, other))
-        ratio, ends = sum_ratio(first, second)
-        tied = not verdicts(first, second, floor).any()
-        if isnan(ratio) and not tied:  # nothing loses less than nothing
-            return _Compared(ratio, ends, MORE)
-        return _Compared(ratio, ends, ratio_verdict(ratio, ends, tied))
-
-    return compare
 
 
 def _standing(measured: Measurements, index: int, shares: Floats, compare: Callable[[int, int], _Compared]) -> Standing:

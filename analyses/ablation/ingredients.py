@@ -47,17 +47,13 @@ Alpha = float | str | None
 """α of two stages, the text of an α table; None without stages."""
 _ByIngredient = dict[tuple[str, Alpha], EvictionConfig]
 """(ingredient, α) -> configuration of a setting."""
-_FREE = ("selection", "selection_alpha", "granularity_product")
-"""Choices in which the rows of a setting differ, as `EvictionConfig.flat` names them."""
 _STAGED = ("two-stage-uniform", "two-stage", MEAN_OF_PRODUCTS)
 """Rows that depend on α."""
 
 
 @record
-class Row(ComparisonRow):
+class Row(ComparisonRow, section="ablation row"):
     """One ingredient against the baseline, or against the row that lacks the ingredient."""
-
-    SECTION: ClassVar[str] = "ablation row"
 
     name: str = column("an ingredient, or what it brings")
     alpha: Alpha = column("share of stage 1, of a table its name; null for a row without stages")
@@ -74,10 +70,8 @@ class Row(ComparisonRow):
 
 
 @record
-class Setting(BaselineSetting):
+class Setting(BaselineSetting, section="ablation setting"):
     """Configurations that share all but selection, group's product and α; rows are in the order of `INGREDIENTS`."""
-
-    SECTION: ClassVar[str] = "ablation setting"
 
     baseline: EvictionConfig = column("the selection attention, which every row is compared with")
     rows: tuple[Row, ...] = column("each ingredient, at each α, against the baseline")
@@ -123,7 +117,10 @@ def left_out_configs(run: RunConfig) -> tuple[EvictionConfig, ...]:
 def _setting_groups(run: RunConfig) -> list[list[EvictionConfig]]:
     """Return the configurations by setting; only settings that hold the baseline and another ingredient."""
     controls = controls_of_others(run)
-    groups = [(group, _configs_by_ingredient(group)) for group in group_settings(run, *_FREE)]
+    groups = [
+        (group, _configs_by_ingredient(group))
+        for group in group_settings(run, *("selection", "selection_alpha", "granularity_product"))
+    ]
     compared = [group for group, rows in groups if (BASELINE, None) in rows and len(rows) > 1]
     return [group for group in compared if not controls.issuperset(group)]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, derived, interval, record, table
@@ -56,14 +56,12 @@ _FREE = ("policy", "selection", "window", "protect_first", "protect_recent", "gr
 
 
 @record
-class ControlComparison(HeadComparison):
+class ControlComparison(HeadComparison, section="comparison with a control"):
     """A method against a control of the same protection, with a verdict for each kind of perturbation.
 
     Attributes:
         margin: δ of these verdicts.
     """
-
-    SECTION: ClassVar[str] = "comparison with a control"
 
     isolated_verdict: ControlVerdict = column("of the isolated sums")
     propagated_verdict: ControlVerdict = column("of the propagated sums")
@@ -147,14 +145,12 @@ def relative_sum(measured: Measurements, config: EvictionConfig) -> dict[str, An
 
 
 @record
-class Row(_ControlColumns, Outcome):
+class Row(_ControlColumns, Outcome, section="methods row"):
     """One eviction method against SnapKV, and against controls with the method's own window and protected entries.
 
     Attributes:
         difference: the choices that tell it apart from other rows of the same name, as text; empty without such rows.
     """
-
-    SECTION: ClassVar[str] = "methods row"
 
     controls: Mapping[str, ControlComparison] = column(
         "the method against snapkv's entries so selected (random, attention) with its own window and protection"
@@ -172,10 +168,8 @@ class Row(_ControlColumns, Outcome):
 
 
 @record
-class MethodSetting(_ControlColumns, OutcomeSetting):
+class MethodSetting(_ControlColumns, OutcomeSetting, section="methods setting"):
     """The methods of one budget and granularity against SnapKV, sorted by propagated perturbation."""
-
-    SECTION: ClassVar[str] = "methods setting"
 
     baseline: EvictionConfig = column("snapkv:attention, which every row is compared with")
     rows: tuple[Row, ...] = column("each method, that which perturbs least first")
@@ -381,15 +375,16 @@ def _compare_with_controls(
 
 
 @record
-class MethodRanking(SettingsResult):
+class MethodRanking(
+    SettingsResult,
+    section="ablation --methods",
+    scope="propagated, all heads",
+    rows="heads",
+    shown=("cache_share", "propagated_ratio", "over_random", "over_attention"),
+    first="method",
+    ignored=("policy", "selection", "window", "alpha", "pool"),
+):
     """Methods ranked by perturbation, at every budget and granularity with SnapKV and another method."""
-
-    SECTION: ClassVar[str] = "ablation --methods"
-    SCOPE: ClassVar[str] = "propagated, all heads"
-    ROWS: ClassVar[str] = "heads"
-    SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "propagated_ratio", "over_random", "over_attention")
-    FIRST: ClassVar[str] = "method"
-    IGNORED: ClassVar[tuple[str, ...]] = ("policy", "selection", "window", "alpha", "pool")
 
     settings: tuple[MethodSetting, ...] = column("one per budget and granularity")
     margin: float = column("share of a control's sum within which a method is equivalent to it: δ")

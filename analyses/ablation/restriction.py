@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, derived, record, table
@@ -24,15 +24,11 @@ ANALYSIS = "restriction"
 RESTRICTION_BASELINE = "kv"
 _ORDER = (RESTRICTION_BASELINE, "layer", "head", "model", "query")
 """Granularities in the order of the table."""
-_FREE = ("granularity", "granularity_block", "granularity_block_score", "granularity_reduce")
-"""Choices in which the rows of a setting differ, as `EvictionConfig.flat` names them."""
 
 
 @record
-class Row(Outcome):
+class Row(Outcome, section="restriction row"):
     """One restriction of kept sets against the baseline, one set of single entries per key/value head."""
-
-    SECTION: ClassVar[str] = "restriction row"
 
     @derived()
     def name(self) -> str:
@@ -46,10 +42,8 @@ class Row(Outcome):
 
 
 @record
-class RestrictionSetting(OutcomeSetting):
+class RestrictionSetting(OutcomeSetting, section="restriction setting"):
     """Configurations that share all but the restriction: per key/value head, shared ones, then one per query head."""
-
-    SECTION: ClassVar[str] = "restriction setting"
 
     baseline: EvictionConfig = column(
         "one kept set of single entries per key/value head, which every row is compared with"
@@ -80,7 +74,9 @@ def settings(trace: Trace, step: int | None = None) -> tuple[RestrictionSetting,
 
     Raises TraceError where no setting holds the baseline and another row, and as `head_comparison.summarise`.
     """
-    groups = group_settings(trace.run, *_FREE)
+    groups = group_settings(
+        trace.run, *("granularity", "granularity_block", "granularity_block_score", "granularity_reduce")
+    )
     results = []
     for group in groups:
         kept = [config for config in group if config.granularity.name == RESTRICTION_BASELINE and config.block == 1]
@@ -92,7 +88,18 @@ def settings(trace: Trace, step: int | None = None) -> tuple[RestrictionSetting,
                 if config != baseline and config.granularity.options.get("reduce", own) in (own, UNION)
             ]
             if treatments:
-                results.append(_setting(trace, baseline, treatments, step))
+                treatments = sorted(
+                    treatments,
+                    key=lambda config: (_ORDER.index(config.granularity.name), config.block, restriction_text(config)),
+                )
+                results.append(
+                    RestrictionSetting(
+                        baseline=baseline,
+                        **next_token_kl(trace, ANALYSIS, baseline, step),
+                        rows=tuple(Row.compare(trace, ANALYSIS, baseline, config, step) for config in treatments),
+                        identity=identity_at(trace, [baseline, *treatments], step),
+                    )
+                )
     if not results:
         names = ", ".join(dict.fromkeys(restriction_text(config) for config in trace.run.configs))
         raise TraceError(
@@ -102,32 +109,18 @@ def settings(trace: Trace, step: int | None = None) -> tuple[RestrictionSetting,
     return tuple(results)
 
 
-def _setting(
-    trace: Trace, baseline: EvictionConfig, treatments: Sequence[EvictionConfig], step: int | None
-) -> RestrictionSetting:
-    """Return a setting: each treatment compared with the baseline."""
-    treatments = sorted(
-        treatments, key=lambda config: (_ORDER.index(config.granularity.name), config.block, restriction_text(config))
-    )
-    return RestrictionSetting(
-        baseline=baseline,
-        **next_token_kl(trace, ANALYSIS, baseline, step),
-        rows=tuple(Row.compare(trace, ANALYSIS, baseline, config, step) for config in treatments),
-        identity=identity_at(trace, [baseline, *treatments], step),
-    )
-
-
 @record
-class Restriction(SettingsResult):
+class Restriction(
+    SettingsResult,
+    section="ablation --restrictions",
+    scope="propagated, all heads, equal budgets",
+    rows="heads",
+    shown=("cache_share", "isolated_ratio", "propagated_ratio", "drift_ratio", "kl_median"),
+    first="one set per",
+    has_medians=True,
+    ignored=("granularity",),
+):
     """Restricted kept sets against one set per key/value head, in every setting that has both."""
-
-    SECTION: ClassVar[str] = "ablation --restrictions"
-    SCOPE: ClassVar[str] = "propagated, all heads, equal budgets"
-    ROWS: ClassVar[str] = "heads"
-    SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "isolated_ratio", "propagated_ratio", "drift_ratio", "kl_median")
-    FIRST: ClassVar[str] = "one set per"
-    HAS_MEDIANS: ClassVar[bool] = True
-    IGNORED: ClassVar[tuple[str, ...]] = ("granularity",)
 
     settings: tuple[RestrictionSetting, ...] = column("one per policy, selection, budget and so on")
 

@@ -31,7 +31,6 @@ ANALYSIS = "assumption"
 READINGS = {"sigma_topk": "top ⌊αb⌋ of A", "sigma_stage1": "stage 1, window", "retained_mass": "S: all that is kept"}
 """Variable -> entries whose attention is summed: σ as the paper states it, as the selection's first stage has it, and
 of the whole kept set, which the paper's figure 4 plots (METHOD: Assumption 1)."""
-HEADS = ("layer", "head")
 _MOST_LISTED, _MOST_LAYERS = 40, 5
 """Largest numbers of heads and of layers that a table lists by name."""
 
@@ -58,7 +57,7 @@ class Reading(Record):
     """
 
     variable: str
-    mean: Floats = column("σ, mean over samples, a share of the attention", key="sigma", dims=HEADS)
+    mean: Floats = column("σ, mean over samples, a share of the attention", key="sigma", dims=("layer", "head"))
     below: NDArray[np.int64]
     samples: int
     share: float = column(
@@ -105,10 +104,8 @@ class Reading(Record):
 
 
 @record
-class ConfigAssumption(Record):
+class ConfigAssumption(Record, section="configuration's σ"):
     """The three readings of σ of one configuration."""
-
-    SECTION: ClassVar[str] = "configuration's σ"
 
     config: EvictionConfig = column("configuration of this σ")
     cache_share: float = column(
@@ -187,16 +184,17 @@ def _reading(variable: str, sigma: Floats, above: Floats, layers: tuple[int, ...
 
 
 @record
-class Assumption(Result):
+class Assumption(
+    Result,
+    section="assumption",
+    rows="heads",
+    shown=("cache_share", "stage1_share", "weak_count", "topk_share", "kept_share"),
+):
     """Assumption 1 for every budget and α of one selection.
 
     Attributes:
         identity: of the run.
     """
-
-    SECTION: ClassVar[str] = "assumption"
-    ROWS: ClassVar[str] = "heads"
-    SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "stage1_share", "weak_count", "topk_share", "kept_share")
 
     selection: str = column("selection whose configurations are shown")
     configs: tuple[ConfigAssumption, ...] = column("one per budget and α: by α, then budget", key="configurations")

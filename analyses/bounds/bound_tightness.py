@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -49,7 +49,9 @@ _BOUND_RATIOS = ("theta_theta_hat", "hat_relax")
 
 
 @record
-class BoundTightness(Result):
+class BoundTightness(
+    Result, section="bound-tightness", rows="heads", shown=("cache_share", "share", "l_theta", "l_theta_hat")
+):
     """The bounds of all configurations of a trace, shown for one selection.
 
     Attributes:
@@ -58,10 +60,6 @@ class BoundTightness(Result):
         identity: of the run, with the configurations shown.
         left_out: configurations that also quantise, correct or move keys, to which the theorems do not apply.
     """
-
-    SECTION: ClassVar[str] = "bound-tightness"
-    ROWS: ClassVar[str] = "heads"
-    SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "share", "l_theta", "l_theta_hat")
 
     selection: str
     configs: tuple[Tightness, ...] = column("one per configuration, in the trace's order", key="configurations")

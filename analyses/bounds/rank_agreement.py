@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -99,10 +99,8 @@ class Concordance(Record):
 
 
 @record
-class RankAgreement(Record):
+class RankAgreement(Record, section="agreement"):
     """The agreement of bounds with L for configurations that differ in selection alone."""
-
-    SECTION: ClassVar[str] = "agreement"
 
     configs: tuple[EvictionConfig, ...] = column("one per selection", json=False)
     correlations: tuple[RankCorrelation, ...] = column(

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import isnan
-from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -192,14 +191,12 @@ class Spread(Record):
 
 
 @record
-class MassCurve(Record):
+class MassCurve(Record, section="mass bins"):
     """The distribution of L/θ in bins of the retained mass S.
 
     Attributes:
         quantiles: (level, bin) of L/θ at `LEVELS`.
     """
-
-    SECTION: ClassVar[str] = "mass bins"
 
     count: NDArray[np.int64] = column("values, one per sample and head", dims=("bin",))
     quantiles: Floats

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,10 +48,8 @@ class BudgetKL(Record):
 
 
 @record
-class Cliff(Record):
+class Cliff(Record, section="cliff of a method"):
     """KL of one method over its budgets, smallest first, and where it passes the thresholds."""
-
-    SECTION: ClassVar[str] = "cliff of a method"
 
     name: str = column("what distinguishes it from the other methods")
     configs: tuple[EvictionConfig, ...] = column("its configurations, smallest budget first")
@@ -138,13 +136,15 @@ def method_cliff(
 
 
 @record
-class Cliffs(MemberSequence[Cliff], Result):
+class Cliffs(
+    MemberSequence[Cliff],
+    Result,
+    section="budget --cliff",
+    shown=("threshold", "budget", "cache_share", "megabytes", "over_first"),
+    first="method",
+    has_medians=True,
+):
     """The cliffs of every method of a run; a sequence of them."""
-
-    SECTION: ClassVar[str] = "budget --cliff"
-    SHOWN: ClassVar[tuple[str, ...]] = ("threshold", "budget", "cache_share", "megabytes", "over_first")
-    FIRST: ClassVar[str] = "method"
-    HAS_MEDIANS: ClassVar[bool] = True
 
     thresholds: tuple[float, ...] = column("rising", unit="nat")
     steps: int = column("decode steps over which each sample's KL is the mean")

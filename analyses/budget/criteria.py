@@ -98,7 +98,18 @@ class Criterion:
         perplexity where no text has such a token.
         """
         if self.name == "drop":
-            return _drop(measured)
+            graded = scores(measured.trace, ANALYSIS)
+            if not graded.full.any():
+                source, cut_off = measured.trace.source or "this trace", int(is_cut_off(measured.trace).sum())
+                who, why = "the full cache", f"{NOTHING_TO_LOSE}; "
+                if cut_off:
+                    who = f"{cut_off_claim(cut_off, len(graded.full), [measured.trace.run.generate]).clause()}, and it"
+                    why = "allow longer answers (quality --max-new-tokens), "
+                raise TraceError(
+                    f"{who} answers none of the {len(graded.full)} prompts of {source} (score 0): {why}limit KL or the "
+                    "same token, or take prompts that the model answers"
+                )
+            return graded.drop
         if self.name == "top1":
             return measured["top1_agreement"]
         if self.name == "perplexity":
@@ -147,22 +158,6 @@ class Criterion:
         return one_sided.samples_for(lambda count: self.allows(self.bound(each, count)), len(each))
 
 
-def _drop(measured: Measurements) -> Floats:
-    """Return the score lost by eviction, (sample, config). Raises TraceError where the full cache scores nothing."""
-    graded = scores(measured.trace, ANALYSIS)
-    if not graded.full.any():
-        source, cut_off = measured.trace.source or "this trace", int(is_cut_off(measured.trace).sum())
-        who, why = "the full cache", f"{NOTHING_TO_LOSE}; "
-        if cut_off:
-            who = f"{cut_off_claim(cut_off, len(graded.full), [measured.trace.run.generate]).clause()}, and it"
-            why = "allow longer answers (quality --max-new-tokens), "
-        raise TraceError(
-            f"{who} answers none of the {len(graded.full)} prompts of {source} (score 0): {why}limit KL or the same "
-            "token, or take prompts that the model answers"
-        )
-    return graded.drop
-
-
 def criteria(
     max_kl: float | None, max_drop: float | None, min_top1: float | None, max_perplexity: float | None = None
 ) -> tuple[Criterion, ...]:
@@ -197,11 +192,10 @@ SAFE, FEW, NONE = "safe", "too few samples", "none"
 
 
 @record
-class TestedBudget(Record):
+class TestedBudget(Record, section="tested budget"):
     """One budget tested under one limit."""
 
     __test__ = False
-    SECTION: ClassVar[str] = "tested budget"
 
     config: EvictionConfig = column("the configuration")
     cache_share: float = column("entries of its cache over those of the full cache", key="held")
@@ -219,10 +213,8 @@ class TestedBudget(Record):
 
 
 @record
-class Verdict(Record):
+class Verdict(Record, section="limit's verdict"):
     """The verdict of one limit on one curve."""
-
-    SECTION: ClassVar[str] = "limit's verdict"
 
     criterion: Criterion
     budgets: tuple[TestedBudget, ...] = column("largest first")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -54,13 +54,11 @@ _VERDICTS = {SAFE: verdicts.MORE, NONE: verdicts.LESS, FEW: verdicts.FEW}
 
 
 @record
-class CacheSize(Record):
+class CacheSize(Record, section="cache size"):
     """The bytes of full caches of one length and batch, in the model's shape and the run's number type.
 
     Windows and recurrent states count as the trace's prompts have them, whatever the length.
     """
-
-    SECTION: ClassVar[str] = "cache size"
 
     length: int = column("entries of a prompt")
     batch: int = column("prompts at once")
@@ -118,14 +116,12 @@ def cache_size(measured: Measurements, length: int, batch: int) -> CacheSize:
 
 
 @record
-class SafeBudget(Record):
+class SafeBudget(Record, section="safe budget"):
     """The verdicts of all limits on one selection over its budgets.
 
     Attributes:
         size: caches of the reader's length and batch, or None.
     """
-
-    SECTION: ClassVar[str] = "safe budget"
 
     name: str = column("what distinguishes it from the other selections")
     verdicts: tuple[Verdict, ...] = column("one per limit")
@@ -182,24 +178,26 @@ class SafeBudget(Record):
 
 
 @record
-class SafeBudgets(MemberSequence[SafeBudget], Result):
-    """The smallest safe budget of every selection of a run; a sequence of them.
-
-    Attributes:
-        alike: samples whose full answer has no token but one that all caches share; 0 where no score is limited.
-        left_out: samples that perplexity leaves out; 0 where it is not limited.
-    """
-
-    SECTION: ClassVar[str] = "budget"
-    SHOWN: ClassVar[tuple[str, ...]] = (
+class SafeBudgets(
+    MemberSequence[SafeBudget],
+    Result,
+    section="budget",
+    shown=(
         "limit_shown",
         "budget",
         "cache_share",
         "mean_shown",
         "failure",
         "evicted_shown",
-    )
-    FIRST: ClassVar[str] = "selection"
+    ),
+    first="selection",
+):
+    """The smallest safe budget of every selection of a run; a sequence of them.
+
+    Attributes:
+        alike: samples whose full answer has no token but one that all caches share; 0 where no score is limited.
+        left_out: samples that perplexity leaves out; 0 where it is not limited.
+    """
 
     members: tuple[SafeBudget, ...] = column("one per selection and setting", key="selections")
     size: CacheSize | None = column("caches of the length and batch of the request", key="cache")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from math import isnan
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,18 +89,13 @@ _TESTS = (
 
 
 @record
-class Correlation(Result):
+class Correlation(Result, section="correlation", rows="samples", shown=correlation_tables.SHOWN, first="measure"):
     """The correlation between perturbation and the score of the free answer.
 
     Attributes:
         identity: of the run; of several traces with all of their data sets.
         prompts: per prompt of the arrays in `settings`, the index of its trace in `parts` and its sample's name.
     """
-
-    SECTION: ClassVar[str] = "correlation"
-    ROWS: ClassVar[str] = "samples"
-    SHOWN: ClassVar[tuple[str, ...]] = correlation_tables.SHOWN
-    FIRST: ClassVar[str] = "measure"
 
     identity: RunIdentity
     text: str = column(

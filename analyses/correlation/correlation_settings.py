@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -188,10 +187,8 @@ def _config_indices(trace: Trace, configs: Sequence[EvictionConfig]) -> list[int
 
 
 @record
-class Control(Record):
+class Control(Record, section="control"):
     """Controls of one measure's correlation: permuted scores, and pairs of answers to different prompts."""
-
-    SECTION: ClassVar[str] = "control"
 
     measure: str = column("the measure")
     rho: PermutationNull = column(
@@ -220,7 +217,7 @@ class MeasureLookup:
 
 
 @record
-class Setting(MeasureLookup, Record):
+class Setting(MeasureLookup, Record, section="correlation setting"):
     """The correlations between the configurations of one budget, granularity and protection.
 
     Attributes:
@@ -231,8 +228,6 @@ class Setting(MeasureLookup, Record):
         within: measure -> its statistics in each prompt.
         tables: measure -> its statistics with every prompt's measure and every prompt's answers.
     """
-
-    SECTION: ClassVar[str] = "correlation setting"
 
     name: str = column("budget, and what else distinguishes it from other settings")
     configs: tuple[EvictionConfig, ...] = column("which are ranked")
@@ -377,10 +372,8 @@ EVICTED = "evicted"
 
 
 @record
-class AcrossBudgets(Record):
+class AcrossBudgets(Record, section="correlation across budgets"):
     """The correlation of a measure with the score over the budgets of one method, mean over methods, then prompts."""
-
-    SECTION: ClassVar[str] = "correlation across budgets"
 
     measure: str = column("a measure, or evicted: the budget itself")
     rho: Estimate = column("Spearman's ρ with the score over the budgets of one method, mean over methods")

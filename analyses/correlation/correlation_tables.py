@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import factorial, isnan
-from typing import ClassVar
 
 from perturbkv.analyses import columns, text
 from perturbkv.analyses.columns import Line, Record, column, record
@@ -44,14 +43,12 @@ def format_share(one: Estimate) -> str:
 
 
 @record
-class Overall(MeasureLookup, Record):
+class Overall(MeasureLookup, Record, section="overall correlation"):
     """The correlations of all settings together: each prompt counts with its mean over them.
 
     Attributes:
         measures: those of the text that was measured.
     """
-
-    SECTION: ClassVar[str] = "overall correlation"
 
     measures: Measures
     dataset: str = column("whose prompts; empty: all")

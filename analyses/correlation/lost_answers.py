@@ -10,8 +10,6 @@ interval is over the prompts in it, whose answers are not independent.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -108,10 +106,8 @@ _DROP = StatisticKind(3 / 8, limits=(-1, 1))
 
 
 @record
-class Bin(Record):
+class Bin(Record, section="calibration bin"):
     """Answers of similar perturbation."""
-
-    SECTION: ClassVar[str] = "calibration bin"
 
     low: float = column("least perturbation in it")
     high: float = column("largest")

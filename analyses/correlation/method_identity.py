@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from math import isnan
-from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,10 +50,8 @@ AREA_DIFFERENCES = StatisticKind(3 / 8, limits=(-1, 1))
 
 
 @record
-class IdentityBaseline(Record):
+class IdentityBaseline(Record, section="method identity baseline of a statistic"):
     """The method identity baseline of one statistic, over the prompts that have others to compare with."""
-
-    SECTION: ClassVar[str] = "method identity baseline of a statistic"
 
     others: Estimate = column("the same with the measure of other prompts of the data set: the methods' names alone")
     beyond: Estimate = column("the prompt's own less that")
@@ -181,10 +178,8 @@ class PromptStatistics:
 
 
 @record
-class Strength(Record):
+class Strength(Record, section="strength"):
     """The correlation of one measure with the score, mean over prompts."""
-
-    SECTION: ClassVar[str] = "strength"
 
     measure: str = column(
         "isolated, propagated, theta, theta_hat, lost (1 − S), or circular kl or drift, of the first decode step; of "
@@ -199,10 +194,8 @@ class Strength(Record):
 
 
 @record
-class Contrast(Record):
+class Contrast(Record, section="contrast"):
     """The difference between two measures on the same prompts."""
-
-    SECTION: ClassVar[str] = "contrast"
 
     first: str = column("a measure")
     second: str = column("another")
@@ -295,10 +288,8 @@ class CrossPromptTables:
 
 
 @record
-class IdentityBaselines(Record):
+class IdentityBaselines(Record, section="method identity baseline"):
     """The method identity baselines of one measure: of its ranks and of its areas."""
-
-    SECTION: ClassVar[str] = "method identity baseline"
 
     measure: str = column("the measure")
     rho: IdentityBaseline = column("of Spearman's ρ; `beyond` below 0: the prompt's own perturbation adds to the names")

@@ -5,8 +5,6 @@ Where the first decoded token differs, the two runs decode different texts: such
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,7 +19,6 @@ from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 
 ANALYSIS = "ties"
-KINDS = ("isolated", "propagated")
 ALONE_FLOORS = 3
 """Noise floors under which both values tie by the other rule, which looks at each value alone."""
 
@@ -29,10 +26,8 @@ Verdicts = NDArray[np.int8]
 
 
 @record
-class Agreement(Record):
+class Agreement(Record, section="verdicts kept"):
     """Counts of the heads that one rule decides in the rounded trace, by their verdict in float32."""
-
-    SECTION: ClassVar[str] = "verdicts kept"
 
     decided: int = column("heads that the rule decides in the rounded trace")
     agreeing: int = column("of them those with float32's verdict")
@@ -78,7 +73,7 @@ def compare(exact: Trace, rounded: Trace, baseline: str, treatment: str) -> tupl
         )
     measures = [
         (kind, distance)
-        for kind in KINDS
+        for kind in ("isolated", "propagated")
         for distance in DISTANCES
         if all(f"perturbation_{kind}{DISTANCES[distance].suffix}" in trace.arrays for trace in (exact, rounded))
     ]

@@ -32,7 +32,7 @@ _NAMED_HEADS = 5
 
 
 @record
-class HeadKind(Record):
+class HeadKind(Record, section="heads of a kind"):
     """A baseline against a treatment head by head, in isolated or in propagated perturbation.
 
     Attributes:
@@ -42,8 +42,6 @@ class HeadKind(Record):
         differences: (sample, layer, head) baseline − treatment, 0 where they are tied.
         sample_sums: (sample,) sums over heads of the baseline and of the treatment.
     """
-
-    SECTION: ClassVar[str] = "heads of a kind"
 
     name: str = column("isolated or propagated", heading="kind", json=False)
     baseline_mean: Floats = column("of each head", dims=HEADS, json=False)
@@ -196,13 +194,11 @@ def floor_over_norm(floor: Floats, norm: Floats) -> tuple[float, float]:
 
 
 @record
-class ChangedLoss(Record):
+class ChangedLoss(Record, section="changed loss"):
     """The loss by eviction alone, and what moving keys, quantising or correcting adds to it, of one configuration.
 
     Of isolated perturbations in L1, summed over heads and samples. Both parts may exceed the whole together.
     """
-
-    SECTION: ClassVar[str] = "changed loss"
 
     config: EvictionConfig = column("a configuration that also moves keys, quantises or corrects")
     whole_ratio: float = column("the whole loss over that of eviction alone", heading="#whole over\neviction's")
@@ -245,7 +241,7 @@ def changed_losses(measured: Measurements, configs: Sequence[EvictionConfig]) ->
 
 
 @record
-class HeadComparison(PairRecord, Record):
+class HeadComparison(PairRecord, Record, section="comparison"):
     """A pair of configurations compared head by head.
 
     Attributes:
@@ -254,8 +250,6 @@ class HeadComparison(PairRecord, Record):
         prefill_seconds: of baseline's and treatment's own prefills, and of the full one; NaN where there is none.
         identity: of the run.
     """
-
-    SECTION: ClassVar[str] = "comparison"
 
     baseline: EvictionConfig = column("what is compared with")
     treatment: EvictionConfig = column("what is compared")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from math import isnan
-from typing import Any, ClassVar, overload
+from typing import Any, overload
 
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, long_form, record
@@ -43,7 +43,13 @@ _UNEQUAL = 0.1
 
 
 @record
-class HeadComparisons(MemberSequence[HeadComparison], Result):
+class HeadComparisons(
+    MemberSequence[HeadComparison],
+    Result,
+    section="heads",
+    rows="heads",
+    shown=("name", "cache_share", "better_share", "sum_ratio", "median_ratio", "counts"),
+):
     """Pairs of configurations compared head by head: a sequence whose slices are results, too.
 
     `plot` draws a scatter with a point per head: for one pair a panel per kind, for several a propagated panel each.
@@ -52,10 +58,6 @@ class HeadComparisons(MemberSequence[HeadComparison], Result):
         members: the comparisons, those of one baseline together.
         identity: of the run, with every configuration that is compared.
     """
-
-    SECTION: ClassVar[str] = "heads"
-    ROWS: ClassVar[str] = "heads"
-    SHOWN: ClassVar[tuple[str, ...]] = ("name", "cache_share", "better_share", "sum_ratio", "median_ratio", "counts")
 
     members: tuple[HeadComparison, ...] = column("one per pair of configurations", key="comparisons")
     identity: RunIdentity
@@ -230,8 +232,9 @@ def compare_heads(
         compare_token_kinds(measured, compared),
         shared_first_token(trace),
     )
-    first_step = partial(compare_heads, trace, baseline, treatments, step=0, distance=distance)
-    return add_first_step(result, measured.step, first_step)
+    return add_first_step(
+        result, measured.step, partial(compare_heads, trace, baseline, treatments, step=0, distance=distance)
+    )
 
 
 def _rows(pair: HeadComparison, kind: HeadKind) -> list[dict[str, Any]]:

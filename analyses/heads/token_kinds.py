@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import nan
-from typing import ClassVar
 
 import numpy as np
 
@@ -37,10 +36,8 @@ KINDS_NOTE = (
 
 
 @record
-class TokenKind(PairRecord, Record):
+class TokenKind(PairRecord, Record, section="kind of token"):
     """A pair of configurations compared at the decode steps of one kind of token: a sample's number is their mean."""
-
-    SECTION: ClassVar[str] = "kind of token"
 
     baseline: EvictionConfig = column("what is compared with")
     treatment: EvictionConfig = column("what is compared")
@@ -103,6 +100,9 @@ def _compare(pair: HeadComparison, kind: str, own: Measurements, rest: Measureme
     propagated, propagated_interval = _sum_ratio(pair, own, "propagated", same["propagated"])
     others, others_interval = _sum_ratio(pair, rest, "propagated", same["propagated"])
     whole = pair.propagated.case()
+    decided_without = others.verdict in _DECIDED
+    unlike = others.verdict in (*_DECIDED, UNDECIDED) and _is_across(whole, others)
+    turned_without = whole.verdict in _DECIDED and unlike
     return TokenKind(
         baseline=pair.baseline,
         treatment=pair.treatment,
@@ -116,7 +116,7 @@ def _compare(pair: HeadComparison, kind: str, own: Measurements, rest: Measureme
         rest_ratio=others.value,
         rest_ratio_interval=others_interval,
         differs=propagated.verdict in _DECIDED and _is_across(propagated, whole),
-        makes_sign=_makes_sign(whole, others),
+        makes_sign=decided_without if whole.verdict == UNDECIDED else turned_without,
     )
 
 
@@ -136,13 +136,6 @@ def _sum_ratio(
 def _is_across(one: Case, other: Case) -> bool:
     """Return whether two ratios lie on different sides of 1."""
     return (one.value - 1) * (other.value - 1) < 0
-
-
-def _makes_sign(whole: Case, rest: Case) -> bool:
-    """Return whether a kind decides the ratio of all steps, or leaves it undecided, by the ratio of the other steps."""
-    if whole.verdict == UNDECIDED:
-        return rest.verdict in _DECIDED
-    return whole.verdict in _DECIDED and rest.verdict in (*_DECIDED, UNDECIDED) and _is_across(whole, rest)
 
 
 def kinds_table(found: Sequence[TokenKind]) -> Table:

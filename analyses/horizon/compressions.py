@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,10 +27,8 @@ GONE, WENT, OUTPUT = "gone_attention", "went_entries", "went_output"
 
 
 @record
-class Compressions(Record):
+class Compressions(Record, section="configuration compressed again"):
     """Effect of compressing a configuration's cache again, along the text."""
-
-    SECTION: ClassVar[str] = "configuration compressed again"
 
     times: float = column("compressions after the first step, mean over samples", heading="#times")
     most_held: float = column(

@@ -93,10 +93,8 @@ def variable_by_step(measured: Measurements, name: str, steps: Steps, config: in
 
 
 @record
-class Curve(Record):
+class Curve(Record, section="curve over steps"):
     """Isolated or propagated perturbation of one configuration over the decode steps."""
-
-    SECTION: ClassVar[str] = "curve over steps"
 
     kind: str = column("propagated or isolated", heading="kind")
     relative: Floats = column(
@@ -131,13 +129,11 @@ class Curve(Record):
 
 
 @record
-class Draft(Record):
+class Draft(Record, section="draft"):
     """Tokens that an evicted cache drafts along the text, as the full cache takes them by rejection sampling.
 
     Acceptances of successive steps count as independent given the text, whatever tokens were drafted before.
     """
-
-    SECTION: ClassVar[str] = "draft"
 
     by_step: Floats = column(
         "mean probability that a drafted token is taken, over the samples that have the step", unit="share", dims=STEP
@@ -171,14 +167,12 @@ def _one_more(ends: OptionalInterval) -> OptionalInterval:
 
 
 @record
-class ConfigHorizon(Record):
+class ConfigHorizon(Record, section="configuration over steps"):
     """Perturbation, KL, top-1 agreement and draft of one configuration over the decode steps.
 
     Attributes:
         curves: by kind of perturbation.
     """
-
-    SECTION: ClassVar[str] = "configuration over steps"
 
     config: EvictionConfig = column("configuration of these curves")
     cache_share: float = column(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import isnan
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,16 +50,17 @@ _LISTED = 6
 
 
 @record
-class Horizon(Result):
+class Horizon(
+    Result,
+    section="horizon",
+    rows="steps",
+    shown=("cache_share", "first", "growth", "head_counts", "first_ratio", "last_ratio"),
+):
     """Perturbation of the requested configurations over the decode steps.
 
     Attributes:
         identity: of the run.
     """
-
-    SECTION: ClassVar[str] = "horizon"
-    ROWS: ClassVar[str] = "steps"
-    SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "first", "growth", "head_counts", "first_ratio", "last_ratio")
 
     identity: RunIdentity
     steps: int = column("decode steps of the longest text")

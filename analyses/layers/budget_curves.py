@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -165,17 +165,19 @@ def _cliff(budgets: list[Budget], kept: Floats, kl: Floats) -> tuple[Budget, Bud
 
 
 @record
-class BudgetCurves(MemberSequence[BudgetCurve], Result):
+class BudgetCurves(
+    MemberSequence[BudgetCurve],
+    Result,
+    section="layers",
+    key="budgets",
+    shown=("kept", "cache_share", "drift", "kl", "top1"),
+):
     """Curves of several selections over their budgets.
 
     Attributes:
         members: one per selection and setting.
         identity: of the run.
     """
-
-    SECTION: ClassVar[str] = "layers"
-    KEY: ClassVar[str] = "budgets"
-    SHOWN: ClassVar[tuple[str, ...]] = ("kept", "cache_share", "drift", "kl", "top1")
 
     members: tuple[BudgetCurve, ...] = column("one per selection and setting", key="curves")
     distance: str = column("distance of the drift: l1, l2 or cosine")

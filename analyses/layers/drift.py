@@ -72,14 +72,12 @@ class LayerRatio(Record):
 
 
 @record
-class LayerDrift(DriftPair):
+class LayerDrift(DriftPair, section="drift"):
     """Drift of the residual stream after each decoder layer, of configurations that differ in selection alone.
 
     Attributes:
         noise_floor: None where the trace holds none of the distance: then only what is equal is tied.
     """
-
-    SECTION: ClassVar[str] = "drift"
 
     baseline_drift: Floats = column("mean over samples, in the distance's unit", dims=LAYER)
     baseline_drift_interval: Band = interval()
@@ -212,10 +210,8 @@ LAST_LAYER_ANALYSIS = "layers --per-sample"
 
 
 @record
-class LastLayer(DriftPair):
+class LastLayer(DriftPair, section="sample drift"):
     """Drift after the last decoder layer, sample by sample, sorted by the baseline's, largest first."""
-
-    SECTION: ClassVar[str] = "sample drift"
 
     sample_ids: tuple[str, ...] = column("the baseline's largest drift first")
     baseline_drift: Floats = column("after the last layer, in the distance's unit", dims=SAMPLE)

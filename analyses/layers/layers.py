@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property, partial
 from itertools import chain
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, derived, long_form, record, table
@@ -61,19 +61,20 @@ class _DriftTable(Generic[Drift], Result):
         return f"{distance} drift after the last layer, {pairs_title(self.pairs, self.identity.shared)}"
 
 
-class _LayerTable(_DriftTable[LayerDrift]):
-    """The claims and table lines on drift by layer."""
-
-    ROWS: ClassVar[str] = "layers"
-    SHOWN: ClassVar[tuple[str, ...]] = (
+class _LayerTable(
+    _DriftTable[LayerDrift],
+    rows="layers",
+    shown=(
         "cache_share",
         "baseline_median",
         "treatment_median",
         "mean_ratio",
         "layer_counts",
-    )
-    SCOPE: ClassVar[str] = "mean over samples"
-    HAS_MEDIANS: ClassVar[bool] = True
+    ),
+    scope="mean over samples",
+    has_medians=True,
+):
+    """The claims and table lines on drift by layer."""
 
     def claims(self) -> Sequence[Claim]:
         """Return whether the treatments' streams drift less after the last layer, by the means over samples."""
@@ -129,10 +130,8 @@ class DriftSeries(_LayerTable, MemberSequence[LayerDrift], Result):
         return [row for drift in self.members for row in _layer_rows(drift)]
 
 
-class LayerDrifts(_LayerTable, ResultGroup[DriftSeries]):
+class LayerDrifts(_LayerTable, ResultGroup[DriftSeries], section="layers"):
     """Drift of all treatments and settings, a `DriftSeries` each."""
-
-    SECTION: ClassVar[str] = "layers"
 
     @derived()
     def drifts(self) -> tuple[LayerDrift, ...]:
@@ -203,17 +202,19 @@ def layer_drift(
         drifts = tuple(compare_layers(measured, identity_at(trace, pair, step), distance) for pair in pairs)
         members.append(DriftSeries(drifts, identity_at(trace, configs_of(pairs), step)))
     result = LayerDrifts(tuple(members), identity_at(trace, configs_of(chain(*series)), step))
-    first_step = partial(layer_drift, trace, baseline, treatments, step=0, distance=distance)
-    return add_first_step(result, measured.step, first_step)
+    return add_first_step(
+        result, measured.step, partial(layer_drift, trace, baseline, treatments, step=0, distance=distance)
+    )
 
 
-class _SampleTable(_DriftTable[LastLayer]):
+class _SampleTable(
+    _DriftTable[LastLayer],
+    rows="samples",
+    shown=("cache_share", "improved_share", "sample_counts", "mean_ratio"),
+    scope="after the last layer",
+    has_shares=True,
+):
     """The claims and table lines on single samples' drift."""
-
-    ROWS: ClassVar[str] = "samples"
-    SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "improved_share", "sample_counts", "mean_ratio")
-    SCOPE: ClassVar[str] = "after the last layer"
-    HAS_SHARES: ClassVar[bool] = True
 
     def claims(self) -> Sequence[Claim]:
         """Return whether the treatments drift less than their baselines in most samples, by exact intervals."""
@@ -259,10 +260,8 @@ class SampleSeries(_SampleTable, MemberSequence[LastLayer], Result):
         return [row for drift in self.members for row in _sample_rows(drift)]
 
 
-class SampleDrifts(_SampleTable, ResultGroup[SampleSeries]):
+class SampleDrifts(_SampleTable, ResultGroup[SampleSeries], section="layers"):
     """Drift of each sample after the last layer, of all treatments and settings, a `SampleSeries` each."""
-
-    SECTION: ClassVar[str] = "layers"
 
     @derived()
     def per_sample(self) -> tuple[LastLayer, ...]:
@@ -301,5 +300,6 @@ def last_layer(
         drifts = tuple(compare_samples(measured, identity_at(trace, pair, step), distance) for pair in pairs)
         members.append(SampleSeries(drifts, identity_at(trace, configs_of(pairs), step)))
     result = SampleDrifts(tuple(members), identity_at(trace, configs_of(chain(*series)), step))
-    first_step = partial(last_layer, trace, baseline, treatments, step=0, distance=distance)
-    return add_first_step(result, measured.step, first_step)
+    return add_first_step(
+        result, measured.step, partial(last_layer, trace, baseline, treatments, step=0, distance=distance)
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,6 @@ from perturbkv.analyses.needle.retrieval import (
 )
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.sides import LEAST_CONFIGS
-from perturbkv.analyses.stats.intervals import OptionalInterval
 from perturbkv.analyses.verdicts import LESS, MORE
 from perturbkv.display import Part, plural
 from perturbkv.trace import Trace
@@ -47,7 +46,9 @@ class LengthScore(Record):
 
 
 @record
-class Needle(Result):
+class Needle(
+    Result, section="needle", rows="samples", shown=("cache_share", "score", "digits"), first="method", has_shares=True
+):
     """Retrieval of every method, and its rank correlation with perturbation.
 
     Attributes:
@@ -56,12 +57,6 @@ class Needle(Result):
         cells: (sample, 2) indices of depth and length in the grid.
         measured: measure -> (sample, config), relative to the full run's own norms (KL in nat, 1 − S without unit).
     """
-
-    SECTION: ClassVar[str] = "needle"
-    ROWS: ClassVar[str] = "samples"
-    SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "score", "digits")
-    FIRST: ClassVar[str] = "method"
-    HAS_SHARES: ClassVar[bool] = True
 
     identity: RunIdentity
     samples: tuple[str, ...]
@@ -84,7 +79,10 @@ class Needle(Result):
             return unanswered_claims(claim, fails, self.cut_off, len(self.samples), [self.answer_tokens])
         found = [Case.number(name, one.score, one.score_interval, text.percent) for name, one in self._named_methods()]
         correlations = [(budget.name, budget.principal()) for budget in self.correlation.budgets]
-        cases = [Case.number(f"b={name}", one.rho, one.rho_interval, _rho_text, 0) for name, one in correlations]
+        cases = [
+            Case.number(f"b={name}", one.rho, one.rho_interval, lambda rho, ends: f"ρ = {text.decimal(rho, ends)}", 0)
+            for name, one in correlations
+        ]
         few = "no two methods of a prompt differ" if correlations else "too few methods share a budget"
         perturbed = "methods that perturb a prompt's first step more"
         return [
@@ -229,8 +227,3 @@ def _rank_table(title: str, budgets: Sequence[tuple[RankedBudget, Sequence[Retri
 def _outcomes(method: Retrieval, sample: int) -> dict[str, float]:
     """Return outcome -> score of a method's answer to the sample at an index."""
     return {name: float(answers[sample]) for name, answers in method.answers.items()}
-
-
-def _rho_text(rho: float, interval: OptionalInterval) -> str:
-    """Return a rank correlation with its interval as text: 'ρ = −0.50 [−0.80, −0.20]'."""
-    return f"ρ = {text.decimal(rho, interval)}"

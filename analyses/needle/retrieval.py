@@ -10,7 +10,6 @@ nothing to lose. No paper tested this correlation.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,13 +79,11 @@ class Retrieval(Record):
 
 
 @record
-class RetrievalCorrelation(Record):
+class RetrievalCorrelation(Record, section="correlation with retrieval"):
     """Spearman's ρ between a measure and an outcome, across the configurations of one prompt and one `RankedBudget`.
 
     Negative: the more perturbed a configuration, the less of the number it finds.
     """
-
-    SECTION: ClassVar[str] = "correlation with retrieval"
 
     measure: str = column(
         "a key of `measured`",
@@ -143,10 +140,8 @@ class RankedBudget(Record):
 
 
 @record
-class RetrievalCorrelations(Record):
+class RetrievalCorrelations(Record, section="correlations with retrieval"):
     """The rank correlations between perturbation and retrieval, by budget."""
-
-    SECTION: ClassVar[str] = "correlations with retrieval"
 
     samples: int = column("prompts that the full cache answers; only these count")
     left_out: int = column("prompts that it does not answer")

@@ -42,7 +42,7 @@ _MIXTURES = ("cache_share", "sum_ratio", "drift_ratio", "kl_median", "score")
 
 
 @record
-class Patching(Result, PairRecord):
+class Patching(Result, PairRecord, section="patching", document="of measurements", first="switched"):
     """The effect of switching kept sets from a baseline's to a treatment's, per player: a layer or a head.
 
     Attributes:
@@ -51,10 +51,6 @@ class Patching(Result, PairRecord):
         sample_ids: names of the samples that all numbers are of.
         identity: of the run.
     """
-
-    SECTION: ClassVar[str] = "patching"
-    DOCUMENT: ClassVar[str] = "of measurements"
-    FIRST: ClassVar[str] = "switched"
 
     baseline: EvictionConfig = column("the configuration whose kept sets are everywhere at first")
     treatment: EvictionConfig = column("the configuration whose kept sets take their places")

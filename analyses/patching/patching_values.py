@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -130,14 +130,12 @@ def _format_percent(share: float, interval: OptionalInterval = None) -> str:
 
 
 @record
-class PlayerValue(Record):
+class PlayerValue(Record, section="player"):
     """The Shapley value of one layer or head, with its change when it is switched first and last.
 
     Attributes:
         exact: whether all subsets of players were measured.
     """
-
-    SECTION: ClassVar[str] = "player"
 
     player: str = column("layer, or layer-head")
     value: float = column(
@@ -184,7 +182,7 @@ class Shift:
 
 
 @record
-class Shapley(Record):
+class Shapley(Record, section="Shapley values"):
     """The change of the outcome that switching each player makes, averaged over the orders of switching.
 
     Attributes:
@@ -196,8 +194,6 @@ class Shapley(Record):
         alone: the change where no other player is switched.
         last: the change where all other players are. Both equal `value` where players do not interact.
     """
-
-    SECTION: ClassVar[str] = "Shapley values"
 
     names: tuple[str, ...]
     value: Floats
@@ -250,7 +246,7 @@ class GreedyStep(Record):
 
 
 @record
-class Greedy(Record):
+class Greedy(Record, section="greedy path"):
     """The change of the outcome with players switched greedily: the next is the best one on half of the samples.
 
     Attributes:
@@ -258,8 +254,6 @@ class Greedy(Record):
         paths: indices of the players that each half of the samples chose, in order.
         chosen_interval, judged_interval: over samples.
     """
-
-    SECTION: ClassVar[str] = "greedy path"
 
     names: tuple[str, ...]
     paths: tuple[tuple[int, ...], tuple[int, ...]]
@@ -358,14 +352,12 @@ def sampling_error(contributions: Floats, unit: float) -> Floats:
 
 
 @record
-class NamedMixture(Record):
+class NamedMixture(Record, section="mixture"):
     """A mixture with a name, compared with the baseline's kept sets everywhere.
 
     Attributes:
         mixture: the side, baseline or treatment, whose kept set each layer or head has.
     """
-
-    SECTION: ClassVar[str] = "mixture"
 
     name: str = column("as it was given")
     mixture: Mixture

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import isinf
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -35,20 +35,21 @@ ANALYSIS = "divergence"
 
 
 @record
-class Divergence(Result):
-    """The divergence of every configuration's answers from the full cache's."""
-
-    SECTION: ClassVar[str] = "quality --divergence"
-    DOCUMENT: ClassVar[str] = "about answers"
-    ROWS: ClassVar[str] = "samples"
-    SHOWN: ClassVar[tuple[str, ...]] = (
+class Divergence(
+    Result,
+    section="quality --divergence",
+    document="about answers",
+    rows="samples",
+    shown=(
         "cache_share",
         "equal_share",
         "median_first_difference",
         "mean_rouge_l",
         "kl",
         "same_token",
-    )
+    ),
+):
+    """The divergence of every configuration's answers from the full cache's."""
 
     identity: RunIdentity
     samples: tuple[str, ...] = column("ids, in the file's order")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from math import isinf
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,13 +69,11 @@ def _format_count(value: float) -> str:
 
 
 @record
-class ForcedReading(Record):
+class ForcedReading(Record, section="forced reading of a configuration"):
     """One cache's predictions of each next token of the full cache's answer; a sample without tokens is NaN.
 
     KL is summarised by medians over samples: a single one can dominate a mean.
     """
-
-    SECTION: ClassVar[str] = "forced reading of a configuration"
 
     kl: Floats = column("per sample: mean over the answer's steps", unit="nat", dims=("sample",))
     kl_interval: OptionalInterval = interval("of the median over samples")
@@ -103,10 +101,8 @@ class ForcedReading(Record):
 
 
 @record
-class DivergencePoint(Record):
+class DivergencePoint(Record, section="divergence point"):
     """One configuration's answers compared with the full cache's."""
-
-    SECTION: ClassVar[str] = "divergence point"
 
     config: EvictionConfig = column("the configuration")
     cache_share: float = column(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -32,10 +32,8 @@ _PERPLEXITY = replace(RATIO, limits=(1, np.inf))
 
 
 @record
-class CachePerplexity(Record):
+class CachePerplexity(Record, section="cache's perplexity"):
     """One configuration's perplexity of the text; lower is better."""
-
-    SECTION: ClassVar[str] = "cache's perplexity"
 
     config: EvictionConfig = column("the configuration")
     cache_share: float = column(
@@ -62,18 +60,19 @@ class CachePerplexity(Record):
 
 
 @record
-class Perplexity(Result):
+class Perplexity(
+    Result,
+    section="quality --metric perplexity",
+    rows="samples",
+    document="of perplexity",
+    shown=("cache_share", "perplexity", "ratio", "over_baseline"),
+):
     """The perplexity of a text under every evicted cache, and under the full one.
 
     Attributes:
         left_out: number of complete samples whose text has no token that a decode step gives.
         log_p_full, log_p: means over the text's tokens, (sample,) and (sample, config), nat.
     """
-
-    SECTION: ClassVar[str] = "quality --metric perplexity"
-    ROWS: ClassVar[str] = "samples"
-    DOCUMENT: ClassVar[str] = "of perplexity"
-    SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "perplexity", "ratio", "over_baseline")
 
     identity: RunIdentity
     text: str = column("text that was read: own, answer or given")

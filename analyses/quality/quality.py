@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 from perturbkv.analyses import columns, measurements, text
 from perturbkv.analyses.columns import Line, Record, column, derived, record
@@ -35,7 +36,6 @@ from perturbkv.analyses.result import Result
 from perturbkv.analyses.sides import comparable_groups, pairs
 from perturbkv.analyses.verdicts import LESS, MORE
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.run import RunConfig
 from perturbkv.display import Part, plural
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
@@ -79,7 +79,14 @@ class ShownScore(Record):
 
 
 @record
-class Quality(Result):
+class Quality(
+    Result,
+    section="quality",
+    document="of scores",
+    rows="samples",
+    shown=("cache_share", "score", "minus_full", "minus_baseline", "samples_of_baseline"),
+    first="method",
+):
     """Scores of every data set, by kind of task and on average.
 
     Attributes:
@@ -88,12 +95,6 @@ class Quality(Result):
         tasks: the data sets with each sample's scores, those of a kind together.
         pairs: indices of each baseline and treatment that differ in selection alone; empty without such a pair.
     """
-
-    SECTION: ClassVar[str] = "quality"
-    DOCUMENT: ClassVar[str] = "of scores"
-    ROWS: ClassVar[str] = "samples"
-    SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "score", "minus_full", "minus_baseline", "samples_of_baseline")
-    FIRST: ClassVar[str] = "method"
 
     identity: RunIdentity
     configs: tuple[EvictionConfig, ...] = column("those that all traces hold, in the order of `methods`")
@@ -270,10 +271,23 @@ def quality(traces: Trace | Iterable[Trace], *, baseline: str = "attention", tre
     graded = as_traces(traces)
     configs = shared_configs(graded)
     partial = partial_configs(graded, configs)
-    pair_indices = _pair_indices(graded[0].run, configs, baseline, treatment)
+    pair_indices: tuple[tuple[int, int], ...] = ()
+    with contextlib.suppress(TraceError):  # the configurations may hold no such pair
+        both = pairs(replace(graded[0].run, configs=configs), baseline, treatment)
+        pair_indices = tuple((configs.index(first), configs.index(second)) for first, second in both)
     compared, datasets = Comparison(configs, pair_indices, comparable_groups(configs)), tasks(graded, configs)
+    each = [identity(trace, configs) for trace in graded]
     return Quality(
-        identity=_identity(graded, configs),
+        identity=replace(
+            each[0],
+            dataset=_names_or_count([one.dataset for one in each], f"{len(each)} data sets"),
+            samples=sum(one.samples for one in each),
+            failed=sum(one.failed for one in each),
+            trace=_names_or_count([one.trace for one in each if one.trace], "one of each"),
+            byte_shares=tuple(
+                sum(shares) / len(each) for shares in zip(*(one.byte_shares for one in each), strict=True)
+            ),
+        ),
         configs=configs,
         left_out=partial,
         lacking=tuple(one.run.dataset for one in graded if not set(partial) <= set(one.run.configs)),
@@ -284,30 +298,6 @@ def quality(traces: Trace | Iterable[Trace], *, baseline: str = "attention", tre
         datasets=dataset_columns(datasets, compared),
         kinds=kind_columns(datasets, compared),
         average=score_column(AVERAGE, datasets, compared),
-    )
-
-
-def _pair_indices(
-    run: RunConfig, configs: tuple[EvictionConfig, ...], baseline: str, treatment: str
-) -> tuple[tuple[int, int], ...]:
-    """Return the indices of each baseline and its treatment; empty where the configurations hold no such pair."""
-    try:
-        both = pairs(replace(run, configs=configs), baseline, treatment)
-    except TraceError:
-        return ()
-    return tuple((configs.index(first), configs.index(second)) for first, second in both)
-
-
-def _identity(traces: Sequence[Trace], configs: Sequence[EvictionConfig]) -> RunIdentity:
-    """Return the identity of all runs together."""
-    each = [identity(trace, configs) for trace in traces]
-    return replace(
-        each[0],
-        dataset=_names_or_count([one.dataset for one in each], f"{len(each)} data sets"),
-        samples=sum(one.samples for one in each),
-        failed=sum(one.failed for one in each),
-        trace=_names_or_count([one.trace for one in each if one.trace], "one of each"),
-        byte_shares=tuple(sum(shares) / len(each) for shares in zip(*(one.byte_shares for one in each), strict=True)),
     )
 
 

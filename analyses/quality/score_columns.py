@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -40,10 +40,8 @@ class Comparison:
 
 
 @record
-class ScoreDifference(Record):
+class ScoreDifference(Record, section="score difference"):
     """The difference between two caches' scores of answers to the same prompts."""
-
-    SECTION: ClassVar[str] = "score difference"
 
     difference: float = column("mean of the first answers' scores less the second's, −1 to 1")
     difference_interval: OptionalInterval = interval()
@@ -58,20 +56,16 @@ class ScoreDifference(Record):
 
 
 @record
-class Gain(ScoreDifference):
+class Gain(ScoreDifference, section="gain"):
     """A treatment's scores less its baseline's, sample by sample."""
-
-    SECTION: ClassVar[str] = "gain"
 
     baseline: EvictionConfig = column("what is subtracted")
     treatment: EvictionConfig = column("from what")
 
 
 @record
-class MethodScore(Record):
+class MethodScore(Record, section="method's score"):
     """One configuration's mean score, and its difference from the full cache's."""
-
-    SECTION: ClassVar[str] = "method's score"
 
     config: EvictionConfig = column("the configuration")
     cache_share: float = column(
@@ -87,10 +81,8 @@ class MethodScore(Record):
 
 
 @record
-class ScoreColumn(Record):
+class ScoreColumn(Record, section="scores"):
     """Mean scores over one data set, one kind of task, or all data sets; every data set counts the same."""
-
-    SECTION: ClassVar[str] = "scores"
 
     name: str = column("of the data set, the kind, or `average`")
     tasks: tuple[Task, ...]
@@ -121,10 +113,8 @@ class ScoreColumn(Record):
 
 
 @record
-class FirstStep(Record):
+class FirstStep(Record, section="first step"):
     """One configuration's perturbation and KL at the first decode step."""
-
-    SECTION: ClassVar[str] = "first step"
 
     config: EvictionConfig = column("the configuration")
     propagated: float = column("propagated L1 over the norms of the full run's heads, median over samples")
@@ -134,10 +124,8 @@ class FirstStep(Record):
 
 
 @record
-class DatasetScores(ScoreColumn):
+class DatasetScores(ScoreColumn, section="data set's scores"):
     """One data set's scores, and its first decode step."""
-
-    SECTION: ClassVar[str] = "data set's scores"
 
     failed: int = column("samples that failed")
     first_step: tuple[FirstStep, ...] = column("one per configuration")

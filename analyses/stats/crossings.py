@@ -19,7 +19,6 @@ from perturbkv.analyses.stats.intervals import Interval, OptionalInterval
 
 _SMALLEST = 1e-12
 """Least KL in nat: less is rounding."""
-_MEGABYTE = 1e6
 
 
 @record
@@ -90,7 +89,7 @@ class Crossing(Record):
     @derived(heading="#cache\nMB", json=False)
     def megabytes(self) -> str:
         """Mean megabytes of the cache at that budget."""
-        return "–" if isnan(self.cache_bytes) else f"{self.cache_bytes / _MEGABYTE:.3g}"
+        return "–" if isnan(self.cache_bytes) else f"{self.cache_bytes / 1e6:.3g}"
 
     def _beyond_text(self, value: float) -> str:
         """Return the side of a budget outside the measured budgets, 'above 0.4'; empty for a known budget."""

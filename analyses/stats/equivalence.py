@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar
 
 from scipy import special
 
@@ -45,10 +44,8 @@ def margin_text(margin: float) -> str:
 
 
 @record
-class ControlVerdict(Record):
+class ControlVerdict(Record, section="verdict against a control"):
     """The verdict on a method's sum over its control's."""
-
-    SECTION: ClassVar[str] = "verdict against a control"
 
     verdict: str = column("better, worse, equivalent (within the margin, and no difference decided), or undecided")
     within_margin: bool = column("whether two one-sided tests find the ratio within the margin; of any verdict")
@@ -122,10 +119,8 @@ def chance_to_decide(value: float, spread: float, samples: int, margin: float = 
 
 
 @record
-class SmallestEffect(Record):
+class SmallestEffect(Record, section="smallest effect"):
     """The smallest difference of two sums that a number of samples can show, told before they are measured."""
-
-    SECTION: ClassVar[str] = "smallest effect"
 
     samples: int = column("n")
     spread: float = column("spread between prompts that is assumed, that of the logarithm of the sums' ratio")

@@ -267,7 +267,9 @@ def jackknife(
     count = len(left_out)
     samples = deciding or count
     reach = kind.t_quantile(samples)
-    plain = reach * np.sqrt(_variance(left_out) + _heads_variance(value, count, kind))
+    share = np.clip(value, 0, 1)
+    alone = share * (1 - share) / (count * kind.heads) if kind.heads else np.zeros_like(value)  # of independent heads
+    plain = reach * np.sqrt(_variance(left_out) + alone)
     low, high = value - plain, value + plain
     if kind.log:
         usable = (value > 0) & (left_out > 0).all(axis=0)
@@ -284,12 +286,6 @@ def _variance(left_out: Floats) -> Floats:
     """Return the jackknife's squared standard error (…), from leave-one-out values (sample, …)."""
     count = len(left_out)
     return np.asarray((count - 1) / count * ((left_out - left_out.mean(axis=0)) ** 2).sum(axis=0))
-
-
-def _heads_variance(value: Floats, samples: int, kind: StatisticKind) -> Floats:
-    """Return the variance (…) of a share of heads if all heads were independent; 0 for other statistics."""
-    share = np.clip(value, 0, 1)
-    return np.asarray(share * (1 - share) / (samples * kind.heads)) if kind.heads else np.zeros_like(value)
 
 
 def _widen_for_unseen(

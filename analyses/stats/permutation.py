@@ -135,7 +135,6 @@ def benjamini_hochberg(p: Floats) -> NDArray[np.bool_]:
 
 _MOST_PERMUTATIONS = 2**12
 """Number of permutations up to which all are made, and that are drawn of more."""
-_ENDS = (0.025, 0.975)
 
 
 @record
@@ -247,6 +246,6 @@ def _null(means: Floats, exact: bool, expected: float = 0) -> PermutationNull:
     """Return the null of (permutation,) means, the first unpermuted; `expected`: the mean under the null."""
     if np.isnan(means[0]):
         return PermutationNull(math.nan, math.nan, math.nan, 0, exact)
-    low, high = np.quantile(means, _ENDS)
+    low, high = np.quantile(means, (0.025, 0.975))
     as_far = np.abs(means - expected) >= abs(means[0] - expected) - _ROUNDING
     return PermutationNull(float(low), float(high), float(as_far.mean()), len(means), exact)

@@ -94,7 +94,15 @@ class Context(Record):
 
 
 @record
-class Tokens(Result, PairRecord):
+class Tokens(
+    Result,
+    PairRecord,
+    section="tokens",
+    document="of a trace",
+    rows="tokens",
+    shown=("baseline", "treatment", "both", "baseline_only", "treatment_only"),
+    first="head",
+):
     """The fates of one prompt's tokens in one head under two configurations.
 
     Attributes:
@@ -111,12 +119,6 @@ class Tokens(Result, PairRecord):
         text_changes: what the text's log p did change by with each side's cache, in nat; NaN where not measured.
         everything: whether the prompt is shown whole.
     """
-
-    SECTION: ClassVar[str] = "tokens"
-    DOCUMENT: ClassVar[str] = "of a trace"
-    ROWS: ClassVar[str] = "tokens"
-    SHOWN: ClassVar[tuple[str, ...]] = ("baseline", "treatment", "both", "baseline_only", "treatment_only")
-    FIRST: ClassVar[str] = "head"
 
     identity: RunIdentity
     prompt: PromptText
@@ -224,7 +226,15 @@ class Tokens(Result, PairRecord):
         spans: list[Span] = []
         for first, end, shown in shown_parts(differs, self.everything):
             spans += self._spans(first, end) if shown else [Span(f"── {self._fold_note(first, end)} ──", "aside")]
-        return [self.table(), self._reason(), *self._cost(), self._legend(), HighlightedText(spans)]
+        names = self._fate_names()
+        looks = [Span(f"{names[fate]} {self.counts[fate]:,}", LOOKS[fate]) for fate in names if fate in self.counts]
+        return [
+            self.table(),
+            self._reason(),
+            *self._cost(),
+            HighlightedText([part for span in looks for part in (span, Span("  ", "plain"))][:-1]),
+            HighlightedText(spans),
+        ]
 
     def interval_note(self) -> str:
         """Return an empty note: numbers of one sample have no intervals."""
@@ -291,12 +301,6 @@ class Tokens(Result, PairRecord):
             }
             for token in self.tokens
         ]
-
-    def _legend(self) -> HighlightedText:
-        """Return the legend: each fate in its look, with the number of tokens."""
-        names = self._fate_names()
-        spans = [Span(f"{names[fate]} {self.counts[fate]:,}", LOOKS[fate]) for fate in names if fate in self.counts]
-        return HighlightedText([part for span in spans for part in (span, Span("  ", "plain"))][:-1])
 
     def _fate_names(self) -> dict[str, str]:
         """Return fate -> its name on the screen: 'attention alone'."""

@@ -126,11 +126,6 @@ class TraceMeasures:
     sides: Sides
     start: Start
 
-    @property
-    def verdict_keys(self) -> list[str]:
-        """The keys of the measures that have verdicts."""
-        return [one.key for one in self.measures if one.source]
-
 
 def put_arrays(measured: TraceMeasures, blocks: Blocks) -> dict[str, PairComparison]:
     """Store all arrays except steps and single samples in `blocks`; return measure -> comparison of pairs."""
@@ -144,7 +139,7 @@ def put_arrays(measured: TraceMeasures, blocks: Blocks) -> dict[str, PairCompari
         if equal is not None and digest_trace is not None:
             comparisons[one.key] = compare_pairs(digest_trace, one, values, pairs, equal)
         if one.source:
-            floors.append(_noise_floor(measured.trace, one))
+            floors.append(np.asarray(Measurements(measured.trace, ANALYSIS)[one.floor].mean(axis=0)))
     blocks.put_floats("mean", np.stack(means))
     blocks.put_floats("total", np.stack(totals))
     blocks.put_floats("floor", np.stack(floors))
@@ -176,11 +171,6 @@ def _put_drift(measured: TraceMeasures, blocks: Blocks, equal: EqualSets | None)
     blocks.put_floats("drift_floor", drift_floors(measured.trace))
     if equal is not None and measured.digest_trace is not None:
         blocks.put_floats("drift_ratio", drift_ratios(measured.digest_trace, measured.sides.pairs, equal))
-
-
-def _noise_floor(trace: Trace, measure: Measure) -> Floats:
-    """Return the mean noise floor (layer, head) of a measure with verdicts over the samples."""
-    return np.asarray(Measurements(trace, ANALYSIS)[measure.floor].mean(axis=0))
 
 
 def put_steps(measured: TraceMeasures, blocks: Blocks, lacks: dict[str, str]) -> dict[str, Any]:

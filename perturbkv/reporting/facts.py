@@ -29,7 +29,6 @@ from perturbkv.user_files import parse_json
 
 _LEAST_TIED = 0.01
 """Least share of tied heads that a warning mentions."""
-Fact = tuple[str, str]
 
 
 def trace_title(trace: Trace) -> str:
@@ -37,11 +36,12 @@ def trace_title(trace: Trace) -> str:
     return escape_line(f"{trace.run.model} · {trace.run.dataset}")
 
 
-def run_facts(trace: Trace, sides: Sides) -> tuple[Fact, ...]:
+def run_facts(trace: Trace, sides: Sides) -> tuple[tuple[str, str], ...]:
     """Return (label, value) pairs that identify the run; values equal to the default are left out."""
     run = identity_at(trace, trace.run.configs, None)
     floor, norm = (Measurements(trace, ANALYSIS)[name] for name in ("noise_floor", "output_norm"))
     middle, most = floor_over_norm(floor, norm)
+    count = len(trace.run.configs)
     facts = {
         "Model": run.model,
         "Weights": run.weights,
@@ -51,7 +51,9 @@ def run_facts(trace: Trace, sides: Sides) -> tuple[Fact, ...]:
         "Steps": run.steps,
         "Effects": text.FIRST_ORDER_NOTES[trace.run.effect_gradient] if "effect_isolated" in trace.arrays else "",
         "Samples": plural(run.samples, "sample") + (f", {run.failed} failed" if run.failed else ""),
-        "Configurations": _configurations_text(trace, sides),
+        "Configurations": str(count)
+        if len(sides.budgets) == 1
+        else f"{count}: {len(sides.names)} at {len(sides.budgets)} budgets",
         "Budgets": ", ".join(map(str, sides.budgets)),
         "Cache share": _cache_shares_text(trace),
         "Noise floor": f"{middle:.1e} of ‖o_h‖ (median head), {most:.1e} (largest); KL {kl_floor(trace):.1e} nat",
@@ -78,12 +80,6 @@ def page_warnings(trace: Trace, sides: Sides, start: Start, tied: float | None) 
         identity(trace, trace.run.configs).no_eviction_note(),
     ]
     return tuple(escape_line(one) for one in sentences if one)
-
-
-def _configurations_text(trace: Trace, sides: Sides) -> str:
-    """Return as text the number of configurations and, for several budgets, of sides and budgets."""
-    count = len(trace.run.configs)
-    return str(count) if len(sides.budgets) == 1 else f"{count}: {len(sides.names)} at {len(sides.budgets)} budgets"
 
 
 def _cache_shares_text(trace: Trace) -> str:

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from perturbkv.analyses.measurements import Floats
 from perturbkv.escaping import escape_line
 
-Codes = NDArray[np.uint16]
 LOG, LINEAR = "log", "linear"
 NOT_A_NUMBER, INFINITE = 65534, 65535
 _LAST = 65533
@@ -40,10 +39,6 @@ class Scale:
     low: float
     step: float
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the scale's JSON object for the page."""
-        return dict(vars(self))
-
 
 def log_scale(values: Floats) -> Scale:
     """Return the logarithmic scale of non-negative values; negative values, from rounding, count as 0.
@@ -65,7 +60,7 @@ def linear_scale(values: Floats, least_step: float = _LINEAR_STEP) -> Scale:
     return Scale(LINEAR, low, max(least_step, (high - low) / _LAST))
 
 
-def encode(values: Floats, scale: Scale) -> Codes:
+def encode(values: Floats, scale: Scale) -> NDArray[np.uint16]:
     """Return values of any shape as two-byte codes on a scale.
 
     NaN and +∞ have codes of their own; −∞ and, on a logarithmic scale, values that are not positive get code 0.
@@ -173,7 +168,7 @@ class Blocks:
         block = deflate(byte_planes(codes))
         taken = 0.0 if np.isinf(most) else block_bytes(block) / max(self.room * most, 1.0)
         if taken <= 1:
-            self._put_array(name, block, "u2", codes.shape, [scale.to_dict() for scale in scales])
+            self._put_array(name, block, "u2", codes.shape, [dict(vars(scale)) for scale in scales])
         return taken
 
     def put_packed(self, name: str, content: NDArray[np.uint8], shape: tuple[int, ...]) -> None:

@@ -74,7 +74,7 @@ def trace_part(trace: Trace, blocks: Blocks, name: str, full: bool) -> dict[str,
     if digest_trace:
         ablation = _result_or_reason(lacks, "ablation", lambda: ablation_settings(digest_trace, sides))
     compared = compare_with_baseline(digest_trace, sides, start.baseline) if digest_trace else {}
-    ties = measured.verdict_keys if digest_trace else []
+    ties = [one.key for one in measures if one.source] if digest_trace else []
     part = {
         "name": name,
         "title": trace_title(trace),

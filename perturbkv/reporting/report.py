@@ -107,7 +107,12 @@ def report(
         if any(one.source and real_path(Path(one.source)) == real_path(Path(path)) for one in checked):
             raise OutputError(f"expected another file than the trace itself, got {path}; name another")
         check_path(page_path(Path(path)), overwrite)
-    result = _build_report(checked, full)
+    from perturbkv.reporting.payload import payload
+
+    content = payload(checked, full=full)
+    counts = [(int(one.ok.sum()), len(one.run.configs)) for one in checked]
+    samples, configs = (sum(column) for column in zip(*counts, strict=True))
+    result = Report(content.title, page(content), samples, configs)
     if path is not None:
         result.save(path, overwrite=overwrite)
     return result
@@ -156,13 +161,3 @@ def check_path(path: Path, overwrite: bool) -> Path:
     if path.exists() and not overwrite:
         raise OutputError(f"expected no file at {path}, got one; overwrite=True replaces it")
     return path
-
-
-def _build_report(traces: Sequence[Trace], full: bool) -> Report:
-    """Return the report of traces that have passed `check_traces`."""
-    from perturbkv.reporting.payload import payload
-
-    content = payload(traces, full=full)
-    counts = [(int(one.ok.sum()), len(one.run.configs)) for one in traces]
-    samples, configs = (sum(column) for column in zip(*counts, strict=True))
-    return Report(content.title, page(content), samples, configs)

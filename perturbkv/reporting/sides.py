@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -81,7 +81,15 @@ def run_sides(run: RunConfig) -> Sides:
     firsts = [run.configs[group[0]] for group in groups]
     names = make_distinct([escape_line(name) for name in distinct_names(firsts, "budget")])
     usual = {side[config] for pair in _usual_pairs(run) for config in pair}
-    pairs, left_out = _pairs_by_budget(side, budget, usual)
+
+    def rank(pair: IndexPair) -> tuple[int, int]:
+        """Return the order of pairs: those of two usual sides, then those with one."""
+        sides = (side[pair[0]], side[pair[1]])
+        return sum(one not in usual for one in sides), max(sides)
+
+    every = [(first, second) for first, second in combinations(range(len(side)), 2) if budget[first] == budget[second]]
+    shown = sorted(every, key=rank)[:MOST_PAIRS]
+    pairs, left_out = tuple(sorted(shown)), len(every) - len(shown)
     return Sides(names, budgets, side, budget, pairs, left_out)
 
 
@@ -113,23 +121,6 @@ def make_distinct(names: Sequence[str]) -> tuple[str, ...]:
         numbered = (f"{name} ({number})" for number in range(2, len(names) + 2))
         distinct.append(name if name not in distinct else next(one for one in numbered if one not in distinct))
     return tuple(distinct)
-
-
-def _pairs_by_budget(
-    side: Sequence[int], budget: Sequence[int], usual: Collection[int]
-) -> tuple[tuple[IndexPair, ...], int]:
-    """Return index pairs of configurations with equal budget, at most `MOST_PAIRS`, and the number of omitted pairs.
-
-    Where there are more, pairs of two `usual` sides are preferred, then those with one. The result is sorted by index.
-    """
-
-    def rank(pair: IndexPair) -> tuple[int, int]:
-        sides = (side[pair[0]], side[pair[1]])
-        return sum(one not in usual for one in sides), max(sides)
-
-    every = [(first, second) for first, second in combinations(range(len(side)), 2) if budget[first] == budget[second]]
-    shown = sorted(every, key=rank)[:MOST_PAIRS]
-    return tuple(sorted(shown)), len(every) - len(shown)
 
 
 @dataclass(frozen=True)

@@ -129,13 +129,13 @@ LOGARITHMIC = np.array([0.0, 1e-30, 3e-12, 0.7, 1.0, 1234.5, 1e20, np.inf, np.na
 @pytest.mark.parametrize("values", [LOGARITHMIC, np.zeros(3), np.array([np.nan, np.inf]), np.array([5.0])])
 def test_logarithms_keep_to_a_thousandth_and_zero_stays_zero(values: Any) -> None:
     scale = page_blocks.log_scale(values)
-    np.testing.assert_allclose(numbers(page_blocks.encode(values, scale), scale.to_dict()), values, rtol=1e-3)
+    np.testing.assert_allclose(numbers(page_blocks.encode(values, scale), vars(scale)), values, rtol=1e-3)
 
 
 @pytest.mark.parametrize("values", [np.linspace(0, 1, 999), np.array([0.5, np.nan, np.inf]), np.array([0.1, 11.9])])
 def test_shares_keep_to_a_ten_thousandth(values: Any) -> None:
     scale = page_blocks.linear_scale(values)
-    np.testing.assert_allclose(numbers(page_blocks.encode(values, scale), scale.to_dict()), values, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(numbers(page_blocks.encode(values, scale), vars(scale)), values, rtol=0, atol=1e-4)
 
 
 def test_what_rounding_makes_negative_is_nothing() -> None:
