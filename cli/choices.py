@@ -63,8 +63,7 @@ def parse_compare(text: str) -> list[str]:
 
 def parse_methods(text: str) -> list[str]:
     """Return the methods that --compare lists: `adakv:two-stage,snapkv`. Raises ConfigError for none or a repeat."""
-    names = split_names(text)
-    if not names:
+    if not (names := split_names(text)):
         raise ConfigError(f"--compare takes methods such as {METHODS.partition(',')[0]}, got none")
     return list(check_distinct("--compare", names))
 

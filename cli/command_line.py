@@ -190,18 +190,11 @@ class CompactHelp:
             column = max((len(name) for rows in sections.values() for name, _ in rows), default=0)
             for title, rows in sections.items():
                 _print_section(title, rows, column)
-            if more := _hidden_options_line(self, ctx):
-                _print_text(more)
+            hidden = {option.name for option in self.get_params(ctx) if option.hidden}
+            if self.name != "trace" and "chunk_mib" in hidden:  # a command that measures; `trace` shows all
+                named = ", ".join(f"--{name}" for name in _EXAMPLES if name in hidden)
+                _print_text(f"More options of measuring{f' ({named}, …)' if named else ''}: perturbkv trace -h")
         formatter.write(written.get())
-
-
-def _hidden_options_line(command: Any, ctx: Any) -> str:
-    """Return the line on what a measuring command's help hides, empty where it hides nothing; `trace` shows all."""
-    hidden = {option.name for option in command.get_params(ctx) if option.hidden}
-    if command.name == "trace" or "chunk_mib" not in hidden:
-        return ""
-    named = ", ".join(f"--{name}" for name in _EXAMPLES if name in hidden)
-    return f"More options of measuring{f' ({named}, …)' if named else ''}: perturbkv trace -h"
 
 
 def usage_line(command: Any, ctx: Any) -> str:
@@ -216,12 +209,14 @@ def usage_line(command: Any, ctx: Any) -> str:
 
 
 def option_sections(command: Any, ctx: Any) -> Sections:
-    """Return group of options -> (name, description) of its visible options; arguments come first."""
+    """Return group of options -> (name, help and [default]) of its visible options; arguments come first."""
     sections: Sections = {}
     for parameter in sorted(command.get_params(ctx), key=lambda parameter: parameter.param_type_name != "argument"):
         if not parameter.hidden and parameter.name != _HELP:
-            panel = getattr(parameter, "rich_help_panel", None) or _OWN
-            sections.setdefault(panel, []).append((_parameter_name(parameter), _description(parameter, ctx)))
+            panel, shown = getattr(parameter, "rich_help_panel", None) or _OWN, parameter.show_default
+            default = str(parameter.get_default(ctx, call=False) if shown is True else shown)
+            about = f"{(parameter.help or '').rstrip('.')}{'' if default in _NO_DEFAULT else f' [{default}]'}"
+            sections.setdefault(panel, []).append((_parameter_name(parameter), about))
     return sections
 
 
@@ -249,12 +244,6 @@ def _parameter_name(parameter: Any) -> str:
     names = ", ".join(sorted(parameter.opts, key=lambda name: not name.startswith("--")))
     value = "" if parameter.is_flag else f" {parameter.metavar or 'VALUE'}"
     return names + value + ("…" if parameter.multiple else "")
-
-
-def _description(parameter: Any, ctx: Any) -> str:
-    """Return the help of a parameter, with its default in brackets."""
-    default = str(parameter.get_default(ctx, call=False) if parameter.show_default is True else parameter.show_default)
-    return f"{(parameter.help or '').rstrip('.')}{'' if default in _NO_DEFAULT else f' [{default}]'}"
 
 
 def _print_text(text: str) -> None:
@@ -314,19 +303,18 @@ class CommandGroup(CompactHelp, TyperGroup):
 
         Raises ConfigError for a former command.
         """
+        from pathlib import Path
+
         name = args[0]
-        if name not in self.rows and FILE in self.rows and _is_path(name):
+        if (
+            name not in self.rows
+            and FILE in self.rows
+            and ("/" in name or Path(name).suffix != "" or Path(name).exists())
+        ):
             return FILE, self.get_command(ctx, FILE), args
         if name not in self.rows and (message := former_message(ctx.command_path.split()[1:], args)):
             raise ConfigError(message)
         return super().resolve_command(ctx, args)
-
-
-def _is_path(name: str) -> bool:
-    """Return whether an unknown command name is a path: it contains a slash or suffix, or the file exists."""
-    from pathlib import Path
-
-    return "/" in name or Path(name).suffix != "" or Path(name).exists()
 
 
 def group_class(rows: Iterable[Command]) -> type[CommandGroup]:

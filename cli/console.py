@@ -62,16 +62,11 @@ def print_results(results: Sequence[Result], title: str, subtitle: str = "", exp
         say(subtitle)
     for part in [part for one in results for part in one.body()]:
         print_part(out, part)
-    say("\n".join(_distinct_notes(results)))
+    notes = list(dict.fromkeys(line for one in results for line in one.notes().splitlines()))
+    # without those that begin another one; a note is a beginning of itself
+    say("\n".join(note for note in notes if sum(other.startswith(note.removesuffix(".")) for other in notes) == 1))
     for part in [part for one in results for part in one.explain()] if explain else []:
         print_part(out, part)
-
-
-def _distinct_notes(results: Sequence[Result]) -> list[str]:
-    """Return the notes of all results, without repetitions and without notes that are a prefix of another note."""
-    notes = list(dict.fromkeys(line for result in results for line in result.notes().splitlines()))
-    # a note is a prefix of itself
-    return [note for note in notes if sum(other.startswith(note.removesuffix(".")) for other in notes) == 1]
 
 
 def as_json(document: Mapping[str, Any], ascii_only: bool = False) -> str:

@@ -60,6 +60,7 @@ def show(
 
 def _show_plan(planned: Plan, document: dict[str, Any]) -> None:
     """Print a plan as tables; `document` is the plan as `describe` returns it."""
+    batches, most, bound = document["batches"], document["batch_mib"], document["batch_bound_mib"]
     rows = [
         (
             "model",
@@ -75,7 +76,10 @@ def _show_plan(planned: Plan, document: dict[str, Any]) -> None:
         ("weights", f"{document['weights_mib']:,.0f} MiB"),
         ("full cache", f"{document['full_cache_mib']:,.1f} MiB for the longest sample"),
         ("evicted caches", f"{document['evicted_caches_mib']:,.1f} MiB for the longest sample, all configurations"),
-        ("decoded", _batches_text(document)),
+        (
+            "decoded",
+            f"in {plural(batches, 'batch', 'batches')} of at most {most:,.0f} MiB; {bound:,.0f} MiB allowed",
+        ),
         *_effect_rows(document["smallest_effect"]),
         ("time", f"{format_duration(estimate_seconds(planned))} in one process, by a quick estimate"),
         *_memory_rows(document),
@@ -134,12 +138,6 @@ def _size(mib: float) -> str:
     return memory.format_size(int(mib * _MIB))
 
 
-def _batches_text(document: dict[str, Any]) -> str:
-    """Return as text the number of batches of configurations, the largest batch's bytes and the allowed bytes."""
-    batches = plural(document["batches"], "batch", "batches")
-    return f"in {batches} of at most {document['batch_mib']:,.0f} MiB; {document['batch_bound_mib']:,.0f} MiB allowed"
-
-
 def describe(planned: Plan, folder: Path | None, shard: Shard | None = None) -> dict[str, Any]:
     """Return the plan of a run, or of a shard of it, as a JSON document; sizes are in MiB.
 
@@ -150,7 +148,14 @@ def describe(planned: Plan, folder: Path | None, shard: Shard | None = None) -> 
     parameters = planned.files.parameters()
     weights = planned.files.weights_bytes(planned.placement.dtype)
     shape = Shape.from_config(planned.files.config, planned.placement.dtype.itemsize, weights)
-    longest = max(lengths)
+    from perturbkv.pipeline.run import footprint
+
+    needed, memory_free = footprint.estimate_footprint(planned), footprint.free_memory(planned)
+    trace, journal, disk_free = (needed.trace, sum(needed.journal), _disk_free(folder)) if folder else (0, 0, 0)
+    longest, own_shard = max(lengths), None
+    if shard is not None:
+        samples, configs = shard.select(planned.prompts.ids, run.configs)
+        own_shard = shard_document(shard, samples, len(configs))
     compressed = max(len(prompt.parts(run.scenario)[0]) for prompt in planned.prompts)
     return {
         "model": run.model,
@@ -158,7 +163,7 @@ def describe(planned: Plan, folder: Path | None, shard: Shard | None = None) -> 
         "measured_layers": layer_types.format_measured(planned.files.config),
         "dataset": run.dataset,
         "samples": len(lengths),
-        "shard": _shard_document(shard, planned) if shard else None,
+        "shard": own_shard,
         "tokens_min": min(lengths),
         "tokens_max": longest,
         "cut_samples": planned.prompts.cut_count,
@@ -176,24 +181,6 @@ def describe(planned: Plan, folder: Path | None, shard: Shard | None = None) -> 
             {"config": config_object(eviction), "entries": eviction.kept_entries(compressed)}
             for eviction in run.configs
         ],
-        **_memory_needs(planned, folder),
-    }
-
-
-def _shard_document(shard: Shard, planned: Plan) -> dict[str, Any]:
-    """Return a shard of a planned run as a JSON document."""
-    samples, configs = shard.select(planned.prompts.ids, planned.run.configs)
-    return shard_document(shard, samples, len(configs))
-
-
-def _memory_needs(planned: Plan, folder: Path | None) -> dict[str, Any]:
-    """Return the plan's JSON fields on needed and free memory and disk, and the advice that makes the run fit."""
-    from perturbkv.pipeline.run import footprint
-
-    needed, memory_free = footprint.estimate_footprint(planned), footprint.free_memory(planned)
-    trace, journal, disk_free = (needed.trace, sum(needed.journal), _disk_free(folder)) if folder else (0, 0, 0)
-    fits = needed.memory.total <= memory_free and trace + journal <= disk_free
-    return {
         "device": planned.placement.device.type,
         "statistics_mib": needed.memory.statistics / _MIB,
         **{f"{stage}_mib": getattr(needed.memory, stage) / _MIB for stage in _STAGES},
@@ -202,7 +189,7 @@ def _memory_needs(planned: Plan, folder: Path | None) -> dict[str, Any]:
         "trace_mib": trace / _MIB,
         "journal_mib": journal / _MIB,
         "disk_free_mib": disk_free / _MIB,
-        "fits": fits,
+        "fits": needed.memory.total <= memory_free and trace + journal <= disk_free,
         "advice": footprint.suggest_options(planned, disk_free if folder else needed.disk, memory_free),
     }
 

@@ -156,12 +156,8 @@ def _start(
     ] = False,
 ) -> None:
     """Measure what KV-cache eviction does to attention outputs, per head and per layer."""
-    if ctx.invoked_subcommand is None:
-        show_tasks()
-
-
-def show_tasks() -> None:
-    """Print common tasks, each with a command to type, for `perturbkv` without arguments."""
+    if ctx.invoked_subcommand is not None:
+        return
     console.say("Run a model with its full cache and with evicted ones, and see what was lost.")
     for task, command in _TASKS.items():
         console.say("")
@@ -173,9 +169,19 @@ def show_tasks() -> None:
 
 
 def main() -> None:
-    """Run the command line and exit; errors are one line on stderr, with --json also a document on stdout."""
+    """Run the command line and exit; errors are one line on stderr, with --json also a document on stdout.
+
+    Other libraries give no warnings, and no progress bars where stderr is no terminal.
+    """
     prepare_streams()
-    _quiet_libraries()
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    # transformers imports them where they are installed
+    for name in ("torchao", "bitsandbytes", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     console.show_log()
     with sigterm_as_interrupt() as sigterm:
         sys.exit(run_to_exit_code(lambda: _run(sigterm)))
@@ -224,15 +230,3 @@ def _file_message(error: OSError) -> str:
     if error.filename is None:
         return f"expected to read or write, got '{error.strerror or error}'; make room, or choose another place"
     return f"expected to read or write {error.filename}, got '{error.strerror}'; choose another place"
-
-
-def _quiet_libraries() -> None:
-    """Silence warnings of other libraries, and their progress bars where stderr is no terminal."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-    if not sys.stderr.isatty():
-        os.environ.setdefault("TQDM_DISABLE", "1")
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    # transformers imports them where they are installed
-    for name in ("torchao", "bitsandbytes", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)

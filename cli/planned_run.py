@@ -44,33 +44,6 @@ _MOST_NAMED_DATASETS = 3
 """Most data sets in the name of a folder."""
 
 
-def require_complete(results: Sequence[Path | ShardDone], as_json: bool) -> list[Path]:
-    """Return the traces' paths if all traces are complete; otherwise print the measured shards and exit.
-
-    The exit code is 1 where samples failed, else 0.
-    """
-    shards = [result for result in results if not isinstance(result, Path)]
-    if not shards:
-        return [result for result in results if isinstance(result, Path)]
-    if as_json:
-        documents = [
-            {
-                "trace": str(measured.trace),
-                **shard_document(measured.shard, measured.samples, measured.configs),
-                "failed": dict(measured.failures),
-                "done": [complete.number for complete in measured.done],
-            }
-            for measured in shards
-        ]
-        console.print_json({"shards": documents})
-    else:
-        for shard in shards:
-            console.say(str(shard))
-    for reason in (reason for shard in shards for reason in shard.failures.values()):
-        console.note(f"failed: {reason}")
-    raise typer.Exit(1 if any(shard.failures for shard in shards) else 0)
-
-
 def shard_document(shard: Shard, samples: Sequence[str], configs: int) -> dict[str, Any]:
     """Return a shard, its samples and its number of configurations as a JSON document."""
     return {"shard": str(shard), "by": shard.by, "of": shard.count, "samples": list(samples), "configs": configs}
@@ -142,7 +115,8 @@ def make_traces(
 ) -> list[Path]:
     """Measure the missing samples of several traces with one model; `folder` is the --output that they share.
 
-    Exits the command after a shard of incomplete traces. Raises PerturbkvErrors; finished samples are kept.
+    After a shard of incomplete traces prints the measured shards and exits the command, with 1 where samples failed,
+    else 0. Raises PerturbkvErrors; finished samples are kept.
     """
     from perturbkv.engines import engine_choice
 
@@ -150,7 +124,26 @@ def make_traces(
         results = [
             measure(run, plan, path, engine, folder) for run, plan, path in zip(runs, planned, paths, strict=True)
         ]
-    return require_complete(results, runs[0].as_json)
+    shards = [result for result in results if not isinstance(result, Path)]
+    if not shards:
+        return [result for result in results if isinstance(result, Path)]
+    if runs[0].as_json:
+        documents = [
+            {
+                "trace": str(measured.trace),
+                **shard_document(measured.shard, measured.samples, measured.configs),
+                "failed": dict(measured.failures),
+                "done": [complete.number for complete in measured.done],
+            }
+            for measured in shards
+        ]
+        console.print_json({"shards": documents})
+    else:
+        for shard in shards:
+            console.say(str(shard))
+    for reason in (reason for shard in shards for reason in shard.failures.values()):
+        console.note(f"failed: {reason}")
+    raise typer.Exit(1 if any(shard.failures for shard in shards) else 0)
 
 
 def measure(

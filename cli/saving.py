@@ -63,11 +63,6 @@ def text_file(path: Path, begins: str) -> OutputFile:
     return OutputFile(path, "a table of ours", lambda path: path.read_bytes().startswith(begins.encode()))
 
 
-def result_file(path: Path, name: str) -> OutputFile:
-    """Return the JSON output file of the analysis `name`; it replaces only an earlier result of that analysis."""
-    return OutputFile(path, f"a result of {name}", content_test(f'"analysis": "{name}"'.encode()))
-
-
 def content_test(mark: bytes) -> Callable[[Path], bool]:
     """Return a function that tests whether a file contains these bytes."""
     return lambda path: mark in path.read_bytes()
@@ -152,23 +147,17 @@ class Source:
 
 def summary_header(trace: Trace) -> dict[str, Any]:
     """Return the JSON fields on a trace common to all documents: path, digest, run, failed samples, bytes."""
+    from perturbkv.analyses.identity import identity
     from perturbkv.analyses.json_values import run_object
 
+    shares = identity(trace, trace.run.configs).byte_shares  # of the full cache's bytes; empty where none is quantised
     return {
         "trace": trace.source,
         "trace_digest": trace.digest,
         "run": run_object(trace.run),
         "failed": dict(trace.failures),
-        "bytes_over_full": _bytes_over_full(trace),
+        "bytes_over_full": dict(zip(trace.run.labels(), shares, strict=True)) if shares else {},
     }
-
-
-def _bytes_over_full(trace: Trace) -> dict[str, float]:
-    """Return label -> cache bytes as a share of the full cache's, per configuration; empty where none is quantised."""
-    from perturbkv.analyses.identity import identity
-
-    shares = identity(trace, trace.run.configs).byte_shares
-    return dict(zip(trace.run.labels(), shares, strict=True)) if shares else {}
 
 
 def summary_file(folder: Path, sources: Sequence[Source], name: str, options: Mapping[str, Any]) -> OutputFile:
@@ -186,24 +175,18 @@ def summary_file(folder: Path, sources: Sequence[Source], name: str, options: Ma
                 f"{path} is of another trace, {paths}; give another --output, or --overwrite to replace it"
             )
         stored = document["analyses"].get(name, {}).get("asked")
-        if stored is not None:
-            _check_same_options(path, name, stored, options)
+        different = [] if stored is None else [key for key in options if stored.get(key) not in (options[key], False)]
+        if different:
+            before, now = (
+                ", ".join(_option_text(key, values.get(key)) for key in different) for values in (stored, options)
+            )
+            raise ConfigError(
+                f"{path} holds {name} {before}; this one is {now}; give another --output, or --overwrite to replace "
+                "its numbers and figures"
+            )
         return True
 
     return OutputFile(folder / SUMMARY_NAME, "a summary of ours", is_ours)
-
-
-def _check_same_options(path: Path, name: str, stored: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Raise ConfigError where a summary holds an analysis with other options; a flag that it lacked may be added."""
-    different = [key for key in options if stored.get(key) not in (options[key], False)]
-    if different:
-        before, now = (
-            ", ".join(_option_text(key, values.get(key)) for key in different) for values in (stored, options)
-        )
-        raise ConfigError(
-            f"{path} holds {name} {before}; this one is {now}; give another --output, or --overwrite to replace "
-            "its numbers and figures"
-        )
 
 
 def _option_text(option: str, value: Any) -> str:

@@ -39,7 +39,6 @@ from perturbkv.storage.output import Claim, OutputFile, OutputFolder
 if TYPE_CHECKING:
     from perturbkv.analyses.result import Result
     from perturbkv.models.loading import ModelFiles
-    from perturbkv.pipeline.run.plan import Plan
     from perturbkv.trace import Trace
 
     Results = Result | Sequence[Result]
@@ -79,11 +78,6 @@ class Session:
         return self.traces[0]
 
     @property
-    def usable_traces(self) -> tuple[Trace, ...]:
-        """The traces with at least one complete sample."""
-        return tuple(trace for trace in self.traces if trace.ok.any())
-
-    @property
     def failures(self) -> dict[str, str]:
         """Failed sample -> reason; samples of the second and later traces are named with their data set."""
         later = {
@@ -106,8 +100,10 @@ class Session:
         folder = self.output.path
         figures = saving.figure_files(folder, stems, self.look.formats)
         figures += saving.caption_files(folder, stems) if self.look.style != "screen" else []
-        if not sources:
-            return self.output.claim(*figures, *files, saving.result_file(self.path, self.name), writer=self.path)
+        if not sources:  # the JSON file replaces only an earlier result of this analysis
+            of_analysis = saving.content_test(f'"analysis": "{self.name}"'.encode())
+            result = OutputFile(self.path, f"a result of {self.name}", of_analysis)
+            return self.output.claim(*figures, *files, result, writer=self.path)
         return self.output.claim(*figures, *files, saving.summary_file(folder, sources, self.name, self.options))
 
     def draw(self, result: Result, stem: str, method: str = "plot") -> None:
@@ -199,7 +195,6 @@ class Analysis:
         by_dataset: `run.dataset` names several data sets, each with a trace in a folder of its name.
         options: the options that summary.json keeps, where they are not those of the command.
         outputs: function from the output folder to the further files that `analyse` writes.
-        dry_note: note printed with the plan of a dry run.
         compares_sums: tell, in a dry run, the smallest effect on a ratio of sums of perturbation.
         margin: δ, where the result tells whether these sums are equivalent.
         exit_code: function from a result to the exit code.
@@ -221,7 +216,6 @@ class Analysis:
     by_dataset: bool = False
     options: Mapping[str, Any] | None = None
     outputs: Callable[[Path], Sequence[OutputFile]] = lambda folder: ()
-    dry_note: str = ""
     compares_sums: bool = False
     margin: float | None = None
     exit_code: Callable[[Any], int] = lambda result: 0
@@ -232,15 +226,12 @@ class Analysis:
         """The command's name as typed, without `perturbkv`."""
         return self.command or self.name
 
-    @property
-    def all_stems(self) -> list[str]:
-        """The file names of all figures, without the format."""
-        return list(self.stems) or [f"{self.name}{end}" for end in self.figures.values()]
-
     def carry_out(self, look: FigureOptions) -> None:
         """Open or make the trace, analyse it, save and show the result; exit with its code. Raises PerturbkvErrors."""
-        session = open_session(self, look)
-        if session is None:
+        options = look.summary_options if self.options is None else self.options
+        open_traces = _open_finished_traces if look.paths else _open_new_traces
+        session = open_traces(self, look, options)
+        if session is None:  # a dry run
             return
         analysed = self.analyse(session)
         results, document = analysed if isinstance(analysed, tuple) else (analysed, None)
@@ -253,16 +244,6 @@ class Analysis:
         session.show(results, document)
         if code := self.exit_code(results):
             raise typer.Exit(code)
-
-
-def open_session(analysis: Analysis, look: FigureOptions) -> Session | None:
-    """Return the session of the traces that the user named, or else of the traces that the analysis' run makes.
-
-    None after a dry run. Raises PerturbkvErrors, before a model is loaded wherever possible.
-    """
-    options = look.summary_options if analysis.options is None else analysis.options
-    open_traces = _open_finished_traces if look.paths else _open_new_traces
-    return open_traces(analysis, look, options)
 
 
 def _open_finished_traces(analysis: Analysis, look: FigureOptions, options: Mapping[str, Any]) -> Session:
@@ -309,15 +290,17 @@ def _open_new_traces(analysis: Analysis, look: FigureOptions, options: Mapping[s
     planned = plan_all(
         runs, configs, analysis.leave_out_unfit, analysis.generate, analysis.metric, files=analysis.files
     )
-    _check_step(getattr(look, "step", None) or 0, planned[0])
+    if (step := getattr(look, "step", None) or 0) >= (recorded := planned[0].run.steps):
+        tokens = max(len(prompt.token_ids) for prompt in planned[0].prompts)
+        fits = tokens + step < int(planned[0].files.config.max_position_embeddings)
+        advice = f"; --steps {step + 1} records it" if fits else ""
+        raise ConfigError(f"expected a step from 0 to {recorded - 1}, got {step}{advice}")
     if analysis.by_dataset:
         warn_of_missing_budgets(planned, analysis.name)
     if run.dry_run:
         dry_run.show(
             planned, run.as_json, folder, run.parsed_shard, analysis.by_dataset, analysis.compares_sums, analysis.margin
         )
-        if analysis.dry_note:
-            console.note(analysis.dry_note)
         return None
     session.traces = read_traces(make_traces(runs, planned, paths, folder if analysis.by_dataset else None))
     _check_complete(session)
@@ -345,7 +328,8 @@ def _select_budgets(trace: Trace, budgets: Sequence[Budget]) -> Trace:
 def _claim(analysis: Analysis, session: Session, sources: Sequence[saving.Source]) -> None:
     """Claim the output files of an analysis, if it writes files; `sources` are the analysed traces."""
     if analysis.writes:
-        session.claim(analysis.all_stems, sources, *analysis.outputs(session.output.path))
+        stems = analysis.stems or [f"{analysis.name}{end}" for end in analysis.figures.values()]
+        session.claim(stems, sources, *analysis.outputs(session.output.path))
 
 
 def _check_complete(session: Session) -> None:
@@ -360,16 +344,6 @@ def _check_complete(session: Session) -> None:
         raise FailedRunError(", ".join(trace.source for trace in traces), failures)
     for trace in failed:
         console.note(f"left out: every sample of {trace.run.dataset} failed, see {trace.source}")
-
-
-def _check_step(step: int, planned: Plan) -> None:
-    """Raise ConfigError for a decode step beyond those that the run measures."""
-    if step < planned.run.steps:
-        return
-    tokens = max(len(prompt.token_ids) for prompt in planned.prompts)
-    fits = tokens + step < int(planned.files.config.max_position_embeddings)
-    advice = f"; --steps {step + 1} records it" if fits else ""
-    raise ConfigError(f"expected a step from 0 to {planned.run.steps - 1}, got {step}{advice}")
 
 
 def sides_check(names: Sequence[str]) -> Callable[[Trace], object]:
@@ -419,7 +393,11 @@ def analysis_views(
 
     def call(context: typer.Context, **values: Any) -> None:
         typed = typed_options(context)
-        view = _chosen_view([name for name in views if values[name] not in (False, None)])
+        chosen = [name for name in views if values[name] not in (False, None)]
+        if len(chosen) > 1:
+            both = " and ".join(map(option_refusals.option_flag, chosen))
+            raise ConfigError(f"expected one of {both}, got both; give only one of them")
+        view = chosen[0] if chosen else ""
         # views may have an option in common with different defaults, of which `values` holds the first view's
         own_options = {
             option.name: values[option.name] if option.name in typed else option.default for option in own[view]
@@ -432,12 +410,3 @@ def analysis_views(
             result.carry_out(option_groups["look"])
 
     return lambda command: copy_signature(command, call, groups, [*switches, *distinct.values()])
-
-
-def _chosen_view(chosen: Sequence[str]) -> str:
-    """Return the view that a command line chooses, '' for the default view. Raises ConfigError for two views."""
-    if len(chosen) > 1:
-        raise ConfigError(
-            f"expected one of {' and '.join(map(option_refusals.option_flag, chosen))}, got both; give only one of them"
-        )
-    return chosen[0] if chosen else ""

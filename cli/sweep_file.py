@@ -94,22 +94,14 @@ def known_keys() -> dict[str, Key]:
         keys[name.replace("_", "-")] = Key(name, type(option.default), many=True)
     for name, annotated in option_fields(RunOptions).items():
         if name not in _COMMAND_LINE_ONLY:
-            keys |= dict.fromkeys(_spellings(name, annotated), _make_key(name, hints[name]))
+            hint = hints[name]
+            (kind,) = [one for one in get_args(hint) if one is not NoneType] if NoneType in get_args(hint) else [hint]
+            many = get_origin(kind) is list
+            key = Key(name, get_args(kind)[0] if many else kind, many)
+            declared = [each for one in annotated.__metadata__ for each in (one.default, *(one.param_decls or ()))]
+            long = [each.partition("/")[0].removeprefix("--") for each in declared if str(each).startswith("--")]
+            keys |= dict.fromkeys(long or [name.replace("_", "-")], key)  # as declared, or as Typer derives it
     return keys
-
-
-def _make_key(field: str, hint: Any) -> Key:
-    """Return the key of a field of `RunOptions` with this type hint."""
-    (kind,) = [one for one in get_args(hint) if one is not NoneType] if NoneType in get_args(hint) else [hint]
-    many = get_origin(kind) is list
-    return Key(field, get_args(kind)[0] if many else kind, many)
-
-
-def _spellings(field: str, annotated: Any) -> list[str]:
-    """Return an option's long names without `--`: the declared names, or the name that Typer derives from the field."""
-    declared = [name for option in annotated.__metadata__ for name in (option.default, *(option.param_decls or ()))]
-    long = [name.partition("/")[0].removeprefix("--") for name in declared if str(name).startswith("--")]
-    return long or [field.replace("_", "-")]
 
 
 @contextmanager
@@ -151,25 +143,20 @@ def read(path: Path, typed_options: frozenset[str]) -> SweepFile:
     """Return the content of a sweep file without the keys that were typed. Raises ConfigError, with the file's name."""
     text = _FILE.read_text(path)
     with prefix_errors(path):
-        return _parse_file(_load_yaml(text), typed_options)
-
-
-def _parse_file(document: Any, typed_options: frozenset[str]) -> SweepFile:
-    """Return the content of a sweep file from its YAML, as `read`."""
-    keys = known_keys()
-    _check_mapping(document)
-    grids = document.pop(_GRIDS, None)
-    entries = _parse_mapping(document, {**keys, _GRIDS: Key(_GRIDS, str)}, typed_options, "")
-    options = {
-        key.field: list(values) if key.many else values[0]
-        for key, values in entries.items()
-        if not key.is_choice or key.field == _SHARED
-    }
-    choices = {key.field: values for key, values in entries.items() if key.is_choice}
-    if grids is None:
-        return SweepFile(options, choices, ({},))
-    with prefix_errors(_GRIDS):
-        return SweepFile(options, choices, _parse_grids(grids, keys, typed_options))
+        document, keys = _load_yaml(text), known_keys()
+        _check_mapping(document)
+        grids = document.pop(_GRIDS, None)
+        entries = _parse_mapping(document, {**keys, _GRIDS: Key(_GRIDS, str)}, typed_options, "")
+        options = {
+            key.field: list(values) if key.many else values[0]
+            for key, values in entries.items()
+            if not key.is_choice or key.field == _SHARED
+        }
+        choices = {key.field: values for key, values in entries.items() if key.is_choice}
+        if grids is None:
+            return SweepFile(options, choices, ({},))
+        with prefix_errors(_GRIDS):
+            return SweepFile(options, choices, _parse_grids(grids, keys, typed_options))
 
 
 def _parse_grids(grids: Any, keys: Mapping[str, Key], typed_options: frozenset[str]) -> tuple[Values, ...]:

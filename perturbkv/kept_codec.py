@@ -48,9 +48,21 @@ def decode_positions(code: Bytes, tokens: int) -> NDArray[np.int32]:
 def decode_masks(codes: Bytes, offsets: Counts, lengths: Counts, tokens: int) -> NDArray[np.bool_]:
     """Return the boolean masks (set, key) of kept sets of one prompt of `tokens` tokens.
 
-    `offsets` and `lengths` (set,) say where each set's code lies in `codes`.
+    `offsets` and `lengths` (set,) say where each set's code lies in `codes`. Positions beyond the prompt are dropped.
     """
-    return np.unpackbits(_bit_masks(codes, offsets, lengths, tokens), axis=1, count=tokens).view(bool)
+    size = mask_bytes(tokens)
+    bits, is_mask = np.zeros((len(lengths), size), dtype=np.uint8), lengths == size
+    bits[is_mask] = codes[offsets[is_mask, np.newaxis] + np.arange(size)]
+    content = codes[byte_indices(offsets[~is_mask], lengths[~is_mask])]
+    sets, gaps = int(np.count_nonzero(~is_mask)), _decode_leb128(content)
+    of_set = np.repeat(np.arange(sets), lengths[~is_mask])[content < 128]  # of each gap
+    sums, first = np.cumsum(gaps), np.flatnonzero(np.diff(of_set, prepend=-1))
+    position = sums - np.repeat((sums - gaps)[first], np.diff(first, append=len(of_set)))  # sums within every set
+    inside = position < tokens
+    flags = np.zeros((sets, 8 * size), dtype=bool)
+    flags[of_set[inside], position[inside]] = True
+    bits[~is_mask] = np.packbits(flags, axis=1)
+    return np.unpackbits(bits, axis=1, count=tokens).view(bool)
 
 
 def digests(codes: Bytes, offsets: Counts, lengths: Counts, counts: Counts) -> Counts:
@@ -84,7 +96,9 @@ def _encode_step(masks: Bytes, counts: Counts) -> tuple[Bytes, Counts]:
     rows, lengths = masks.copy(), np.full(sets, size, dtype=np.int64)
     few = np.flatnonzero(counts < size)  # a gap takes a byte at least
     of_set, gaps = _position_gaps(masks, few)
-    widths = _leb128_bytes(gaps)
+    widths = np.ones(len(gaps), dtype=np.int64)  # bytes of each gap
+    for byte in range(1, _WIDEST):
+        widths += gaps >= 1 << 7 * byte
     needed = np.bincount(of_set, widths, minlength=sets).astype(np.int64)
     lengths[few] = np.minimum(needed[few], size)
     shorter = needed[of_set] < size
@@ -104,14 +118,6 @@ def _position_gaps(masks: Bytes, chosen: Counts) -> tuple[Counts, Counts]:
     first = np.flatnonzero(np.diff(row, prepend=-1))  # the first entry of each set, whose gap is its position
     gaps[first] = index[first] % (8 * size)
     return chosen[row], gaps
-
-
-def _leb128_bytes(gaps: Counts) -> Counts:
-    """Return the number of bytes of every gap's LEB128 encoding."""
-    widths = np.ones(len(gaps), dtype=np.int64)
-    for byte in range(1, _WIDEST):
-        widths += gaps >= 1 << 7 * byte
-    return widths
 
 
 def _write_gaps(rows: Bytes, of_set: Counts, gaps: Counts, widths: Counts) -> None:
@@ -134,26 +140,3 @@ def _decode_leb128(code: Bytes) -> Counts:
         has = np.flatnonzero(last - begins >= byte)
         numbers[has] |= (code[begins[has] + byte].astype(np.int64) & 127) << 7 * byte
     return numbers
-
-
-def _bit_masks(codes: Bytes, offsets: Counts, lengths: Counts, tokens: int) -> Bytes:
-    """Return the bit masks (set, byte) decoded from codes; positions beyond the prompt are dropped."""
-    size = mask_bytes(tokens)
-    bits, is_mask = np.zeros((len(lengths), size), dtype=np.uint8), lengths == size
-    bits[is_mask] = codes[offsets[is_mask, np.newaxis] + np.arange(size)]
-    content = codes[byte_indices(offsets[~is_mask], lengths[~is_mask])]
-    sets = int(np.count_nonzero(~is_mask))
-    of_set = np.repeat(np.arange(sets), lengths[~is_mask])[content < 128]
-    position = _positions_from_gaps(_decode_leb128(content), of_set)
-    inside = position < tokens
-    flags = np.zeros((sets, 8 * size), dtype=bool)
-    flags[of_set[inside], position[inside]] = True
-    bits[~is_mask] = np.packbits(flags, axis=1)
-    return bits
-
-
-def _positions_from_gaps(gaps: Counts, of_set: Counts) -> Counts:
-    """Return positions as cumulative sums of gaps within every set; `of_set` has every gap's set, ascending."""
-    sums = np.cumsum(gaps)
-    first = np.flatnonzero(np.diff(of_set, prepend=-1))
-    return sums - np.repeat((sums - gaps)[first], np.diff(first, append=len(of_set)))

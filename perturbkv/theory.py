@@ -364,16 +364,13 @@ def propagated_perturbation(
     return both[0], distances(both[0], both[1:])
 
 
-def _sort_descending(numbers: Float[Tensor, "head key"]) -> Float[Tensor, "head key"]:
-    """Return the numbers of every row in descending order: on a CPU by NumPy, which takes a tenth of torch's time."""
-    if numbers.device.type == "cpu":
-        return torch.from_numpy(np.sort(numbers.numpy(), axis=-1)).flip(-1)
-    return numbers.sort(dim=-1, descending=True).values
-
-
 def largest_sums(attention: Float[Tensor, "head key"]) -> Float[Tensor, "head count"]:
     """Return, per head and count k = 0, 1, 2, …, the sum of the k largest attention weights."""
-    cumulative = _sort_descending(attention).cumsum(dim=-1)
+    if attention.device.type == "cpu":  # by NumPy, which takes a tenth of torch's time
+        descending = torch.from_numpy(np.sort(attention.numpy(), axis=-1)).flip(-1)
+    else:
+        descending = attention.sort(dim=-1, descending=True).values
+    cumulative = descending.cumsum(dim=-1)
     return torch.cat([torch.zeros_like(cumulative[:, :1]), cumulative], dim=-1)
 
 

@@ -464,14 +464,10 @@ def write_sample(arrays: Arrays, index: int, sample: SampleTrace, filled: dict[s
         elif name in offsets:
             arrays[name][index] = np.asarray(array) + filled[offsets[name]]
         elif VARIABLES[name].dims[-1:] == (KEY_AXIS,):
-            arrays[name][index] = _pad_with_nan(array, arrays[name].shape[-1])
+            missing = arrays[name].shape[-1] - array.shape[-1]  # NaN at the end of the last axis
+            padding = [(0, 0)] * (array.ndim - 1) + [(0, missing)]
+            arrays[name][index] = np.pad(array, padding, constant_values=np.nan)
         else:
             arrays[name][index] = array.item() if VARIABLES[name].dtype == "str" and not array.ndim else array
     for axis in offsets.values():
         filled[axis] += sizes[axis]
-
-
-def _pad_with_nan(array: NDArray[Any], length: int) -> NDArray[Any]:
-    """Return the array padded with NaN to `length` along its last axis."""
-    widths = [(0, 0)] * (array.ndim - 1) + [(0, length - array.shape[-1])]
-    return np.pad(array, widths, constant_values=np.nan)

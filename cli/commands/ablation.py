@@ -101,15 +101,11 @@ def _method_configs(run: RunOptions, only: Sequence[str]) -> tuple[EvictionConfi
         raise ConfigError("--methods needs another method than snapkv, which it compares them with; name one, or all")
     controls = []
     for config in configs:
-        baseline = baseline_of([one for one in configs if _are_comparable(one, config)])
+        size = config.budget, config.granularity.name, config.block
+        baseline = baseline_of([one for one in configs if (one.budget, one.granularity.name, one.block) == size])
         wanted = [control(baseline, config, selection) for selection in CONTROLS] if baseline else []
         controls += [normalise(one) for one in wanted if one is not None]
     return tuple(dict.fromkeys([*configs, *controls]))
-
-
-def _are_comparable(first: EvictionConfig, second: EvictionConfig) -> bool:
-    """Return whether two configurations are equal in budget, granularity and block size."""
-    return (first.budget, first.granularity.name, first.block) == (second.budget, second.granularity.name, second.block)
 
 
 def _all_methods(run: RunOptions) -> list[str]:

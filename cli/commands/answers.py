@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from perturbkv.analyses.quality.perplexity import Perplexity
     from perturbkv.analyses.quality.quality import Quality
     from perturbkv.analyses.result import Result
-    from perturbkv.storage.answers_file import WrittenAnswers
 
 PERPLEXITY = "perplexity"
 """Metric of a text that is read, in place of one of answers that are generated."""
@@ -72,7 +71,7 @@ def _scores(
     def analyse(session: Session) -> tuple[Result, dict[str, Any]]:
         from perturbkv.analyses.quality.quality import quality
 
-        result = quality(session.usable_traces)
+        result = quality([trace for trace in session.traces if trace.ok.any()])
         session.draw(result, "quality")
         return result, {**result.to_dict(), "tables": _save_tables(result, session)}
 
@@ -133,43 +132,30 @@ def _save_tables(result: Quality | Perplexity, session: Session) -> list[str]:
 
 
 def _divergence(run: RunOptions, look: TracesOptions) -> None:
-    """Find where each evicted answer diverges from the full cache's."""
+    """Find where each evicted answer diverges from the full cache's.
+
+    Raises ConfigError where the user named no file or several, and for options without effect on one.
+    """
     from perturbkv.analyses.quality.divergence import divergence as analyse
     from perturbkv.storage.answers_file import read_answers
 
-    session, path = _answers_session("quality-divergence", "quality --divergence", run, look, ("divergence",))
-    answers = read_answers(path)
+    if len(look.paths) != 1:
+        raise ConfigError(
+            f"expected one file of answers for quality --divergence, got {len(look.paths) or 'none'}; perturbkv "
+            "generate writes generation.jsonl"
+        )
+    (path,) = look.paths
+    option_refusals.check_known("quality --divergence", run, str(path), {"divergence", *_ANSWERS_OPTIONS})
+    output = OutputFolder(run.output or path.parent, run.overwrite)
+    session, answers = Session("quality-divergence", output, look, run.as_json), read_answers(path)
     with session.claim([session.name]):
-        _save_and_show(session, analyse(answers), answers)
+        result, of_run = analyse(answers), run_object(answers.run)
+        session.source = {"answers": answers.source, "answers_digest": answers.digest, "run": of_run}
+        session.draw(result, session.name)
+        session.show(result)
 
 
 _ANSWERS_OPTIONS = ("traces", "output", "overwrite", "as_json", "figure_format", "columns", "style", "explain")
-
-
-def _answers_session(
-    name: str, command: str, run: RunOptions, look: TracesOptions, known: tuple[str, ...]
-) -> tuple[Session, Path]:
-    """Return the session of a command on a file of answers, and the file's path.
-
-    `name` is that of the analysis and its files, `command` the command as it is typed. Raises ConfigError where the
-    user named no file or several, and for an option that is neither among the `known` ones nor one of the output.
-    """
-    if len(look.paths) != 1:
-        raise ConfigError(
-            f"expected one file of answers for {command}, got {len(look.paths) or 'none'}; perturbkv generate writes "
-            "generation.jsonl"
-        )
-    option_refusals.check_known(command, run, str(look.paths[0]), {*known, *_ANSWERS_OPTIONS})
-    path = look.paths[0]
-    return Session(name, OutputFolder(run.output or path.parent, run.overwrite), look, run.as_json), path
-
-
-def _save_and_show(session: Session, result: Result, answers: WrittenAnswers) -> None:
-    """Write the figure and JSON of a result on a file of answers, and print it."""
-    run = run_object(answers.run)
-    session.source = {"answers": answers.source, "answers_digest": answers.digest, "run": run}
-    session.draw(result, session.name)
-    session.show(result)
 
 
 _HIDDEN = ("preset", "alpha", "precision", "scenario", "dtype", "max_tokens")

@@ -139,34 +139,24 @@ def audit(
         option_refusals.check_known("audit of a dump", run, str(path), _ON_A_DUMP)
         measure, named = partial(_audit_dump, path, run), replace(run, dataset=eviction)
     else:
-        _check_file(eviction)
+        if plugins.refers_to_file(eviction):
+            plugins.check_class_file(parse(eviction).name)
+        elif path.suffix in KEPT_SUFFIXES:
+            KEPT_FILE.check(path)
         measure, named = partial(_audit_eviction, eviction, run), run
     run.check_inputs()
     option_refusals.check_effects("audit", (_STAND_IN,), run)
     folder = run_folder(named, run.output)
-    with OutputFolder(folder, run.overwrite).claim(*_output_files(folder, run, look), writer=folder / _FILE):
+    files = [*figure_files(folder, [_STEM], look.formats), OutputFile(folder / _FILE)]
+    files += caption_files(folder, [_STEM]) if look.style != "screen" else []
+    if run.junit is not None:
+        files.append(OutputFile(run.junit, "a JUnit report of an audit", content_test(b'name="perturbkv audit"')))
+    with OutputFolder(folder, run.overwrite).claim(*files, writer=folder / _FILE):
         result = measure()
         if run.junit is not None:  # before anything is printed, as the reader of a pipe may close it
             write_atomically(run.junit, lambda stream: stream.write(result.to_junit().encode()))
         _save_and_show(result, folder, run, look)
     raise typer.Exit(result.exit_code)
-
-
-def _check_file(eviction: str) -> None:
-    """Raise PluginError or ConfigError where an eviction names a file that is not there."""
-    if plugins.refers_to_file(eviction):
-        plugins.check_class_file(parse(eviction).name)
-    elif Path(eviction).suffix in KEPT_SUFFIXES:
-        KEPT_FILE.check(Path(eviction))
-
-
-def _output_files(folder: Path, run: AuditOptions, look: FigureOptions) -> list[OutputFile]:
-    """Return the output files of an audit: figures, their captions, JSON, and the JUnit report of --junit."""
-    files = [*figure_files(folder, [_STEM], look.formats), OutputFile(folder / _FILE)]
-    files += caption_files(folder, [_STEM]) if look.style != "screen" else []
-    if run.junit is not None:
-        files.append(OutputFile(run.junit, "a JUnit report of an audit", content_test(b'name="perturbkv audit"')))
-    return files
 
 
 _STAND_IN = EvictionConfig(128, selection="random")

@@ -89,11 +89,12 @@ def _shown_ranges(tokens: int, ends: int, marks: Sequence[int]) -> list[tuple[in
 def show_prompt(document: Mapping[str, Any]) -> None:
     """Print a prompt from its JSON document: its numbers, then its shown texts and marks."""
     console.say(f"\nsample {escape_line(document['sample'])}", bold=True)
+    division = f"{document['context_tokens']:,} | {document['question_tokens']:,}"
     cut = f"{document['cut_tokens']:,} behind token {document['cut_after']:,}" if document["cut_tokens"] else "none"
     rows = [
         ("tokens", f"{document['tokens']:,}"),
         ("cut in the middle", cut),
-        ("context | question", _division_text(document)),
+        ("context | question", division if document["question_tokens"] else "no question of its own"),
         ("accepted answers", shorten(" | ".join(document["answers"])) if document["answers"] else "none"),
     ]
     if document["control_tokens"]:
@@ -101,13 +102,6 @@ def show_prompt(document: Mapping[str, Any]) -> None:
     console.print_table("", ["", ""], rows)
     for piece in document["pieces"]:
         console.say(piece["text"] if "text" in piece else f"── {_mark_text(piece)} ──", bold="mark" in piece)
-
-
-def _division_text(document: Mapping[str, Any]) -> str:
-    """Return a prompt's numbers of context and question tokens as text."""
-    if not document["question_tokens"]:
-        return "no question of its own"
-    return f"{document['context_tokens']:,} | {document['question_tokens']:,}"
 
 
 def _mark_text(mark: Mapping[str, Any]) -> str:
@@ -155,10 +149,19 @@ def datasets(
     data set asks and grades; of a file, what it holds. With --show, print prompts as the model sees them, special
     tokens included: what --model, --max-tokens, --chat-template and the others make of them, as in a run.
     """
+    from perturbkv.datasets.dataset_registry import all_datasets
+
     if name is None:
         if show:
             raise ConfigError("--show needs a dataset to look at, such as `perturbkv list datasets needle --show`")
-        _list_datasets(as_json)
+        rows = [
+            {"name": row.name, "kind": row.kind, "summary": row.summary, "needs": row.needs} for row in all_datasets()
+        ]
+        if as_json:
+            console.print_json({"datasets": rows})
+            return
+        console.print_table("datasets", ["name", "kind", "what"], [tuple(row.values())[:3] for row in rows])
+        console.say("perturbkv list datasets NAME tells what one needs, how it asks and how it is graded.")
     elif show:
         run = DataOptions(
             model=model, dataset=name, samples=samples if sample is None else sample + 1, seed=seed, data_dir=data_dir,
@@ -167,21 +170,6 @@ def datasets(
         _show_prompts(run, sample or 0, tokens, as_json)
     else:
         _describe_dataset(name, as_json)
-
-
-def _list_datasets(as_json: bool) -> None:
-    """Print all data sets."""
-    from perturbkv.datasets.dataset_registry import all_datasets
-
-    if as_json:
-        console.print_json({"datasets": [
-            {"name": row.name, "kind": row.kind, "summary": row.summary, "needs": row.needs} for row in all_datasets()
-        ]})  # fmt: skip
-        return
-    console.print_table(
-        "datasets", ["name", "kind", "what"], [(row.name, row.kind, row.summary) for row in all_datasets()]
-    )
-    console.say("perturbkv list datasets NAME tells what one needs, how it asks and how it is graded.")
 
 
 def _describe_dataset(name: str, as_json: bool) -> None:

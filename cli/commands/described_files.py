@@ -154,12 +154,19 @@ def _describe_trace(trace: Path, as_json: bool) -> None:
         return
     run = description.run
     counts = f"{len(description.sample_ids)} samples, {len(description.failures)} failed"
+    caches = description.caches
+    total, padding = caches.get("cache_bytes", 0), caches.get("cache_padding_bytes", 0)
+    share = f"{padding / max(total, 1):.1%}"
     facts = [
         ("samples", counts),
         ("text", _stored_text(description, description.with_text)),
-        *_answer_rows(description),
+        *(
+            [("text of answers", _stored_text(description, description.with_answers))]
+            if "generated" in description.variables
+            else []
+        ),
         ("kept positions", _stored_text(description, description.with_kept)),
-        *_cache_rows(description.caches),
+        *([("evicted caches", f"{total:,} bytes, of which {padding:,} ({share}) are padding")] if caches else []),
         *((escape_line(name), escape_line(value)) for name, value in sorted(description.attrs.items())),
     ]
     console.print_table(str(trace), ["", ""], facts)
@@ -179,13 +186,6 @@ def _describe_trace(trace: Path, as_json: bool) -> None:
         console.say(escape_line(f"failed: {reason}"))
 
 
-def _answer_rows(description: Description) -> list[tuple[str, str]]:
-    """Return a table row on the stored text of answers; none where the trace has no answers."""
-    if "generated" not in description.variables:
-        return []
-    return [("text of answers", _stored_text(description, description.with_answers))]
-
-
 def _stored_text(description: Description, samples: Sequence[str]) -> str:
     """Return as text the number of complete samples for which an optional part of a trace is stored.
 
@@ -195,11 +195,3 @@ def _stored_text(description: Description, samples: Sequence[str]) -> str:
     if not stored:
         return "not stored"
     return "stored" if stored == complete else f"stored of {stored} of {complete} samples"
-
-
-def _cache_rows(caches: dict[str, int]) -> list[tuple[str, str]]:
-    """Return a table row on the bytes of all evicted caches and the share of padding; none without caches."""
-    if not caches:
-        return []
-    total, padding = caches["cache_bytes"], caches["cache_padding_bytes"]
-    return [("evicted caches", f"{total:,} bytes, of which {padding:,} ({padding / max(total, 1):.1%}) are padding")]

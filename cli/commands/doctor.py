@@ -41,66 +41,40 @@ def doctor(context: typer.Context, as_json: JsonOption = False) -> None:
     """Report versions, devices, folders; selfcheck."""
     if context.invoked_subcommand is not None:
         return
-    findings = _findings()
-    if as_json:
-        console.print_json(findings)
-        return
-    console.print_table("doctor", ["what", "found"], list(findings.items()))
-
-
-def _findings() -> dict[str, str]:
-    """Return name -> text for every item that `perturbkv doctor` reports."""
     import torch
+    from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
 
+    from perturbkv.models import user_cache
+    from perturbkv.models.aliases import EMBEDDED, INSTALL_EMBEDDED
+    from perturbkv.models.gguf import read_header
+    from perturbkv.models.loading import pick_device
+    from perturbkv.models.sources import embedded_gguf
+    from perturbkv.models.stored_weights import gguf_storage
+    from perturbkv.scoring.value_norms import triton_unavailable_reason
+
+    embedded = f"missing: {INSTALL_EMBEDDED}"
+    if path := embedded_gguf():
+        embedded = f"{EMBEDDED}: {gguf_storage(read_header(path)).detail}; {path}"
     cuda = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    reason = triton_unavailable_reason(pick_device("auto"))
+    models, (entries, size) = len(list(Path(HF_HUB_CACHE).glob("models--*"))), user_cache.usage()
+    converted = f"{plural(entries, 'model')}, {size / 2**20:,.0f} MiB; may be deleted"
     data = os.environ.get("PERTURBKV_DATA_DIR")
-    return {
+    findings = {
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in _LIBRARIES},
         "CUDA devices": ", ".join(cuda) or "none: runs use the CPU",
         "CPU threads": str(torch.get_num_threads()),
-        "norm kernel": _norm_kernel(),
-        "embedded model": _embedded_model(),
-        "hub cache": _hub_cache(),
-        "converted models": _converted_models(),
+        "norm kernel": f"chunked ({reason})" if reason else "triton",
+        "embedded model": embedded,
+        "hub cache": f"{HF_HUB_CACHE} ({models} models){', offline' if HF_HUB_OFFLINE else ''}",
+        "converted models": f"{user_cache.cache_folder()} ({converted})",
         "data folder": data or "PERTURBKV_DATA_DIR is not set: LongBench comes from the hub",
     }
-
-
-def _embedded_model() -> str:
-    """Return the embedded model's name, quantisation and path as text, or how to install it."""
-    from perturbkv.models.aliases import EMBEDDED, INSTALL_EMBEDDED
-    from perturbkv.models.gguf import read_header
-    from perturbkv.models.sources import embedded_gguf
-    from perturbkv.models.stored_weights import gguf_storage
-
-    path = embedded_gguf()
-    return f"{EMBEDDED}: {gguf_storage(read_header(path)).detail}; {path}" if path else f"missing: {INSTALL_EMBEDDED}"
-
-
-def _norm_kernel() -> str:
-    """Return the kernel that `--norm-kernel auto` chooses on this machine, with the reason where it is not Triton."""
-    from perturbkv.models.loading import pick_device
-    from perturbkv.scoring.value_norms import triton_unavailable_reason
-
-    reason = triton_unavailable_reason(pick_device("auto"))
-    return f"chunked ({reason})" if reason else "triton"
-
-
-def _converted_models() -> str:
-    """Return the folder of converted GGUF models, their number and size as text."""
-    from perturbkv.models import user_cache
-
-    entries, size = user_cache.usage()
-    return f"{user_cache.cache_folder()} ({plural(entries, 'model')}, {size / 2**20:,.0f} MiB; may be deleted)"
-
-
-def _hub_cache() -> str:
-    """Return the cache folder of the Hugging Face hub and its number of models as text."""
-    from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
-
-    models = len(list(Path(HF_HUB_CACHE).glob("models--*")))
-    return f"{HF_HUB_CACHE} ({models} models){', offline' if HF_HUB_OFFLINE else ''}"
+    if as_json:
+        console.print_json(findings)
+        return
+    console.print_table("doctor", ["what", "found"], list(findings.items()))
 
 
 FORMAT = 1
@@ -132,7 +106,15 @@ def selfcheck(
     half precision, and the GPU's speed, the longest rows last. The file is written anew after each of them, so
     that a run that is cut off keeps what it found. Exits with 1 where something is not equal, or could not be checked.
     """
-    place, path, trained = _find_device(device), output or Path("runs/gpu.json"), _ties_model(model)
+    import torch
+
+    from perturbkv.models.loading import pick_device
+
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(
+            "doctor selfcheck needs a CUDA device, this machine has none; --device cpu checks what a CPU can"
+        )
+    place, path, trained = pick_device(device), output or Path("runs/gpu.json"), _ties_model(model)
     _check_sizes(samples, length, entries)
     findings = _SelfCheck(device, time.monotonic())
     with OutputFolder(path.parent, overwrite).claim(OutputFile(path), writer=path):
@@ -146,19 +128,6 @@ def selfcheck(
         console.say(f"written to {path}, after {time.monotonic() - findings.start:.0f} s")
     if not findings.equal:
         raise typer.Exit(1)
-
-
-def _find_device(name: str) -> torch.device:
-    """Return the device with this name. Raises ConfigError for CUDA on a machine without a GPU."""
-    import torch
-
-    from perturbkv.models.loading import pick_device
-
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(
-            "doctor selfcheck needs a CUDA device, this machine has none; --device cpu checks what a CPU can"
-        )
-    return pick_device(name)
 
 
 def _check_sizes(samples: int, length: int, entries: int) -> None:

@@ -304,24 +304,6 @@ def needle(
     One prompt per length and depth unless --samples asks for more. The answers are compared with the first step's
     perturbation, and separately with its mean over all --steps, which nearly repeats the score.
     """
-    wanted = _needle_run(run, max_new_tokens)
-
-    def analyse(session: Session) -> Result:
-        from perturbkv.analyses.needle.needle import needle
-
-        return needle(session.trace)
-
-    return Analysis(
-        "needle", wanted, lambda: wanted.configs(parse_methods(compare)), analyse, generate=max_new_tokens,
-        figures={"plot": "", "plot_digits": "-digits", "plot_depths": "-depths", "plot_correlation": "-correlation"},
-    )  # fmt: skip
-
-
-def _needle_run(run: RunOptions, max_new_tokens: int) -> RunOptions:
-    """Return the run with needle's default lengths, depths, steps and samples for options that the user left out.
-
-    Raises ConfigError for another data set, for answers without a token, and for too few samples.
-    """
     if run.dataset != "needle":
         raise ConfigError(f"needle makes its own prompts; leave --dataset out, got '{run.dataset}'")
     if max_new_tokens < 1:
@@ -334,4 +316,14 @@ def _needle_run(run: RunOptions, max_new_tokens: int) -> RunOptions:
     if run.samples is not None and run.samples < needed:
         grid = f"{len(wanted.lengths)} lengths × {len(wanted.depths)} depths"
         raise ConfigError(f"{grid} need {needed} samples, got --samples {run.samples}")
-    return dataclasses.replace(wanted, samples=run.samples or needed)
+    wanted = dataclasses.replace(wanted, samples=run.samples or needed)
+
+    def analyse(session: Session) -> Result:
+        from perturbkv.analyses.needle.needle import needle
+
+        return needle(session.trace)
+
+    return Analysis(
+        "needle", wanted, lambda: wanted.configs(parse_methods(compare)), analyse, generate=max_new_tokens,
+        figures={"plot": "", "plot_digits": "-digits", "plot_depths": "-depths", "plot_correlation": "-correlation"},
+    )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -28,7 +28,6 @@ from perturbkv.storage.trace.export import (
     write_tokens,
 )
 from perturbkv.storage.trace.trace_file import read_trace
-from perturbkv.trace import Trace
 
 
 def merge(
@@ -122,7 +121,9 @@ def export(
     """
     tables = _table_paths(_expand_folders(traces), output)
     for trace, paths in tables.items():
-        _check_tables(trace, paths, overwrite)
+        for path in paths:
+            OutputFolder(path.parent, overwrite).claim(OutputFile(path))
+            check_not_source(trace, path)
     finished = {trace: read_trace(trace) for trace in tables}
     token_paths = {
         trace: [tokens_path(path) for path in paths] if "prompt_token" in finished[trace].arrays else []
@@ -130,7 +131,13 @@ def export(
     }
     for path in itertools.chain.from_iterable(token_paths.values()):
         OutputFolder(path.parent, overwrite).claim(OutputFile(path))
-    counts = _write_tables(finished, tables, token_paths)
+    counts: dict[str, int] = {}
+    with console.progress(
+        "samples", sum(len(tables[name]) * int(one.ok.sum()) for name, one in finished.items())
+    ) as bar:
+        for trace, paths in tables.items():
+            counts |= {str(path): write(finished[trace], path, bar.advance) for path in paths}
+            counts |= {str(path): write_tokens(finished[trace], path) for path in token_paths[trace]}
     failures = {name: reason for one in finished.values() for name, reason in one.failures.items()}
     if as_json:
         names = list(dict.fromkeys(name for one in finished.values() for name in columns(one)))
@@ -141,19 +148,6 @@ def export(
     print_failures(failures)
     if failures:
         raise typer.Exit(1)
-
-
-def _write_tables(
-    finished: Mapping[Path, Trace], tables: Mapping[Path, Sequence[Path]], token_paths: Mapping[Path, Sequence[Path]]
-) -> dict[str, int]:
-    """Write every trace's tables and its files of tokens, with a progress bar; return path -> number of rows."""
-    counts: dict[str, int] = {}
-    total = sum(len(tables[path]) * int(trace.ok.sum()) for path, trace in finished.items())
-    with console.progress("samples", total) as bar:
-        for name, paths in tables.items():
-            counts |= {str(path): write(finished[name], path, bar.advance) for path in paths}
-            counts |= {str(path): write_tokens(finished[name], path) for path in token_paths[name]}
-    return counts
 
 
 def _expand_folders(paths: Sequence[Path]) -> list[Path]:
@@ -187,10 +181,3 @@ def _table_paths(traces: Sequence[Path], output: Sequence[Path] | None) -> dict[
             f"expected a table per trace, got {twice} for two of them; export them one by one with --output"
         )
     return tables
-
-
-def _check_tables(trace: Path, paths: Sequence[Path], overwrite: bool) -> None:
-    """Raise OutputError or ConfigError for a table that cannot be written, or is the trace itself."""
-    for path in paths:
-        OutputFolder(path.parent, overwrite).claim(OutputFile(path))
-        check_not_source(trace, path)

@@ -67,8 +67,7 @@ def show_sample(row: Mapping[str, Any], configs: Sequence[EvictionConfig]) -> No
         columns, rows = [*columns[:3], columns[4]], [(*one[:3], one[4]) for one in rows]  # type: ignore[misc]
     console.print_table("", columns, rows)
     for label in row["evicted"]:
-        relative = [one["relative"] for one in row["compressions"] if one["config"] == label]
-        if relative:
+        if relative := [one["relative"] for one in row["compressions"] if one["config"] == label]:
             listed = ", ".join(f"{value:.2f}" for value in relative)
             console.say(f"{names[label]}: {plural(len(relative), 'compression')}, Σ L / Σ ‖o_h‖₁: {listed}")
 

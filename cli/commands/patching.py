@@ -16,7 +16,6 @@ from perturbkv.cli.options import LOOK, FigureOptions, RunOptions
 from perturbkv.cli.planned_run import plan, run_folder
 from perturbkv.cli.session import Session
 from perturbkv.configs import patching as rules
-from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.patching import BY, LEAST, OUTCOMES, PatchingConfig
 from perturbkv.errors import ConfigError
 from perturbkv.storage.output import OutputFolder, resumable_file
@@ -86,7 +85,13 @@ def patching(
         _parse_layer_lists("--baseline-in", baseline_in), _parse_layer_lists("--treatment-in", treatment_in),
         permutations, exact, greedy, outcome, step, run.seed,
     )  # fmt: skip
-    configs = _compared_configs(run, compare)
+    configs = run.configs(parse_compare(compare))
+    if len(configs) != 2:
+        raise ConfigError(
+            f"expected one baseline and one treatment at one budget, got {len(configs)} configurations; ask for each "
+            "pair apart"
+        )
+    rules.check_sides(*configs)
     option_refusals.check_effects(_COMMAND, configs, run)
     run = run if run.steps is not None else dataclasses.replace(run, steps=step + 1)
     folder = run_folder(run, run.output)
@@ -127,18 +132,6 @@ def _show_plan(run: RunOptions, planned: Plan, patches: PatchingConfig) -> None:
         f"{mixtures['greedy']:,} for the greedy path; at most {samples * mixtures['mixtures']:,} of {samples} prompts, "
         f"{mixtures['rows']} in a batch"
     )
-
-
-def _compared_configs(run: RunOptions, compare: str) -> tuple[EvictionConfig, ...]:
-    """Return the configurations of baseline and treatment. Raises ConfigError if a side has several."""
-    configs = run.configs(parse_compare(compare))
-    if len(configs) != 2:
-        raise ConfigError(
-            f"expected one baseline and one treatment at one budget, got {len(configs)} configurations; ask for each "
-            "pair apart"
-        )
-    rules.check_sides(*configs)
-    return configs
 
 
 def _parse_layer_lists(option: str, texts: list[str] | None) -> tuple[tuple[int, ...], ...]:

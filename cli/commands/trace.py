@@ -88,7 +88,8 @@ def trace(
 
     From one prefill per sample; a killed run goes on with the same command.
     """
-    if run.head_scores is not None and config is None and not _needs_head_scores(run):
+    reads_scores = any(parse(name).name == "headkv" for name in run.policy or [])
+    if run.head_scores is not None and config is None and not reads_scores:
         _measure_head_scores(run)
         return
     selections = selection or DEFAULT_SELECTIONS
@@ -101,24 +102,14 @@ def trace(
     if run.dry_run:
         dry_run.show([plan(run, configs)], run.as_json, run_folder(run, run.output), run.parsed_shard)
         return
-    path = _trace_path(run)
+    target = run_folder(run, run.output)
+    path = target if target.suffix in HDF5_SUFFIXES else target / "trace.h5"
     OutputFolder(path.parent, wait=run.wait).claim(writer=path)
     path = make_trace(run, plan(run, configs), path)
     if run.as_json:
         console.print_json(trace_document(path))
     if print_trace(path, run.as_json):
         raise typer.Exit(1)
-
-
-def _trace_path(run: RunOptions) -> Path:
-    """Return the path of the run's trace: --output itself, or trace.h5 in it or in a new folder."""
-    target = run_folder(run, run.output)
-    return target if target.suffix in HDF5_SUFFIXES else target / "trace.h5"
-
-
-def _needs_head_scores(run: RunOptions) -> bool:
-    """Return whether a policy of the run reads head scores."""
-    return any(parse(name).name == "headkv" for name in run.policy or [])
 
 
 def print_trace(path: Path, as_json: bool) -> int:
@@ -158,7 +149,7 @@ _OF_HEAD_SCORES = frozenset({
 
 
 def _measure_head_scores(run: RunOptions) -> None:
-    """Measure head scores on needle prompts, write them to the file of --head-scores, and print the highest.
+    """Measure head scores on needle prompts, write them to the file of --head-scores, and print the highest, or JSON.
 
     The method is that of HeadKV's released detection: the model's own greedy answer, right answers only, a distractor
     beside the needle. The prompts are ours, so that the scores are not those of the released files. Raises
@@ -174,17 +165,6 @@ def _measure_head_scores(run: RunOptions) -> None:
         temporary.write_text(as_json(scores, layers))
     rows = zip(layers, scores, strict=True)
     ranked = sorted(((score, layer, head) for layer, row in rows for head, score in enumerate(row)), reverse=True)
-    _show_head_scores(run, output, ranked, right, samples)
-
-
-def _show_head_scores(
-    run: RunOptions, output: Path, ranked: Sequence[tuple[float, int, int]], right: int, samples: int
-) -> None:
-    """Print the highest head scores, or all of them as JSON.
-
-    `ranked` are scores with their layer and head, the highest first, in the file `output`; `right` of the `samples`
-    prompts were answered right.
-    """
     if run.as_json:
         names = {f"{layer}-{head}": score for score, layer, head in ranked}
         document = {"model": run.model, "samples": samples, "right": right, "file": str(output), "scores": names}
@@ -244,5 +224,5 @@ def _score_heads(run: RunOptions, samples: int) -> tuple[tuple[int, ...], list[l
         check_length(one.prompt, positions, len(one.prompt.answers[0]) + 1, length)
     adapter = load_weights(files, pick_dtype(run.dtype, device), device, seed)
     with console.progress("prompts", len(prompts)) as bar:
-        result = head_scores(adapter, prompts, bar.advance)
-    return adapter.layer_indices, result.scores.tolist(), result.right_answers
+        scores, right = head_scores(adapter, prompts, bar.advance)
+    return adapter.layer_indices, scores.tolist(), right

@@ -61,8 +61,10 @@ def as_integers(numbers: Rows, groups: Sequence[int], bits: int) -> Rows:
     """
     lengths = to_device(list(groups), numbers.device)
     group = torch.arange(len(groups), device=numbers.device).repeat_interleave(lengths, output_size=len(numbers))
-    least, most = _group_ranges(numbers.to(torch.float32), lengths, max(groups))
-    largest_code = 2**bits - 1
+    begins, index = lengths.cumsum(0) - lengths, torch.arange(max(groups), device=numbers.device)
+    places = begins.unsqueeze(-1) + torch.minimum(index, lengths.unsqueeze(-1) - 1)  # of rows, the last one repeated
+    by_group, largest_code = numbers.to(torch.float32)[places], 2**bits - 1
+    least, most = by_group.amin(dim=1), by_group.amax(dim=1)
     scale, low = (_in_16_bits(kind)[group] for kind in ((most - least) / largest_code, least))
     codes = ((numbers.to(torch.float32) - low) / scale.where(scale > 0, 1)).round().clamp(0, largest_code)
     return (codes * scale + low).to(numbers.dtype)
@@ -156,14 +158,6 @@ def group_lengths(count: int, group: int) -> list[int]:
     """Return the sizes of the groups that `count` numbers are split into: `group` each, the last the remainder."""
     remainder = count % group
     return [group] * (count // group) + [remainder] * (remainder > 0)
-
-
-def _group_ranges(numbers: Tensor, lengths: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-    """Return minimum and maximum of each group of `lengths` consecutive rows, both (group, column)."""
-    begins = lengths.cumsum(0) - lengths
-    index = torch.arange(longest, device=numbers.device)
-    padded = numbers[begins.unsqueeze(-1) + torch.minimum(index, lengths.unsqueeze(-1) - 1)]  # repeats the last row
-    return padded.amin(dim=1), padded.amax(dim=1)
 
 
 def _in_16_bits(numbers: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
@@ -125,17 +125,12 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         keys, values = (tail[:, :, : self.length].to(work) for tail in (self.keys, self.values))
         grouped = query.to(work).reshape(rows, keys.shape[1], -1, d_key)
         logits = softmax.logits_of_scaled(grouped, keys).view(rows, heads, queries, self.length)
-        logits.masked_fill_(self._tail_exclusion_mask(queries, query.device), -torch.inf)
+        index = torch.arange(self.length, device=query.device)
+        first = to_device(self.tail_from, query.device).view(-1, 1, 1, 1)  # those before are in a block of the row
+        logits.masked_fill_((index > index[-queries:].unsqueeze(-1)) | (index < first), -torch.inf)
         logsumexp = logits.logsumexp(dim=-1)
         weights = (logits - logsumexp.unsqueeze(-1)).exp_().view(rows, keys.shape[1], -1, self.length)
         return (weights @ values).view(rows, heads, queries, -1), logsumexp
-
-    def _tail_exclusion_mask(self, queries: int, device: torch.device) -> Bool[Tensor, "row 1 query tail"]:
-        """Return a mask, True for tail entries hidden from a query: later ones, and those in a block of the row."""
-        newest = torch.arange(self.length - queries, self.length, device=device)
-        index = torch.arange(self.length, device=device)
-        first = to_device(self.tail_from, device).view(-1, 1, 1, 1)
-        return (index > newest.unsqueeze(-1)) | (index < first)
 
     @property
     def nbytes(self) -> int:
@@ -175,7 +170,11 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         self._freeze([entries[row] if row in entries else self._frozen_entries(row) for row in range(self.batch)])
         for row in entries:
             self.tail_from[row] = self.length
-        self._drop_stored_tail()
+        stored = min(self.tail_from)  # decoded tokens that all rows have in their blocks
+        if stored and self.is_initialized:
+            self.keys, self.values = (_copy_tail(tail, stored, self.length) for tail in (self.keys, self.values))
+            self.seen, self.length = self.seen + stored, self.length - stored
+            self.tail_from = [start - stored for start in self.tail_from]
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Restrict the layer to the given rows, in the given order."""
@@ -204,15 +203,6 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         }
         keys, values = zip(*(sets[head] for head in sorted(sets)), strict=True)
         return KeptEntries.of(keys, values)
-
-    def _drop_stored_tail(self) -> None:
-        """Drop the decoded tokens that all rows already have in their blocks; positions continue."""
-        stored = min(self.tail_from)
-        if stored == 0 or not self.is_initialized:
-            return
-        self.keys, self.values = (_copy_tail(tail, stored, self.length) for tail in (self.keys, self.values))
-        self.seen, self.length = self.seen + stored, self.length - stored
-        self.tail_from = [start - stored for start in self.tail_from]
 
 
 def _copy_tail(tail: Tensor, begin: int, end: int) -> Tensor:

@@ -59,11 +59,6 @@ class KeptEntries:
         return self.latents[0] or sum(self.lengths)
 
     @property
-    def stored_width(self) -> int:
-        """Number of components that a cache stores of each."""
-        return self.latents[1] or sum(self.widths)
-
-    @property
     def widths(self) -> tuple[int, int]:
         """Numbers of components of a key and of a value."""
         return self.keys.shape[-1], self.values.shape[-1]
@@ -229,17 +224,17 @@ def gather_kept(
     """
     masks, order = [], []
     for group in groups:
-        rows = [row for row, config in enumerate(group.config_indices) if config in batch]
-        if rows:
+        if rows := [row for row, config in enumerate(group.config_indices) if config in batch]:
             chosen = slice(None) if len(rows) == len(group.config_indices) else to_device(rows, key.device)
             masks.append(group.kept_sets(chosen).kept.flatten(0, 1))
             order += [group.config_indices[row] for row in rows]
     kept, counts = torch.cat(masks), [sum(lengths[config]) for config in order]
     kept_set, position = _nonzero(kept, sum(counts))
-    starts = to_device(
-        [start for config in order for start in _head_starts(len(lengths[config]), *key.shape[:2])], key.device
-    )
-    indices = torch.split(starts[kept_set] + position, counts)
+    kv_heads, tokens = key.shape[:2]
+    starts = [
+        head * kv_heads // len(lengths[config]) * tokens for config in order for head in range(len(lengths[config]))
+    ]
+    indices = torch.split(to_device(starts, key.device)[kept_set] + position, counts)
     keys, values = key.flatten(0, 1), value.flatten(0, 1)  # head by head, as `starts` counts them
     latents = [(0, 0)] * len(order)
     if latent:
@@ -259,11 +254,6 @@ def pack_bits(mask: Bool[Tensor, "row key"]) -> UInt8[Tensor, "row byte"]:
     """
     padded = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % 8))
     return ((padded.contiguous().view(torch.int64) * _BIT_GATHERING_FACTOR) >> 56).to(torch.uint8)
-
-
-def _head_starts(kept_heads: int, kv_heads: int, keys: int) -> list[int]:
-    """Return, per kept set, the start of its key/value head in concatenated heads of `keys` entries."""
-    return [head * kv_heads // kept_heads * keys for head in range(kept_heads)]
 
 
 def _nonzero(mask: Bool[Tensor, "row key"], count: int) -> tuple[Tensor, Tensor]:

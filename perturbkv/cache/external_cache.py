@@ -8,7 +8,7 @@ unreadable ones are refused here, in one line.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -32,28 +32,22 @@ def layer_tensors(cache: Cache | Layers, numbers: Sequence[int] = ()) -> list[tu
     """
     if not isinstance(cache, Cache):
         return [(keys, values) for keys, values in cache]
-    layers = getattr(cache, "layers", None)
-    if not layers:
+    if not (layers := getattr(cache, "layers", None)):
         _refuse(f"no keys to look at: {type(cache).__name__} has no layers")
     numbers = numbers or range(len(layers))
     if numbers[-1] >= len(layers):
         _refuse(f"it has {len(layers)} layers, and none for layer {numbers[-1]} of the model")
-    return [_layer_tensors(layers[index], index) for index in numbers]
-
-
-def _layer_tensors(layer: object, index: int) -> tuple[Tensor, Tensor]:
-    """Return keys and values of a layer of transformers' `Cache`. Raises UnreadableCacheError if it has none.
-
-    Tensors without entries are refused too, where the layer itself reports some.
-    """
-    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-    kind = type(layer).__name__
-    if not (isinstance(keys, Tensor) and isinstance(values, Tensor)):
-        _refuse(f"no keys to look at: layer {index} ({kind}) has no tensors `keys` and `values`")
-    reported = layer.get_seq_length() if hasattr(layer, "get_seq_length") else 0
-    if keys.numel() == 0 and reported:
-        _refuse(f"no keys to look at: layer {index} ({kind}) says {reported} entries and its `keys` are empty")
-    return keys, values
+    found = []
+    for index in numbers:
+        layer, kind = layers[index], type(layers[index]).__name__
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if not (isinstance(keys, Tensor) and isinstance(values, Tensor)):
+            _refuse(f"no keys to look at: layer {index} ({kind}) has no tensors `keys` and `values`")
+        reported = layer.get_seq_length() if hasattr(layer, "get_seq_length") else 0
+        if keys.numel() == 0 and reported:
+            _refuse(f"no keys to look at: layer {index} ({kind}) says {reported} entries and its `keys` are empty")
+        found.append((keys, values))
+    return found
 
 
 def pair_layers(
@@ -71,7 +65,15 @@ def pair_layers(
     numbers = numbers or range(len(pairs))
     for index, (external_layer, full_layer) in zip(numbers, pairs, strict=True):
         _check_shape(index, external_layer, full_layer, row)
-    _check_lengths(external, dict(zip(numbers, external_layers, strict=True)), full_layers[0][0].shape[2])
+    if isinstance(external, Cache):  # what it reports, and its layers contradict
+        reported = {int(external.get_seq_length(index)) for index in numbers}
+        lengths = {index: keys.shape[2] for index, (keys, _) in zip(numbers, external_layers, strict=True)}
+        wrong = [index for index, length in lengths.items() if length not in reported]
+        if len(reported) == 1 and reported != {full_layers[0][0].shape[2]} and wrong:
+            _refuse(
+                "lengths differ between layers where the cache says that they do not: it says "
+                f"{reported.pop()} entries in every layer, and layer {wrong[0]} holds {lengths[wrong[0]]}"
+            )
     return [(_select_row(external_layer, row), _select_row(full_layer, row)) for external_layer, full_layer in pairs]
 
 
@@ -106,20 +108,6 @@ def _check_shape(index: int, layer: tuple[Tensor, Tensor], full: tuple[Tensor, T
             _refuse(f"{kind} of layer {index} have {own.shape[3]} components, the model's {known.shape[3]}")
     if entries > full_entries:
         _refuse(f"layer {index} keeps {entries} entries, more than the {full_entries} that there were")
-
-
-def _check_lengths(external: Cache | Layers, layers: Mapping[int, tuple[Tensor, Tensor]], tokens: int) -> None:
-    """Raise UnreadableCacheError if the cache reports a length other than `tokens` that its layers contradict."""
-    if not isinstance(external, Cache):
-        return
-    reported = {int(external.get_seq_length(index)) for index in layers}
-    lengths = {index: keys.shape[2] for index, (keys, _) in layers.items()}
-    wrong = [index for index, length in lengths.items() if length not in reported]
-    if len(reported) == 1 and reported != {tokens} and wrong:
-        _refuse(
-            f"lengths differ between layers where the cache says that they do not: it says {reported.pop()} entries in "
-            f"every layer, and layer {wrong[0]} holds {lengths[wrong[0]]}"
-        )
 
 
 def _refuse(reason: str) -> NoReturn:
@@ -227,19 +215,15 @@ def recover_positions(
             hints = [(places - padding) % entries if whole else torch.full_like(places, NOWHERE)] * heads
         matched = [_match_head(*head, whole=whole) for head in zip(*external_layer, *rolled, hints, strict=True)]
         hints = [index for index, _, _ in matched]
-        positions = tuple(_positions(index, full_layer[0].shape[1], padding, count_padding) for index in hints)
+        tokens = full_layer[0].shape[1]  # of the full cache, whose padding comes last, and is nowhere unless counted
+        positions = tuple(
+            torch.where(index >= 0, (index + padding) % tokens, NOWHERE)
+            if count_padding
+            else torch.where(index < tokens - padding, index, NOWHERE)
+            for index in hints
+        )
         layers.append(RecoveredLayer(positions, *(tuple(head[kind] for head in matched) for kind in (1, 2))))
     return layers[::-1]
-
-
-def _positions(index: Int[Tensor, " entry"], entries: int, padding: int, count_padding: bool) -> Int[Tensor, " entry"]:
-    """Return the positions of indices into a full cache of so many entries, whose `padding` comes last.
-
-    An entry of padding is `NOWHERE`; with `count_padding` padding has positions too, before the prompt's.
-    """
-    if count_padding:
-        return torch.where(index >= 0, (index + padding) % entries, NOWHERE)
-    return torch.where(index < entries - padding, index, NOWHERE)
 
 
 def _match_head(
@@ -364,10 +348,7 @@ class _Nearest:
         whole: bool = False,
     ) -> None:
         self.slack = _CLEARLY_FARTHER if whole else 1
-        self.scaled = scaled
-        self.full_scaled = full_scaled
-        self.free = free.clone()
-        self.hints = hints
+        self.scaled, self.full_scaled, self.free, self.hints = scaled, full_scaled, free.clone(), hints
         self.taken = [kind.clone() for kind in full_scaled]
         """[keys, values] of the entries that took each of the full cache's."""
 
@@ -389,7 +370,11 @@ class _Nearest:
             if not len(waiting) or not bool(self.free.any()):
                 return index
             next_cost, next_index = self._search(waiting, self.free)
-            again = self._equals_taken(waiting, index[waiting], cost[waiting] > _BY_VALUE)
+            keys, values = (  # which have the key or the value of the one that took theirs; rounded ones both
+                (own[waiting] == kind[index[waiting]]).all(dim=-1)
+                for own, kind in zip(self.scaled, self.taken, strict=True)
+            )
+            again = torch.where(cost[waiting] > _BY_VALUE, keys & values, keys | values)
             again &= next_cost > _CLEARLY_FARTHER * cost[waiting] + _TIE_TOLERANCE
             waiting, next_cost = waiting[~again], next_cost[~again]
             cost[waiting], index[waiting] = next_cost, next_index[~again]
@@ -430,15 +415,3 @@ class _Nearest:
             indices.append(torch.where(hinted, hints, index))
             free[indices[-1]] = False
         return torch.cat(costs), torch.cat(indices)
-
-    def _equals_taken(
-        self, entries: Int[Tensor, " chosen"], index: Int[Tensor, " chosen"], rounded: Bool[Tensor, " chosen"]
-    ) -> Bool[Tensor, " chosen"]:
-        """Return which entries have the key or the value of the one that took a full-cache entry; `rounded` ones both.
-
-        Different values may be one in few bits.
-        """
-        keys, values = (
-            (own[entries] == kind[index]).all(dim=-1) for own, kind in zip(self.scaled, self.taken, strict=True)
-        )
-        return torch.where(rounded, keys & values, keys | values)

@@ -295,7 +295,7 @@ class CorrectedEntries(OwnEntries):
 
 def entry_bits(row: KeptEntries) -> int:
     """Return the number of bits that a row's keys and values, or their latents, take at 16 bits per number."""
-    return FULL_BITS * row.stored_width * row.stored_entries
+    return FULL_BITS * (row.latents[1] or sum(row.widths)) * row.stored_entries
 
 
 class Maker:
@@ -422,26 +422,18 @@ class CorrectionMaker(Maker):
 
     def make(self, layer: PrefilledLayer, kept: GatheredSet) -> Entries:
         """Return the kept set with the entries that stand in for the evicted ones."""
-        lengths, heads = kept.entries.lengths, layer.adapter.heads  # of each kept set; number of query heads
-        evicted = _evicted_mask(kept.entries, layer.keys.shape[1], layer.tokens, heads)
+        lengths, index, n = kept.entries.lengths, kept.entries.index, layer.tokens
+        sets, sharing, stride = len(lengths), layer.adapter.heads // len(lengths), layer.keys.shape[1]
+        counts = to_device(lengths, index.device)
+        rows = torch.arange(sets, device=index.device).repeat_interleave(counts, output_size=len(index))
+        evicted = torch.ones(sets, n, dtype=torch.bool, device=index.device)
+        evicted.view(-1).index_fill_(0, rows * n + index % stride, False)  # `stride` entries from head to head
+        evicted = evicted.repeat_interleave(sharing, dim=0)
         query, prompt = layer.mean_query(self.window), (layer.prompt_keys, layer.prompt_values)
         stand_in = make_stand_in(self.correction, query, *prompt, evicted, layer.softmax)
-        sharing, widths, n = heads // len(lengths), kept.entries.widths, layer.tokens
+        widths = kept.entries.widths
         beside = sum(correction_bits(self.correction, n - length, sharing, *widths) for length in lengths)
         return CorrectedEntries(kept.entries, entry_bits(kept.entries) + beside, stand_in=stand_in, evicted=evicted)
-
-
-def _evicted_mask(entries: KeptEntries, stride: int, prompt_tokens: int, heads: int) -> Bool[Tensor, "head key"]:
-    """Return the mask of the evicted prompt entries per query head.
-
-    `stride` is the number of entries from one key/value head to the next in the tensors that `entries` index.
-    """
-    sets, device = len(entries.lengths), entries.index.device
-    lengths = to_device(entries.lengths, device)
-    rows = torch.arange(sets, device=device).repeat_interleave(lengths, output_size=len(entries.index))
-    evicted = torch.ones(sets, prompt_tokens, dtype=torch.bool, device=device)
-    evicted.view(-1).index_fill_(0, rows * prompt_tokens + entries.index % stride, False)
-    return evicted.repeat_interleave(heads // sets, dim=0)
 
 
 def eviction_maker(config: ResolvedConfig) -> Maker:

@@ -95,7 +95,12 @@ class ModelState:
         Weights that were changed in place stay so.
         """
         for owner, items in self.code:
-            _restore_code(owner, items)
+            for name, value in items.items():
+                if vars(owner).get(name) is not value:
+                    setattr(owner, name, value)
+            for name in [name for name in vars(owner) if name not in items]:
+                with contextlib.suppress(AttributeError):  # what cannot be removed stays
+                    delattr(owner, name)
         for present, before in self.registries:
             if not _have_same_items(present, before):
                 present.clear()
@@ -196,17 +201,6 @@ def _code_owners(model: nn.Module) -> Iterator[Any]:
         yield from (
             value for value in vars(code).values() if isinstance(value, type) and value.__module__ == code.__name__
         )
-
-
-def _restore_code(owner: Any, before: Mapping[str, Any]) -> None:
-    """Put back what was replaced in a class or Python module, and remove what was added, where that can be removed."""
-    present = vars(owner)
-    for name, value in before.items():
-        if present.get(name) is not value:
-            setattr(owner, name, value)
-    for name in [name for name in present if name not in before]:
-        with contextlib.suppress(AttributeError):
-            delattr(owner, name)
 
 
 def _registries() -> Iterator[dict[Any, Any]]:

@@ -13,11 +13,9 @@ its flattened dimensions; kept sets of different lengths per head do not fit, so
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
-from torch import Tensor
 
 from perturbkv.cache.codecs import read_back
 from perturbkv.cache.entries import KeptEntries
@@ -35,21 +33,14 @@ def quantise_entries(entries: KeptEntries, config: EvictionConfig, layer: int) -
     """
     keys, values = (torch.cat(kind) for kind in zip(*entries.sets(), strict=True))
     counts = [max(0, length - config.window) for length in entries.lengths]
-    indices, group = _first_indices(entries.lengths, counts, keys.device), config.precision.options.get("group", GROUP)
+    left_out = accumulate((length - count for length, count in zip(entries.lengths, counts, strict=True)), initial=0)
+    before = to_device(list(left_out)[:-1], keys.device, torch.int64)  # entries that earlier sets leave out
+    indices = torch.arange(sum(counts), device=keys.device) + before.repeat_interleave(
+        to_device(counts, keys.device, torch.int64), output_size=sum(counts)
+    )
+    group = config.precision.options.get("group", GROUP)
     if len(indices):
         formats = number_formats(config.precision, layer)
         for seed, (numbers, each) in enumerate(zip((keys, values), formats, strict=True)):
             numbers[indices] = read_back(numbers[indices], counts, each, group, seed)
     return KeptEntries(keys, values, torch.arange(len(keys), device=keys.device), entries.lengths)
-
-
-def _first_indices(lengths: Sequence[int], counts: Sequence[int], device: torch.device) -> Tensor:
-    """Return the indices of each kept set's first entries, in sets that are concatenated.
-
-    Set i has `lengths[i]` entries, and the first `counts[i]` of them are meant.
-    """
-    left_out = accumulate((length - count for length, count in zip(lengths, counts, strict=True)), initial=0)
-    before = to_device(list(left_out)[:-1], device, torch.int64)  # entries that earlier sets leave out
-    return torch.arange(sum(counts), device=device) + before.repeat_interleave(
-        to_device(list(counts), device, torch.int64), output_size=sum(counts)
-    )

@@ -13,7 +13,8 @@ A compacted cache has entries of its own, with a bias that is added to each logi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,6 @@ from torch import Tensor
 
 from perturbkv import theory
 from perturbkv.configs.choice import Choice
-from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.precision import LINEAR, ORACLE
 from perturbkv.theory import Softmax
 
@@ -31,22 +31,31 @@ Attended = tuple[Float[Tensor, "head #query d_value"], Float[Tensor, "head query
 
 
 @dataclass(frozen=True, eq=False)
-class PredictedStandIn:
-    """A correction of one row and layer; its log-mass is linear in the query, or constant where the key is 0.
-
-    Attributes:
-        value: μ̂_gone of each head, before W_O.
-        key: k̄_gone, the mean of the evicted keys.
-        bias: offset of the key's logit; −∞ where nothing was evicted.
-    """
+class Correction(ABC):
+    """A correction of one row and layer; `value` is μ̂_gone of each head, before W_O."""
 
     value: Float[Tensor, "head d_value"]
-    key: Float[Tensor, "head d_key"]
-    bias: Float[Tensor, " head"]
 
     def attend(self, query: Float[Tensor, "head query d_key"], softmax: Softmax) -> Attended:
         """Return the value, and the log of its softmax term per query."""
         return self.value.unsqueeze(1), self.logits(query, softmax)
+
+    @abstractmethod
+    def logits(self, query: Float[Tensor, "head query d_key"], softmax: Softmax) -> Float[Tensor, "head query"]:
+        """Return the log-mass of the evicted entries per query, the log of their summed softmax terms."""
+
+
+@dataclass(frozen=True, eq=False)
+class PredictedStandIn(Correction):
+    """A correction whose log-mass is linear in the query, or constant where the key is 0.
+
+    Attributes:
+        key: k̄_gone, the mean of the evicted keys.
+        bias: offset of the key's logit; −∞ where nothing was evicted.
+    """
+
+    key: Float[Tensor, "head d_key"]
+    bias: Float[Tensor, " head"]
 
     def logits(self, query: Float[Tensor, "head query d_key"], softmax: Softmax) -> Float[Tensor, "head query"]:
         """Return the predicted log-mass of the evicted entries per query, the log of their summed softmax terms."""
@@ -56,22 +65,16 @@ class PredictedStandIn:
 
 
 @dataclass(frozen=True, eq=False)
-class OracleStandIn:
-    """A correction of one row and layer with the true mass, from the evicted keys themselves: a control.
+class OracleStandIn(Correction):
+    """A correction with the true mass, from the evicted keys themselves: a control.
 
     Attributes:
-        value: μ̂_gone of each head, before W_O.
         keys: all keys of the prompt.
         evicted: mask of the evicted ones among them.
     """
 
-    value: Float[Tensor, "head d_value"]
     keys: Float[Tensor, "kv_head key d_key"]
     evicted: Bool[Tensor, "head key"]
-
-    def attend(self, query: Float[Tensor, "head query d_key"], softmax: Softmax) -> Attended:
-        """Return the value, and the log of its softmax term per query."""
-        return self.value.unsqueeze(1), self.logits(query, softmax)
 
     def logits(self, query: Float[Tensor, "head query d_key"], softmax: Softmax) -> Float[Tensor, "head query"]:
         """Return the true log-mass of the evicted entries per query: the log-sum-exp of their logits."""
@@ -108,13 +111,7 @@ class BiasedEntries:
         return (weights @ self.values.to(work)).view(heads, queries, -1), logsumexp
 
 
-StandIn = PredictedStandIn | OracleStandIn | BiasedEntries
-Correction = PredictedStandIn | OracleStandIn
-
-
-def correction_windows(configs: Iterable[EvictionConfig]) -> list[int]:
-    """Return the distinct window lengths of the corrected configurations."""
-    return list(dict.fromkeys(config.window for config in configs if config.corrected))
+StandIn = Correction | BiasedEntries
 
 
 def make_stand_in(

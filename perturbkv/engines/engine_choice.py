@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from typing import Protocol
 
 import torch
 
@@ -20,7 +19,7 @@ from perturbkv.models.adapter import Adapter
 from perturbkv.models.loading import pick_device
 from perturbkv.pipeline.answers.answer_rows import answer_prompt
 from perturbkv.pipeline.run.plan import Plan
-from perturbkv.pipeline.run.running import Engine, Finished, Missing
+from perturbkv.pipeline.run.running import Finished, Missing
 from perturbkv.pipeline.sample.one_sample import trace
 from perturbkv.trace import FailedSample, SampleTrace
 
@@ -90,14 +89,8 @@ class WorkerEngine:
         return self._scheduler.describe_workers()
 
 
-class AnsweringEngine(Engine, Protocol):
-    """An engine that also answers prompts and counts its living workers."""
-
-    def answer(self, planned: Plan, divergence: bool, prompts: Sequence[Prompt], done: Done, failed: Failed) -> None:
-        """Answer prompts; `done` is called with a prompt and its answers, `failed` with a prompt and the reason."""
-
-    def describe_workers(self) -> str:
-        """Return the progress bar's text on living workers: `7 of 8 workers`; empty without workers."""
+AnsweringEngine = LocalEngine | WorkerEngine
+"""An engine that also answers prompts and counts its living workers."""
 
 
 @contextmanager

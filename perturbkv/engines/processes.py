@@ -100,23 +100,19 @@ class Processes:
             self._processes[worker].pipe.send_bytes(pickle.dumps(order, pickle.HIGHEST_PROTOCOL))
 
     def _receive(self, worker: int, pipe: Connection) -> Reply | WorkerExit:
-        """Return a worker's reply, or its exit if the pipe is closed."""
+        """Return a worker's reply, or its exit if the pipe is closed; the worker is removed then."""
         try:
             reply: Reply = pickle.loads(pipe.recv_bytes())
         except (EOFError, OSError):
-            return self._remove_ended(worker)
+            process = self._processes[worker].running
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(1)
+            code = process.poll()
+            self.dismiss(worker)  # which kills a process that still runs
+            return WorkerExit(
+                "closing its pipe" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"
+            )
         return reply
-
-    def _remove_ended(self, worker: int) -> WorkerExit:
-        """Remove a worker whose pipe is closed, and kill its process if it still runs; return the exit's reason."""
-        process = self._processes[worker]
-        with suppress(subprocess.TimeoutExpired):
-            process.running.wait(1)
-        code = process.running.poll()
-        self.dismiss(worker)
-        return WorkerExit(
-            "closing its pipe" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"
-        )
 
 
 USUAL_THREADS = 4

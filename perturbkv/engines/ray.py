@@ -84,11 +84,9 @@ def assign_seats(chosen: Workers, nodes: Sequence[Node], device: str, needed: in
 
 def _gpu_seats(chosen: Workers, nodes: Sequence[Node], needed: int) -> list[Seat]:
     """Return one seat per worker, on one GPU each. Raises as `assign_seats`."""
-    free = [node for node in nodes if node.gpus]
-    if not free:
+    if not (free := [node for node in nodes if node.gpus]):
         raise ConfigError("expected a free GPU in the Ray cluster, got none; wait for one, or say --device cpu")
-    fitting = [node for node in free if not 0 < node.gpu_bytes < needed]
-    if not fitting:
+    if not (fitting := [node for node in free if not 0 < node.gpu_bytes < needed]):
         largest = max(node.gpu_bytes for node in free)
         raise NoMemoryError(
             f"the model and its caches need {memory.format_size(needed)}, and the largest free GPU of the Ray cluster "
@@ -236,7 +234,10 @@ class Actors:
             reply: Reply = pickle.loads(self._ray.get(order))
         except self._ray.exceptions.RayError as error:
             self.dismiss(worker)
-            return WorkerExit(_describe_exit(error))
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            detail = next((line for line in reversed(lines) if "Error" in line or "killed" in line), "")
+            why = f": {detail.partition('. Some common')[0][:200]}" if detail else ""
+            return WorkerExit(f"its actor died{why}")
         del self._pending[order]
         return reply
 
@@ -261,13 +262,6 @@ def list_nodes(ray: Any) -> list[Node]:
                  int(resources.get("memory", 0)), size)
         )  # fmt: skip
     return nodes
-
-
-def _describe_exit(error: Exception) -> str:
-    """Return the reason why an actor ended, in words, from Ray's exception."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    detail = next((line for line in reversed(lines) if "Error" in line or "killed" in line), "")
-    return f"its actor died: {detail.partition('. Some common')[0][:200]}" if detail else "its actor died"
 
 
 _log = logging.getLogger(__name__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -145,7 +146,6 @@ class Scheduler:
 
     def __init__(self, crew: Crew) -> None:
         self._crew = crew
-        self._timeout: float | None = None
         self._states = [_WorkerState() for _ in crew.devices]
         self._log_lines: set[LogLine] = set()
         self._ends, self._most_ends = 0, max(_MOST_ENDS, 3 * len(self._states))
@@ -168,23 +168,35 @@ class Scheduler:
 
         Raises what a worker raises, its message beginning with the worker's name; WorkerError where no worker is left.
         """
-        waiting, self._ends, self._timeout = ItemQueue(work.sizes), 0, timeout
+        waiting, limit, self._ends = ItemQueue(work.sizes), math.inf if timeout is None else timeout, 0
         while True:
             self._send_items(work, waiting)
             if not waiting and not any(isinstance(state.order, int) for state in self._states):
                 return
-            for worker, answer in self._crew.poll(self._seconds_until_timeout()):
+            now = time.monotonic()
+            begun = [state.since for state in self._states if isinstance(state.order, int)]
+            wait = max(0.0, min([_LONGEST_WAIT, *(since + limit - now for since in begun)]))
+            for worker, answer in self._crew.poll(wait):
                 if isinstance(answer, WorkerExit):
                     self._handle_exit(work, waiting, worker, answer.reason)
                 else:
                     self._handle_reply(work, waiting, worker, answer)
-            self._end_hanging(work, waiting)
+            for worker, state in enumerate(self._states):
+                if isinstance(state.order, int) and time.monotonic() - state.since >= limit:
+                    self._crew.dismiss(worker)
+                    self._handle_exit(work, waiting, worker, f"over {limit:g} seconds")
 
     def _send_items(self, work: Work, waiting: ItemQueue) -> None:
         """Send an item to every idle worker, and start further workers, while items wait."""
         for worker, state in enumerate(self._states):
-            if waiting and state.order is None and state.running:
-                self._send_next(work, waiting, worker, state)
+            if not waiting or state.order is not None or not state.running:
+                continue
+            if state.task is not work.task:  # which it prepares first
+                self._crew.begin(worker, work.task)
+                state.task, state.order = work.task, "begin"
+            else:
+                state.order, state.since = waiting.take(), time.monotonic()
+                self._crew.do(worker, work.item(state.order))
         starting = sum(isinstance(state.order, str) for state in self._states)
         for worker, state in enumerate(self._states):
             if starting < len(waiting) and not state.running and state.failed_starts < _MOST_STARTS:
@@ -192,28 +204,17 @@ class Scheduler:
                 state.running, state.task, state.order = True, None, "start"
                 starting += 1
 
-    def _send_next(self, work: Work, waiting: ItemQueue, worker: int, state: _WorkerState) -> None:
-        """Send an idle worker the task, if not yet prepared, else the next item."""
-        if state.task is not work.task:
-            self._crew.begin(worker, work.task)
-            state.task, state.order = work.task, "begin"
-        else:
-            state.order, state.since = waiting.take(), time.monotonic()
-            self._crew.do(worker, work.item(state.order))
-
-    def _seconds_until_timeout(self) -> float:
-        """Return the seconds until a worker's item may exceed the timeout, at most `_LONGEST_WAIT`."""
-        if self._timeout is None:
-            return _LONGEST_WAIT
-        deadlines = [state.since + self._timeout for state in self._states if isinstance(state.order, int)]
-        return max(0.0, min([_LONGEST_WAIT, *(deadline - time.monotonic() for deadline in deadlines)]))
-
     def _handle_reply(self, work: Work, waiting: ItemQueue, worker: int, answer: Reply) -> None:
-        """Log a reply's lines, raise its exception, or pass on the result of an item."""
+        """Log a reply's lines that were not logged before, raise its exception, or pass on the result of an item."""
         state = self._states[worker]
         order, state.order = state.order, None
         for line in answer.log:
-            self._log_once(line)
+            if line not in self._log_lines:
+                if len(self._log_lines) >= _REMEMBERED:
+                    self._log_lines.clear()
+                self._log_lines.add(line)
+                name, level, message = line
+                logging.getLogger(name).log(level, "%s", message)
         if error := answer.exception(self._worker_name(worker)):
             raise error
         if order == "begin":
@@ -246,24 +247,6 @@ class Scheduler:
         if self._ends >= self._most_ends:
             last = f"the last by {reason}; look for what ends them"
             raise WorkerError(f"{self._ends} workers ended without a sample done between, {last}")
-
-    def _end_hanging(self, work: Work, waiting: ItemQueue) -> None:
-        """End the workers whose item exceeds the timeout."""
-        if self._timeout is None:
-            return
-        for worker, state in enumerate(self._states):
-            if isinstance(state.order, int) and time.monotonic() - state.since >= self._timeout:
-                self._crew.dismiss(worker)
-                self._handle_exit(work, waiting, worker, f"over {self._timeout:g} seconds")
-
-    def _log_once(self, line: LogLine) -> None:
-        """Log a line of a worker, unless the same line was logged before."""
-        if line not in self._log_lines:
-            if len(self._log_lines) >= _REMEMBERED:
-                self._log_lines.clear()
-            self._log_lines.add(line)
-            name, level, message = line
-            logging.getLogger(name).log(level, "%s", message)
 
     def _worker_name(self, worker: int) -> str:
         """Return a worker's name for people: `worker 1 (cuda:0, 10.0.0.1)`."""

@@ -68,9 +68,7 @@ def import_plugins(modules: tuple[str, ...], run: RunConfig) -> None:
 
 def _plugin_class(name: str) -> type:
     """Return the class registered under a plug-in's name; for a policy generated from a score, the score's class."""
-    if name in SCORES.names():
-        return SCORES.load(name)
-    return registry.policy_class(name)
+    return SCORES.load(name) if name in SCORES.names() else registry.policy_class(name)
 
 
 @dataclass(frozen=True)

@@ -281,8 +281,7 @@ class Adapter:
         """Raise ModelError for unmeasured layers, states or shared caches, which `feature` does not support."""
         obstacles = {"recurrent states": self.is_recurrent, "layers that see a part of it": self.is_mixed,
                      "layers that read another's cache": self.shares_caches}  # fmt: skip
-        obstacle = next((words for words, applies in obstacles.items() if applies), "")
-        if obstacle:
+        if obstacle := next((words for words, applies in obstacles.items() if applies), ""):
             raise ModelError(
                 f"{feature} expects layers that all see the whole prompt and nothing else; model '{self.name}' has "
                 f"{obstacle}"

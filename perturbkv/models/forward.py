@@ -22,25 +22,19 @@ CACHE_ARGUMENTS = ("cache", "past_key_values")
 
 
 @functools.cache
-def cache_argument(forward: Callable[..., Any]) -> str:
+def cache_argument(forward: Callable[..., Any]) -> tuple[str, bool]:
     """Return the name of the argument by which the forward of a class of models takes a cache, as `generate` does.
 
-    Raises ModelError for a forward that names none.
+    The second is whether it takes the positions of tokens. Raises ModelError for a forward that names no cache.
     """
     parameters = signature(forward).parameters
     for name in CACHE_ARGUMENTS:
         if name in parameters:
-            return name
+            return name, "position_ids" in parameters
     raise ModelError(
         f"expected {forward.__qualname__} to take a cache as {' or '.join(CACHE_ARGUMENTS)}, got "
         f"({', '.join(list(parameters)[1:])}); name the argument in its signature"
     )
-
-
-@functools.cache
-def _takes_positions(forward: Callable[..., Any]) -> bool:
-    """Return whether the forward of a class of models takes the positions of tokens."""
-    return "position_ids" in signature(forward).parameters
 
 
 def run_with_cache(model: Any, input_ids: Tensor, cache: Cache, **arguments: Any) -> Any:
@@ -50,8 +44,8 @@ def run_with_cache(model: Any, input_ids: Tensor, cache: Cache, **arguments: Any
 
     Raises ModelError for a forward that takes no cache, or that ran without the one it was given.
     """
-    name = cache_argument(type(model).forward)
-    if _takes_positions(type(model).forward):
+    name, takes_positions = cache_argument(type(model).forward)
+    if takes_positions:
         begin = cache.get_seq_length()
         positions = torch.arange(begin, begin + input_ids.shape[1], device=input_ids.device)
         arguments = {"position_ids": positions.unsqueeze(0), **arguments}

@@ -124,20 +124,23 @@ class _Reader:
         else:
             raise _TruncatedError
 
-    def skip_pair(self) -> None:
-        """Skip a metadata key and its value; if it is the alignment of the tensor data, store the value."""
-        name, kind = self.text(), self.number("I")
-        self.skip_value(kind)
-        if name == _ALIGNMENT and kind == _UINT32:
-            (self.alignment,) = struct.unpack_from("<I", self.data, self.at - 4)
-            if self.alignment == 0:
-                raise _TruncatedError
-
-    def tensor(self) -> StoredTensor:
-        """Read the description of a tensor."""
-        name = self.text()
-        shape = [self.number("Q") for _ in range(self.number("I"))]
-        return StoredTensor(name, math.prod(shape), self.number("I"), self.number("Q"))
+    def tensors(self) -> list[StoredTensor]:
+        """Read the descriptions of all tensors, after the metadata, of which the tensor data's alignment is stored."""
+        self.at = len(_MAGIC) + 4  # magic and version
+        count, pairs = self.number("Q"), self.number("Q")
+        for _ in range(pairs):
+            name, kind = self.text(), self.number("I")
+            self.skip_value(kind)
+            if name == _ALIGNMENT and kind == _UINT32:
+                (self.alignment,) = struct.unpack_from("<I", self.data, self.at - 4)
+                if self.alignment == 0:
+                    raise _TruncatedError
+        tensors = []
+        for _ in range(count):
+            name = self.text()
+            shape = [self.number("Q") for _ in range(self.number("I"))]
+            tensors.append(StoredTensor(name, math.prod(shape), self.number("I"), self.number("Q")))
+        return tensors
 
 
 def read_header(path: Path) -> list[StoredTensor]:
@@ -147,34 +150,21 @@ def read_header(path: Path) -> list[StoredTensor]:
         if stream.read(len(_MAGIC)) != _MAGIC:
             raise ModelError(f"expected a GGUF file, got {path}, which does not begin with 'GGUF'")
         with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            _check_version(path, data)
+            version = int.from_bytes(data[len(_MAGIC) : len(_MAGIC) + 4], "little")
+            if version not in _VERSIONS:
+                raise ModelError(
+                    f"expected a GGUF file of version {' or '.join(map(str, _VERSIONS))}, got {path} of version "
+                    f"{version}"
+                )
+            reader = _Reader(data)
             try:
-                tensors, start = _read_tensors(_Reader(data))
+                tensors = reader.tensors()
             except _TruncatedError:
                 raise ModelError(
                     f"{path} is cut or damaged: its header does not end within its {size:,} bytes"
                 ) from None
-    _check_tensors(path, tensors, start, size)
+    _check_tensors(path, tensors, -(-reader.at // reader.alignment) * reader.alignment, size)
     return tensors
-
-
-def _read_tensors(reader: _Reader) -> tuple[list[StoredTensor], int]:
-    """Return the descriptions of all tensors, and the byte offset of the tensor data."""
-    reader.at = len(_MAGIC) + 4  # magic and version
-    count, pairs = reader.number("Q"), reader.number("Q")
-    for _ in range(pairs):
-        reader.skip_pair()
-    tensors = [reader.tensor() for _ in range(count)]
-    return tensors, -(-reader.at // reader.alignment) * reader.alignment
-
-
-def _check_version(path: Path, data: mmap.mmap) -> None:
-    """Raise ModelError for an unsupported version or byte order of a GGUF header."""
-    version = int.from_bytes(data[len(_MAGIC) : len(_MAGIC) + 4], "little")
-    if version not in _VERSIONS:
-        raise ModelError(
-            f"expected a GGUF file of version {' or '.join(map(str, _VERSIONS))}, got {path} of version {version}"
-        )
 
 
 def _check_tensors(path: Path, tensors: Sequence[StoredTensor], start: int, size: int) -> None:
@@ -257,7 +247,10 @@ def read_tokenizer(folder: Path) -> Any:
 
 
 def _convert(source: Source, tensors: Sequence[StoredTensor], folder: Path) -> None:
-    """Write a GGUF file's tokenizer, configurations and float32 weights to a folder."""
+    """Write a GGUF file's tokenizer, configurations and float32 weights to a folder.
+
+    Raises NotCachedError if reading it back gives a different tokenizer.
+    """
     with explain_errors(source, "the GGUF file"):
         config = AutoConfig.from_pretrained(source.location, **source.arguments)
     check_config(config, source.name)
@@ -266,18 +259,13 @@ def _convert(source: Source, tensors: Sequence[StoredTensor], folder: Path) -> N
     model = load_whole_model(source, config=config, dtype=torch.float32)
     check_all_used(tensors, model, source.name)
     with user_cache.explain_write_errors():
-        _write_tokenizer(tokenizer, folder)
+        (folder / _TOKENIZER).write_text(tokenizer.backend_tokenizer.to_str(), encoding="utf-8")
+        (folder / _SETTINGS).write_text(json.dumps(_tokenizer_settings(tokenizer)), encoding="utf-8")
+        if _tokenizer_state(read_tokenizer(folder)) != _tokenizer_state(tokenizer):
+            raise user_cache.NotCachedError(f"a {type(tokenizer).__name__} does not come back as it was")
         config.save_pretrained(folder)
         model.generation_config.save_pretrained(folder)
         _write_weights(dict(model.state_dict()), folder / _WEIGHTS)
-
-
-def _write_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write a tokenizer to a folder. Raises NotCachedError if reading it back gives a different tokenizer."""
-    (folder / _TOKENIZER).write_text(tokenizer.backend_tokenizer.to_str(), encoding="utf-8")
-    (folder / _SETTINGS).write_text(json.dumps(_tokenizer_settings(tokenizer)), encoding="utf-8")
-    if _tokenizer_state(read_tokenizer(folder)) != _tokenizer_state(tokenizer):
-        raise user_cache.NotCachedError(f"a {type(tokenizer).__name__} does not come back as it was")
 
 
 def _tokenizer_state(tokenizer: Any) -> tuple[Any, ...]:

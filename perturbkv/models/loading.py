@@ -343,12 +343,19 @@ def load_weights(
     if not spread:
         check_memory(files, dtype, device)
     if files.source is None:
-        model = _random_model(files.whole_config, dtype, torch.device("cpu") if spread else device, seed).eval()
+        place, kernel = torch.device("cpu") if spread else device, _kernel(files.whole_config)
+        with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []), place:
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(files.whole_config, dtype=dtype, attn_implementation=kernel).eval()
     else:
         download_weights(files.source)
         if not files.stored.quantised:
             check_shapes(files.name, files.shapes(), stored_weights.shapes(files.source))
-        model = _read_weights(files.source, files.whole_config, dtype, _device_arguments(files, device, spread))
+        quantised = getattr(files.whole_config, "quantization_config", None) is not None
+        placed = {"device_map": "auto" if spread else {"": device}}  # the layout of quantised weights depends on it
+        model = _read_weights(
+            files.source, files.whole_config, dtype, placed if quantised and (spread or device.type != "cpu") else {}
+        )
     model = _move_to_device(model, files.name, device, spread)
     return Adapter(
         model, files.tokenizer, files.name, files.revision, files.random_weights, files.stored, files.open_arguments
@@ -363,26 +370,9 @@ def check_memory(files: ModelFiles, dtype: torch.dtype, device: torch.device, ex
     if files.stored.nbytes or getattr(files.whole_config, "quantization_config", None) is None:
         name = f"model '{files.name}'"
         what = f"{name} and its caches need" if extra_bytes else f"the weights of {name} need"
-        needed = files.weights_bytes(dtype) + max(extra_bytes, _reading_bytes(files))
-        memory.check(needed, device, what, "a smaller model or --dtype takes less")
-
-
-def _reading_bytes(files: ModelFiles) -> int:
-    """Return what reading takes beside the weights: of a GGUF file, its largest tensor in float32, and a copy of it."""
-    if files.source is None or files.source.gguf_file is None:
-        return 0
-    return 2 * 4 * max(math.prod(shape) for shape in files.shapes().values())
-
-
-def _device_arguments(files: ModelFiles, device: torch.device, spread: bool) -> dict[str, Any]:
-    """Return the `device_map` argument for reading quantised weights, whose layout depends on the device.
-
-    Empty for other weights, and for quantised ones on the CPU.
-    """
-    quantised = getattr(files.whole_config, "quantization_config", None) is not None
-    if spread and quantised:
-        return {"device_map": "auto"}
-    return {"device_map": {"": device}} if quantised and device.type != "cpu" else {}
+        if files.source is not None and files.source.gguf_file is not None:  # its largest tensor in float32, twice
+            extra_bytes = max(extra_bytes, 2 * 4 * max(math.prod(shape) for shape in files.shapes().values()))
+        memory.check(files.weights_bytes(dtype) + extra_bytes, device, what, "a smaller model or --dtype takes less")
 
 
 def _read_weights(source: Source, config: Any, dtype: torch.dtype, device_arguments: Mapping[str, Any]) -> Any:
@@ -458,13 +448,6 @@ def _random_config(name: str) -> Any:
     """Return transformers' configuration of `random:<alias>`. Raises UnknownNameError for an unknown alias."""
     alias = check_random(name)
     return AutoConfig.for_model(ALIASES[alias].family, **ALIASES[alias].shapes)
-
-
-def _random_model(config: Any, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
-    """Return a model with random weights drawn on its device; the global random state is unchanged."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
-        torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=_kernel(config))
 
 
 def _revision(source: Source) -> str:

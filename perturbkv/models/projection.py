@@ -51,9 +51,12 @@ def read(projection: Any, width: int, dtype: torch.dtype) -> Float[Tensor, "d_mo
         return cast("Tensor", projection.weight.detach())
     if type(projection) is Conv1D:  # GPT-2's linear layer, whose weight is transposed
         return cast("Tensor", projection.weight.detach().T.contiguous())
-    dequantised = _dequantise(projection)
-    matrix = _matrix_from_unit_vectors(projection, width, dtype) if dequantised is None else dequantised
-    return matrix.to(dtype).contiguous()
+    weight: Any = getattr(projection, "weight", None)
+    if _has_dequantize(weight) and not list(projection.children()):  # one that wraps no other modules
+        values = weight.dequantize().detach()  # the values, as a subclass itself cannot be detached while inferring
+        if values.is_floating_point() and values.shape == weight.shape:
+            return cast("Tensor", values.to(dtype).contiguous())
+    return _matrix_from_unit_vectors(projection, width, dtype).to(dtype).contiguous()
 
 
 def check(projection: Any, width: int, dtype: torch.dtype) -> None:
@@ -120,8 +123,7 @@ def _apply_without_bias(projection: Any, rows: Tensor) -> Tensor:
 
     Subtracting the bias from the output would leave its rounding.
     """
-    bias = getattr(projection, "bias", None)
-    if bias is None:
+    if (bias := getattr(projection, "bias", None)) is None:
         return cast("Tensor", projection.forward(rows))
     saved = bias.detach().clone()
     bias.detach().zero_()
@@ -141,15 +143,3 @@ def _matrix_from_unit_vectors(projection: Any, width: int, dtype: torch.dtype) -
 def _has_dequantize(weight: Any) -> bool:
     """Return whether a weight is a tensor whose own class defines `dequantize`."""
     return getattr(type(weight), "dequantize", Tensor.dequantize) is not Tensor.dequantize
-
-
-def _dequantise(projection: Any) -> Tensor | None:
-    """Return the values of a projection's quantised weight by the weight's own `dequantize`.
-
-    None for a weight without that method, and for a projection that wraps other modules.
-    """
-    weight: Any = getattr(projection, "weight", None)
-    if not _has_dequantize(weight) or list(projection.children()):
-        return None
-    values = weight.dequantize().detach()  # the values, as a subclass itself cannot be detached while inferring
-    return cast("Tensor", values) if values.is_floating_point() and values.shape == weight.shape else None

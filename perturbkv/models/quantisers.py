@@ -42,7 +42,10 @@ def describe(quantisation: Any) -> str:
     """Return a `quantization_config` in words, for example `bitsandbytes int4` or `torchao Int8WeightOnly`."""
     document = _as_dict(quantisation)
     bits = 4 if document.get("load_in_4bit") else 8 if document.get("load_in_8bit") else document.get("bits")
-    detail = f"int{bits}" if bits else document.get("weights") or _torchao_method(document.get("quant_type"))
+    kind = document.get("quant_type")  # of torchao: `Int8WeightOnly`, in older files `int8_weight_only`
+    chosen = kind.get("default", kind) if isinstance(kind, dict) else kind
+    method = chosen.get("_type", "") if isinstance(chosen, dict) else chosen
+    detail = f"int{bits}" if bits else document.get("weights") or str(method or "").removesuffix("Config")
     return " ".join(filter(None, (quant_method(document) or "quantised", str(detail or ""))))
 
 
@@ -66,13 +69,6 @@ def _as_dict(quantisation: Any) -> dict[str, Any]:
         if hasattr(quantisation, "to_dict")
         else {}
     )
-
-
-def _torchao_method(quantisation: Any) -> str:
-    """Return the method named by torchao's `quant_type`: `Int8WeightOnly`, in older files `int8_weight_only`."""
-    chosen = quantisation.get("default", quantisation) if isinstance(quantisation, dict) else quantisation
-    method = chosen.get("_type", "") if isinstance(chosen, dict) else chosen
-    return str(method or "").removesuffix("Config")
 
 
 def _is_installed(module: str) -> bool:

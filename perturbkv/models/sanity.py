@@ -57,7 +57,11 @@ def check_config(config: Any, name: str) -> None:
     """
     check_class(config, name)
     config = config.get_text_config(decoder=True)
-    _check_layer_types(config, name)
+    if (types := getattr(config, "layer_types", None)) is not None:
+        if not (isinstance(types, list | tuple) and all(isinstance(kind, str) for kind in types)):
+            _refuse(name, "layer_types", "a list of texts", types)
+        if len(types) != config.num_hidden_layers:
+            _refuse(name, "layer_types", f"the kinds of its {config.num_hidden_layers} layers", types)
     _check_sizes(config, name)
     quantised = getattr(config, "quantization_config", None)
     known = {"bitsandbytes", *AUTO_QUANTIZATION_CONFIG_MAPPING}  # transformers passes over others without a word
@@ -77,17 +81,6 @@ def check_class(config: Any, name: str) -> None:
         raise ModelError(f"model '{name}' is an encoder with a decoder; decoders alone are measured")
 
 
-def _check_layer_types(config: Any, name: str) -> None:
-    """Raise ModelError unless `layer_types`, where there are any, names the kind of every layer."""
-    types = getattr(config, "layer_types", None)
-    if types is None:
-        return
-    if not (isinstance(types, list | tuple) and all(isinstance(kind, str) for kind in types)):
-        _refuse(name, "layer_types", "a list of texts", types)
-    if len(types) != config.num_hidden_layers:
-        _refuse(name, "layer_types", f"the kinds of its {config.num_hidden_layers} layers", types)
-
-
 def _check_sizes(config: Any, name: str) -> None:
     """Raise ModelError for a size outside `SIZES`, or for inconsistent numbers of heads or experts."""
     own = layer_types.measured_config(config)
@@ -96,7 +89,8 @@ def _check_sizes(config: Any, name: str) -> None:
         if key == "sliding_window" and value == 0 and not getattr(config, "use_sliding_window", True):
             continue  # families that turn windows off set their width to 0
         each = _each(value) if key in _BY_LAYER else [value]
-        if (value is not None or key in _MUST_BE_THERE) and not all(_is_whole(size, low, high) for size in each):
+        whole = all(isinstance(n, int) and not isinstance(n, bool) and low <= n <= high for n in each)
+        if (value is not None or key in _MUST_BE_THERE) and not whole:
             _refuse(name, key, f"a whole number from {low} to {high}", value)
     heads, kv_heads = own.num_attention_heads, getattr(own, "num_key_value_heads", None)
     if kv_heads and heads % kv_heads:
@@ -133,11 +127,6 @@ def _rotations(parameters: Any) -> Iterator[tuple[str, Any]]:
         yield from _rotations(value) if isinstance(value, dict) else [(key, value)]
 
 
-def _is_whole(value: Any, low: int, high: int) -> bool:
-    """Return whether a value is an integer from `low` to `high`, excluding booleans."""
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-
-
 def _refuse(name: str, key: str, expected: str, value: Any) -> None:
     """Raise ModelError for a value in the configuration of model `name`; it names the key and the expected value."""
     shown = repr(value)
@@ -152,8 +141,7 @@ def plain_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
     `name` is the tensor's; names of inner tensors begin with it.
     """
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is None:
+    if (flatten := getattr(tensor, "__tensor_flatten__", None)) is None:
         yield name, tensor.detach()
         return
     for inside in flatten()[0]:
@@ -174,7 +162,17 @@ def load_whole_model(source: Source, **arguments: Any) -> Any:
         model, info = AutoModelForCausalLM.from_pretrained(
             source.location, **source.arguments, **arguments, output_loading_info=True, ignore_mismatched_sizes=True
         )
-    _check_loading_info(info, source.name)
+    if mismatched := sorted(info["mismatched_keys"]):
+        tensor, actual, expected = mismatched[0]
+        _refuse_incomplete(
+            source.name, f"expected '{tensor}' of shape {tuple(expected)}, got {tuple(actual)}", len(mismatched)
+        )
+    for key, problem in (("missing_keys", "lacks"), ("unexpected_keys", "has no place for")):
+        if tensors := sorted(info[key]):
+            seen = f"its files and its configuration disagree: it {problem} '{tensors[0]}'"
+            _refuse_incomplete(source.name, seen, len(tensors))
+    if info["error_msgs"]:
+        _refuse_incomplete(source.name, " ".join(info["error_msgs"][0].split())[:200], len(info["error_msgs"]))
     check_finite(model, source.name)
     return model.eval()
 
@@ -186,23 +184,6 @@ def check_shapes(name: str, expected: Mapping[str, tuple[int, ...]], stored: Map
         _refuse_incomplete(
             name, f"expected '{wrong[0]}' of shape {expected[wrong[0]]}, got {stored[wrong[0]]}", len(wrong)
         )
-
-
-def _check_loading_info(info: Mapping[str, Any], name: str) -> None:
-    """Raise ModelError where from_pretrained's loading info lists missing, unexpected or mismatched tensors."""
-    mismatched = sorted(info["mismatched_keys"])
-    if mismatched:
-        tensor, actual, expected = mismatched[0]
-        _refuse_incomplete(
-            name, f"expected '{tensor}' of shape {tuple(expected)}, got {tuple(actual)}", len(mismatched)
-        )
-    for key, problem in (("missing_keys", "lacks"), ("unexpected_keys", "has no place for")):
-        if tensors := sorted(info[key]):
-            _refuse_incomplete(
-                name, f"its files and its configuration disagree: it {problem} '{tensors[0]}'", len(tensors)
-            )
-    if info["error_msgs"]:
-        _refuse_incomplete(name, " ".join(info["error_msgs"][0].split())[:200], len(info["error_msgs"]))
 
 
 def _refuse_incomplete(name: str, what: str, count: int) -> None:

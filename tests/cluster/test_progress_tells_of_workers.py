@@ -67,7 +67,7 @@ def test_a_notebook_shows_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
     clock: Any = iter(range(0, 1000, 30))
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
-    drawn = progress._NotebookBar(Handle(), "samples", None, 0, lambda: "2 of 2 workers")
+    drawn = progress._NotebookBar(None, 0, Handle(), "samples", lambda: "2 of 2 workers")
     drawn.update(0, 4)
     drawn.update(2, 4)
     said = shown[-1]["text/plain"]

@@ -70,9 +70,9 @@ def test_only_prompts_that_were_answered_right_count(monkeypatch: pytest.MonkeyP
     verdicts = iter([True, False, True])
     seen: list[str] = []
     monkeypatch.setattr(answer_heads, "is_right", lambda text, answers: seen.append(text) or next(verdicts))
-    found = answer_heads.head_scores(adapter, asked)
-    assert (found.right_answers, seen) == (2, texts)
-    np.testing.assert_allclose(found.scores.numpy(), (alone[0] + alone[2]).numpy() / 2, rtol=1e-12)
+    scores, right_answers = answer_heads.head_scores(adapter, asked)
+    assert (right_answers, seen) == (2, texts)
+    np.testing.assert_allclose(scores.numpy(), (alone[0] + alone[2]).numpy() / 2, rtol=1e-12)
 
 
 @pytest.mark.parametrize(

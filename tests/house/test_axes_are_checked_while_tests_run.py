@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from jaxtyping import TypeCheckError
 
 from perturbkv import theory
-from perturbkv.pipeline.sample.capture import _hidden_hook
+from perturbkv.pipeline.sample.capture import _give_hidden
 from perturbkv.scoring import value_norms
 
 
@@ -24,7 +26,7 @@ def test_a_missing_axis_is_an_error() -> None:
 def test_functions_made_anew_are_checked_and_keep_what_they_close_over() -> None:
     seen: list[int] = []
     for number in (1, 2):
-        hook = _hidden_hook(number, lambda layer, states: seen.append(layer))
+        hook = partial(_give_hidden, lambda layer, states: seen.append(layer), number)
         hook(torch.nn.Identity(), (), torch.zeros(1, 2, 3))
         with pytest.raises(TypeCheckError, match="module"):
             hook("no module", (), torch.zeros(1, 2, 3))

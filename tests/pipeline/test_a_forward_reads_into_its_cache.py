@@ -52,7 +52,7 @@ class Forgetful(nn.Module):
 @pytest.mark.parametrize(("model", "name"), [(Newer(), "cache"), (Older(), "past_key_values")])
 def test_the_forwards_signature_says_what_its_cache_is_called(model: nn.Module, name: str) -> None:
     cache = DynamicCache()
-    assert cache_argument(type(model).forward) == name
+    assert cache_argument(type(model).forward)[0] == name
     assert getattr(run_with_cache(model, IDS, cache), name) is cache
 
 
@@ -73,7 +73,7 @@ def test_a_name_that_a_forward_passes_over_is_an_error_and_no_wrong_number(
     model, caches = tiny_adapter(family).model, (DynamicCache(), DynamicCache())
     with torch.inference_mode():
         right = run_with_cache(model, IDS, caches[0]).logits, run_with_cache(model, IDS[:, :1], caches[0]).logits
-        monkeypatch.setattr(forward, "cache_argument", lambda forward: "kept_entries")
+        monkeypatch.setattr(forward, "cache_argument", lambda forward: ("kept_entries", True))
         assert not torch.equal(right[1], model(input_ids=IDS[:, :1], kept_entries=caches[0]).logits)
         with pytest.raises(ModelError, match="ran without the cache"):
             run_with_cache(model, IDS, caches[1])
@@ -87,7 +87,7 @@ def test_generate_takes_a_cache_by_the_same_name(family: str) -> None:
         run_with_cache(model, IDS, cache)
         whole = torch.cat([IDS, ids], dim=1)
         options = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
-        continued = model.generate(whole, **{cache_argument(type(model).forward): cache}, **options)
+        continued = model.generate(whole, **{cache_argument(type(model).forward)[0]: cache}, **options)
         expected = model(input_ids=whole).logits[0, -1].argmax()
     assert continued[0, -1] == expected
     assert cache.get_seq_length() == whole.shape[1]

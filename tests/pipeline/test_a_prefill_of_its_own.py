@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from perturbkv.cache.entries import KeptEntries
+from perturbkv.cache.makers import OwnPrefill
 from perturbkv.configs import cache_contents as asked_of
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.patching import check_sides
@@ -55,21 +57,21 @@ def test_a_covering_budget_is_the_full_run_bit_for_bit() -> None:
     assert found["prefill_seconds"][3] > 0 and (found["held_bytes"] == found["full_bytes"]).all()
 
 
-def read(config: ResolvedConfig, **more: Any) -> owned.SparsePrefill:
+def read(config: ResolvedConfig, **more: Any) -> tuple[list[KeptEntries], OwnPrefill]:
     adapter = exact_adapter("llama", *HEADS["GQA"])
     return run_sparse_prefill(adapter, IDS, config, "s", Resources(**more), FiniteCheck())
 
 
-def cached(found: owned.SparsePrefill) -> list[torch.Tensor]:
-    return [torch.cat(row.rectangle) for row in found.rows if row.rectangle is not None]
+def cached(rows: list[KeptEntries]) -> list[torch.Tensor]:
+    return [torch.cat(row.rectangle) for row in rows if row.rectangle is not None]
 
 
 def test_masks_that_hide_nothing_leave_the_full_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = exact_adapter("llama", *HEADS["GQA"])
     monkeypatch.setattr(owned, "lines_for_budget", lambda config, given, n: chosen_lines.all_lines(config, given))
-    found, full = read(lined()), prefill(adapter, IDS, [lined()], Resources(), "s")
-    assert found.share == 1.0 and len(found.rows) == 2
-    for layer, own in enumerate(cached(found)):
+    (rows, own_prefill), full = read(lined()), prefill(adapter, IDS, [lined()], Resources(), "s")
+    assert own_prefill.share == 1.0 and len(rows) == 2
+    for layer, own in enumerate(cached(rows)):
         held = adapter.cache_layer(full.cache, layer)
         torch.testing.assert_close(own, torch.cat([held.keys[0], held.values[0]]), rtol=1e-12, atol=1e-13)
 
@@ -77,13 +79,13 @@ def test_masks_that_hide_nothing_leave_the_full_cache(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("granularity", ["query", "kv"])
 def test_chunks_of_queries_are_the_whole(granularity: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = lined("two-stage", granularity=granularity)
-    whole, sizes = read(config), []
+    (whole, of_whole), sizes = read(config), []
     seen = Lines.attention_mask
     monkeypatch.setattr(
         Lines, "attention_mask", lambda own, positions: (sizes.append(len(positions)), seen(own, positions))[1]
     )
-    parts = read(config, chunk_bytes=16 * 4 * 44 * 7)
-    assert sizes == [7, 7, 7, 7, 7, 7, 2] * 2 and parts.share == pytest.approx(whole.share)
+    parts, of_parts = read(config, chunk_bytes=16 * 4 * 44 * 7)
+    assert sizes == [7, 7, 7, 7, 7, 7, 2] * 2 and of_parts.share == pytest.approx(of_whole.share)
     for one, other in zip(cached(whole), cached(parts), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-13)
 

@@ -90,8 +90,7 @@ def _check_no_attention(layer: nn.Module, index: int, kinds: Collection[type], c
 
 def read_layer(index: int, call: Call, masks: Masks, cache: Cache, attention: str) -> LayerFacts:
     """Return a layer's facts without its projection's. Raises RefusedError."""
-    unknown = sorted(call.options.keys() - IGNORED_KEYWORDS - USED_KEYWORDS)
-    if unknown:
+    if unknown := sorted(call.options.keys() - IGNORED_KEYWORDS - USED_KEYWORDS):
         raise RefusedError("keywords", f"gives its attention '{unknown[0]}', which is not known here", index)
     owner = _find_owner(index, call, cache)
     held = index if owner is None else owner
@@ -123,8 +122,7 @@ def _read_mask(index: int, call: Call, masks: Masks, cached_window: int | None) 
 
     `cached_window` is that of the layer's cache, None where it holds all entries.
     """
-    rule = masks.rule(call.mask, cached_window)
-    if rule is None:
+    if (rule := masks.rule(call.mask, cached_window)) is None:
         raise RefusedError("mask", "has a mask that transformers did not make from positions", index)
     numbers = call.mask if call.mask is not None and call.mask.dtype != torch.bool else None
     if numbers is not None and bool(((numbers != 0) & (numbers > -1e4)).any()):
@@ -203,8 +201,7 @@ def check_entries(index: int, call: Call, cache: Cache, owner: int | None) -> in
 
 def sink_parameter(index: int, call: Call) -> str:
     """Return the name of the attention's parameter that is its sinks; empty without sinks. Raises RefusedError."""
-    sinks = call.options.get("s_aux")
-    if sinks is None:
+    if (sinks := call.options.get("s_aux")) is None:
         return ""
     for name, parameter in call.module.named_parameters():
         if parameter.numel() == sinks.numel() == call.query.shape[1] and torch.equal(

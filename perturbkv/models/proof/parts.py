@@ -98,8 +98,15 @@ def _read_on(
         calls, found = observe_part(model, part, cache, modules)
         logits.append(found[0])
         for index, call in calls:
-            check_entries(index, call, cache, layers[index].owner)
-            _check_decoding(index, call, layers[index])
+            facts = layers[index]
+            check_entries(index, call, cache, facts.owner)
+            if (call.options["scaling"], call.options.get("softcap")) != (facts.scale, facts.cap):
+                raise RefusedError("decoding", "has another scale or cap while it decodes", index)
+            if call.options.keys() - IGNORED_KEYWORDS - USED_KEYWORDS or sink_parameter(index, call) != facts.sinks:
+                raise RefusedError("decoding", "gives its attention other keywords while it decodes", index)
+            if not call.error <= ERRORS[call.query.dtype]:
+                off = f"off by {call.error:.1g}"
+                raise RefusedError("decoding", f"has an attention that is no softmax while it decodes ({off})", index)
     return torch.cat(logits), calls
 
 
@@ -120,17 +127,6 @@ def observe_part(
         missing = sorted(modules.keys() - {index for index, _ in calls})
         raise RefusedError("decoding", "does not call the attention interface while it decodes", *missing[:1])
     return calls, logits
-
-
-def _check_decoding(index: int, call: Call, facts: LayerFacts) -> None:
-    """Raise RefusedError unless attention while decoding is what it was for the whole text."""
-    if (call.options["scaling"], call.options.get("softcap")) != (facts.scale, facts.cap):
-        raise RefusedError("decoding", "has another scale or cap while it decodes", index)
-    if call.options.keys() - IGNORED_KEYWORDS - USED_KEYWORDS or sink_parameter(index, call) != facts.sinks:
-        raise RefusedError("decoding", "gives its attention other keywords while it decodes", index)
-    if not call.error <= ERRORS[call.query.dtype]:
-        off = f"off by {call.error:.1g}"
-        raise RefusedError("decoding", f"has an attention that is no softmax while it decodes ({off})", index)
 
 
 def _check_same_entries(index: int, last: Call, whole: Call, bound: float) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,37 +47,33 @@ def check_twin(model: Any) -> None:
 
 
 def _refusal(model: Any, key: tuple[type, str, str]) -> RefusedError | None:
-    """Return why a model's twin is refused; None where it is proven, which the user's cache remembers."""
+    """Return why a model's twin is refused; None where it is proven, which the user's cache remembers.
+
+    A refusal is never stored.
+    """
     kind, kernel, fields = key
+    text = f"{kind.__module__}.{kind.__qualname__} {kernel} {fields}"
+
+    def prove(place: Path) -> None:
+        try_twin(model.config, kind, kernel)
+        (place / "proven.txt").write_text(text, encoding="utf-8")
+
     as_installed = all(  # is all that the model runs, of transformers and torch
         type(module).forward.__module__.startswith(("transformers.", "torch.")) and "forward" not in vars(module)
         for module in model.modules()
     )
     try:
         if as_installed:
-            _remember(f"{kind.__module__}.{kind.__qualname__} {kernel} {fields}", model)
-        else:
-            try_twin(model.config, kind, kernel)
+            code = "".join(path.read_text(encoding="utf-8") for path in sorted(_CODE.rglob("*.py")))
+            versions = f"{transformers.__version__} {torch.__version__}"
+            digest = hashlib.sha256("\n".join([text, versions, code]).encode()).hexdigest()[:16]
+            with suppress(user_cache.NotCachedError, OSError):
+                user_cache.cached_folder(f"twin-{digest}", prove)
+                return None
+        try_twin(model.config, kind, kernel)
     except RefusedError as refusal:
         return refusal
     return None
-
-
-def _remember(text: str, model: Any) -> None:
-    """Try the twin of a model unless the user's cache says that it was proven. Raises RefusedError, never stored."""
-    code = "".join(path.read_text(encoding="utf-8") for path in sorted(_CODE.rglob("*.py")))
-    versions = f"{transformers.__version__} {torch.__version__}"
-    digest = hashlib.sha256("\n".join([text, versions, code]).encode()).hexdigest()[:16]
-    kind, kernel = type(model), implementation(model)
-
-    def prove(place: Path) -> None:
-        try_twin(model.config, kind, kernel)
-        (place / "proven.txt").write_text(text, encoding="utf-8")
-
-    try:
-        user_cache.cached_folder(f"twin-{digest}", prove)
-    except (user_cache.NotCachedError, OSError):
-        try_twin(model.config, kind, kernel)
 
 
 def try_twin(config: Any, kind: Any, kernel: str) -> Facts:

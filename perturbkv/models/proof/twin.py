@@ -356,17 +356,13 @@ class _Sizes:
             counts = self.recurrent if re.search(_RECURRENT, name) else self.heads
             return counts.get(value, min(value, 4))
         if re.search(_HEAD_WIDTH, name):
-            return self._head_width(name, value)
+            if not re.search(_SSM, name):
+                return self.widths.get(value, value)
+            count = max(self.recurrent)  # a state space's heads together keep their ratio to the residual stream
+            return self._width(count * value) // self.recurrent[count]
         if re.search(_OFFSET, name):
             return value % LAYERS
         return self._width(value) if re.search(_WIDTH, name) else value
-
-    def _head_width(self, name: str, value: int) -> int:
-        """Return the small width of a head; those of a state space together keep their ratio to the residual stream."""
-        if not re.search(_SSM, name):
-            return self.widths.get(value, value)
-        count = max(self.recurrent)
-        return self._width(count * value) // self.recurrent[count]
 
     def _width(self, value: int) -> int:
         """Return a width in its ratio to the residual stream, at least 16 and at most 4 streams."""

@@ -45,20 +45,14 @@ class Evidence:
     sentence: str
 
 
-@dataclass(frozen=True)
-class HeadScores:
-    """The mean score of every head over the prompts with a right answer, and the number of those answers."""
-
-    scores: Float[Tensor, "layer head"]
-    right_answers: int
-
-
 @memory.translate_allocation_errors()
 @full_precision()
 def head_scores(
     adapter: Adapter, prompts: Iterable[Evidence], finished: Callable[[], None] = lambda: None
-) -> HeadScores:
-    """Return every head's mean retrieval score over the correctly answered prompts; `finished` is called per prompt.
+) -> tuple[Float[Tensor, "layer head"], int]:
+    """Return every head's mean retrieval score over the correctly answered prompts, and the number of these.
+
+    `finished` is called per prompt.
 
     Raises DatasetError for a prompt without its sentence, and where no answer is right; ActivationError for NaN or Inf.
     """
@@ -74,7 +68,7 @@ def head_scores(
             f"expected a right answer to one of {total} prompts at least, got none, and head scores count right "
             "answers alone; use shorter prompts (--length), more of them (--samples) or a model that finds the needle"
         )
-    return HeadScores(torch.stack(scored).mean(dim=0), len(scored))
+    return torch.stack(scored).mean(dim=0), len(scored)
 
 
 @torch.inference_mode()
@@ -88,8 +82,7 @@ def score_prompt(adapter: Adapter, evidence: Evidence) -> tuple[Float[Tensor, "l
     masses: list[list[Tensor]] = [[] for _ in adapter.layers]
 
     def observe(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-        mass = span_attention(query[0, :, -1:], key[0], adapter.softmax(layer), span)
-        masses[layer].append(mass)
+        masses[layer].append(span_attention(query[0, :, -1:], key[0], adapter.softmax(layer), span))
 
     finite = FiniteCheck()
     with capture(adapter, Observer(attention=observe, hidden=finite)):

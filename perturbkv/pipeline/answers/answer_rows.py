@@ -27,7 +27,11 @@ def answer_row(
 
     `labels` are those of the configurations; `decode` turns tokens into text; `metrics` are by `Prompt.grading`.
     """
-    metric = metrics.get(prompt.grading)
+    metric, divergence = metrics.get(prompt.grading), None
+    if (found := answers.divergence) is not None:
+        caches = zip(labels, found.kl.tolist(), found.top1.tolist(), strict=True)
+        by_cache = {label: {"kl": kl, "top1": top1} for label, kl, top1 in caches}
+        divergence = {"noise_floor": found.noise_floor.tolist(), "caches": by_cache}
     question = prompt.token_ids[len(prompt.token_ids) - prompt.question_tokens :]
     byte_shares = [{"bytes_share": share} for share in answers.stored] or [{} for _ in answers.held]
 
@@ -62,19 +66,7 @@ def answer_row(
             }
             for compression in answers.compressions
         ],
-        "divergence": _divergence_object(answers, labels),
-    }
-
-
-def _divergence_object(answers: Answers, labels: Sequence[str]) -> dict[str, Any] | None:
-    """Return the divergence of every cache per decode step, as a JSON object; None where it was not measured."""
-    divergence = answers.divergence
-    if divergence is None:
-        return None
-    caches = zip(labels, divergence.kl.tolist(), divergence.top1.tolist(), strict=True)
-    return {
-        "noise_floor": divergence.noise_floor.tolist(),
-        "caches": {label: {"kl": kl, "top1": top1} for label, kl, top1 in caches},
+        "divergence": divergence,
     }
 
 

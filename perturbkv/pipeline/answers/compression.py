@@ -201,7 +201,11 @@ class Compressor:
         sizes: list[tuple[int, float, float]] = []
         for row in self.rows:
             before = mean_entries(self.cache, row)
-            if self._is_due(row, read, before):
+            if self.over:
+                is_due = before > self.over
+            else:
+                is_due = read > 0 and read % self.every == 0 and before > self.configs[row - 1].budget.value
+            if is_due:
                 measured += self._compress_row(row, read, tokens)
                 sizes.append((row - 1, before, mean_entries(self.cache, row)))
         if measured:
@@ -213,12 +217,6 @@ class Compressor:
         if self.attention:
             counted = max(self.window, *(tokens - before for before in self.read_before.values()))
             self.queries = [queries[:, :, -counted:] for queries in self.queries]
-
-    def _is_due(self, row: int, read: int, entries: float) -> bool:
-        """Return whether a row that holds `entries` per kept set is compressed after `read` tokens."""
-        if self.over:
-            return entries > self.over
-        return read > 0 and read % self.every == 0 and entries > self.configs[row - 1].budget.value
 
     def tokens_until_due(self, read: int) -> int:
         """Return the number of tokens, at least 1, that can be decoded after `read` before any row may be due."""
@@ -373,6 +371,11 @@ class _RowView:
         window = min(config.window, self.longest)
         lengths = to_device(self.lengths, self.norms.device)
         indices = torch.arange(self.longest - window, device=self.norms.device)
+        euclidean = None
+        if config.euclidean:
+            values = ((torch.stack(self.values[part]), self._projection(part)) for part in self.parts)
+            norms = [euclidean_value_norms(*of_part, self.resources.chunk_bytes) for of_part in values]
+            euclidean = _align_ends(norms, self.longest)[:, : self.longest - window]
         return LayerStatistics(
             accumulated=scores[:, : self.longest - window],
             norms=self.norms[:, : self.longest - window],
@@ -382,7 +385,7 @@ class _RowView:
             sample=self.sample,
             head_scores=head_scores,
             valid=indices >= (self.longest - lengths).unsqueeze(-1),
-            euclidean=self._euclidean()[:, : self.longest - window] if config.euclidean else None,
+            euclidean=euclidean,
         )
 
     def kept_indices(self, kept: Bool[Tensor, "kept_head key"], counts: Sequence[int]) -> list[Tensor]:
@@ -442,14 +445,6 @@ class _RowView:
         """Return the columns of ν's projection for the query heads of the kept sets in the slice `part`."""
         heads, d_value = self._head_slice(part), self.adapter.d_value
         return self.projection[:, heads.start * d_value : heads.stop * d_value]
-
-    def _euclidean(self) -> Tensor:
-        """Return the projected value norms ‖V_i W_O^h‖₂ (head, longest), padded by zeros at the start."""
-        norms = [
-            euclidean_value_norms(torch.stack(self.values[part]), self._projection(part), self.resources.chunk_bytes)
-            for part in self.parts
-        ]
-        return _align_ends(norms, self.longest)
 
 
 def _align_ends(tensors: Sequence[Tensor], longest: int) -> Tensor:

@@ -71,8 +71,7 @@ def prefill_and_evict(
     if rows.needs_full_cache:
         caches = read_plain_caches(adapter, run.configs, context, prefilled)
         external |= {config: cache.kept_set for config, cache in caches.items()}
-        rows.use(caches)
-        rows.evict_all(prefilled)
+        rows.evict_all(prefilled, caches)
     rows.finite.raise_if_not(prompt.sample_id)
     cache = CompactCache(join_layers(adapter, rows.layers, prefilled.states))
     full = prefilled.cache if adapter.shape.latent else None
@@ -111,17 +110,17 @@ class _RowBuilder:
         }
         self.finite = FiniteCheck()
 
-    def use(self, caches: Mapping[ResolvedConfig, ExternalCache]) -> None:
-        """Take what somebody's code has read for the caches of these configurations."""
-        self._makers = [caches.get(config, maker) for config, maker in zip(self._configs, self._makers, strict=True)]
-
     def visit(self, statistics: Statistics, view: LayerView) -> None:
         """Evict a layer unless all layers must be read first: a `Visitor`."""
         if not self.needs_full_cache:
             self._evict(FullLayer(self._adapter, statistics, view.layer, view.keys, view.values))
 
-    def evict_all(self, prefilled: Prefill) -> None:
-        """Evict every layer after the prefill, freeing the full cache layer by layer."""
+    def evict_all(self, prefilled: Prefill, caches: Mapping[ResolvedConfig, ExternalCache]) -> None:
+        """Evict every layer after the prefill, freeing the full cache layer by layer.
+
+        `caches` are what somebody's code has read for the caches of its configurations.
+        """
+        self._makers = [caches.get(config, maker) for config, maker in zip(self._configs, self._makers, strict=True)]
         for index in self._adapter.holders:
             self._evict(FullLayer.from_prefill(self._adapter, prefilled, index))
             free_entries(self._adapter, prefilled.cache, prefilled.read, index)

@@ -83,7 +83,10 @@ def teacher_force(
             count = min(count, compressor.tokens_until_due(len(divergences)))
         full, evicted = map(theory.log_probabilities, read(ids[len(divergences) : len(divergences) + count]))
         divergences += [theory.logit_divergence(full[index], evicted[:, index]) for index in range(len(full))]
-    return _make_divergence(divergences, rows)
+    if not divergences:
+        return Divergence(torch.zeros(rows - 1, 0), torch.zeros(rows - 1, 0, dtype=torch.bool), torch.zeros(0))
+    kl, top1 = (torch.stack(kind, dim=-1).cpu() for kind in zip(*divergences, strict=True))
+    return Divergence(kl[1:].clamp(min=0), top1[1:], kl[0].clamp(min=0))  # KL below 0 is rounding
 
 
 @torch.inference_mode()
@@ -122,14 +125,3 @@ def _read_tokens(
     logits: Tensor = run_with_cache(adapter.model, ids, cache, logits_to_keep=last).logits
     check.check(LOGITS, logits)
     return logits
-
-
-def _make_divergence(divergences: Sequence[tuple[Tensor, Tensor]], rows: int) -> Divergence:
-    """Return the divergence of the cache rows from (KL, top-1 agreement) pairs per step, each of all `rows`.
-
-    Row 0 is the noise floor. KL below 0 is rounding, and becomes 0. Without steps all arrays are empty along `step`.
-    """
-    if not divergences:
-        return Divergence(torch.zeros(rows - 1, 0), torch.zeros(rows - 1, 0, dtype=torch.bool), torch.zeros(0))
-    kl, top1 = (torch.stack(kind, dim=-1).cpu() for kind in zip(*divergences, strict=True))
-    return Divergence(kl[1:].clamp(min=0), top1[1:], kl[0].clamp(min=0))

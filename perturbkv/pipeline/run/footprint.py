@@ -259,8 +259,7 @@ def _joined_bytes(configs: Sequence[ResolvedConfig], shape: Shape, tokens: int, 
 
     `norm_bytes` are those of an entry's value norms per query head.
     """
-    sharing = [config for config in configs if config.shares_layers]
-    if not sharing:
+    if not (sharing := [config for config in configs if config.shares_layers]):
         return 0
     joined = len({config.requests for config in sharing}) * (norm_bytes + 2 * WORK.itemsize)
     by_head = any(
@@ -290,9 +289,12 @@ def _count_sets(config: EvictionConfig, shape: Shape) -> int:
 
 def suggest_options(planned: Plan, disk_free: int, memory_free: int) -> list[str]:
     """Return command-line options, each sufficient for the run to fit; empty where it fits, or where none suffices."""
-    estimate = estimate_footprint(planned)
-    on_disk = _options_for_disk(planned, estimate, disk_free) if estimate.disk > disk_free else ()
-    return [*on_disk, *(_options_for_memory(planned, memory_free) if estimate.memory.total > memory_free else ())]
+    estimate, found = estimate_footprint(planned), list[str]()
+    if estimate.disk > disk_free:
+        found += _options_for_disk(planned, estimate, disk_free)
+    if estimate.memory.total > memory_free:
+        found += _options_for_memory(planned, memory_free)
+    return found
 
 
 def _options_for_disk(planned: Plan, estimate: Footprint, free: int) -> Iterator[str]:
@@ -314,21 +316,17 @@ def _options_for_disk(planned: Plan, estimate: Footprint, free: int) -> Iterator
 
 def _options_for_memory(planned: Plan, free: int) -> Iterator[str]:
     """Yield command-line options with which the run fits `free` bytes of memory."""
-    mib = math.ceil(max(_row_bytes(planned, planned.shape)) / 2**20)  # of a batch of one configuration
+    run, prompts = planned.run, planned.prompts
+    tokens = max(len(prompt.parts(run.scenario)[0]) for prompt in prompts)
+    decoded = max(len(prompt.token_ids) for prompt in prompts) - tokens + max(run.steps, run.generate)
+    largest = max(planned.shape.row_bytes(one, tokens, decoded, run.recorded_steps) for one in run.configs)
+    mib = math.ceil(largest / 2**20)  # of a batch of one configuration
     bounded = replace(planned, batches=replace(planned.batches, largest_bytes=mib * 2**20))
     if mib * 2**20 < planned.batches.largest_bytes and estimate_memory(bounded).total <= free:
         yield f"--max-memory {mib}MiB"
     half = replace(planned, placement=replace(planned.placement, dtype=torch.bfloat16))
     if planned.placement.dtype.itemsize > 2 and estimate_memory(half).total <= free:
         yield "--dtype bfloat16"
-
-
-def _row_bytes(planned: Plan, shape: Shape) -> list[int]:
-    """Return the bytes of each configuration's cache row for the longest prompt."""
-    run, prompts = planned.run, planned.prompts
-    tokens = max(len(prompt.parts(run.scenario)[0]) for prompt in prompts)
-    decoded = max(len(prompt.token_ids) for prompt in prompts) - tokens + max(run.steps, run.generate)
-    return [shape.row_bytes(config, tokens, decoded, run.recorded_steps) for config in run.configs]
 
 
 def _sample_bytes(planned: Plan, context: int, tokens: int) -> tuple[int, int]:
@@ -343,38 +341,28 @@ def _sample_bytes(planned: Plan, context: int, tokens: int) -> tuple[int, int]:
         "d_model": shape.streams * shape.d_model, "key": tokens + run.steps,
         "place": len(PLACES),
     }  # fmt: skip
-    codes = _kept_set_bytes(run, shape, context) if planned.kept else 0
+    codes = 0
+    if planned.kept:  # of each set a mask, or a byte per kept entry if smaller
+        sets = ((_count_sets(each, shape), each.kept_entries(context)) for each in run.configs)
+        codes = shape.measured * sum(count * min(mask_bytes(context), kept) for count, kept in sets)
     answers = (1 + len(run.configs)) * (_ANSWER_BYTES + _ANSWER_TOKEN_BYTES * run.generate) if run.generate else 0
     pieces = _TOKEN_BYTES * run.steps if run.compresses else 0
     text = _TOKEN_BYTES * tokens + pieces + answers if planned.with_text else 0
     stored, raw = codes * _CODES_SHARE + text, _JOURNAL_ENTRY_BYTES + float(codes)
-    for name in _fixed_size_variables(planned):
+    left_out = {
+        *TEXTS,
+        KEPT[2],  # the codes, whose size is that of the kept sets
+        *((DIGEST,) if planned.kept else KEPT),
+        *(() if run.generate else _ANSWER_VARIABLES),
+        *(() if run.compresses else OF_COMPRESSIONS),
+    }
+    saved = {"", *run.save}
+    for name in [name for name, one in VARIABLES.items() if name not in left_out and one.save in saved]:
         dims, dtype = VARIABLES[name].dims, VARIABLES[name].dtype
         length = math.prod(sizes[axis] for axis in dims) * np.dtype(dtype).itemsize
         deflated = _DIGEST_SHARE if name == DIGEST else _DEFLATED_SHARE[dtype] if dims else 1
         stored, raw = stored + length * deflated, raw + length
     return int(stored), int(raw)
-
-
-def _fixed_size_variables(planned: Plan) -> list[str]:
-    """Return the names of a sample's variables whose size is independent of its text and kept positions."""
-    left_out = {
-        *TEXTS,
-        KEPT[2],  # the codes, whose size is that of the kept sets
-        *((DIGEST,) if planned.kept else KEPT),
-        *(() if planned.run.generate else _ANSWER_VARIABLES),
-        *(() if planned.run.compresses else OF_COMPRESSIONS),
-    }
-    saved = {"", *planned.run.save}
-    return [name for name, variable in VARIABLES.items() if name not in left_out and variable.save in saved]
-
-
-def _kept_set_bytes(run: RunConfig, shape: Shape, tokens: int) -> int:
-    """Return the bytes of a sample's encoded kept sets: per set a mask, or a byte per kept entry if smaller."""
-    total = 0
-    for config in run.configs:
-        total += shape.measured * _count_sets(config, shape) * min(mask_bytes(tokens), config.kept_entries(tokens))
-    return total
 
 
 def free_memory(planned: Plan) -> int:

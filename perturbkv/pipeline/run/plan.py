@@ -164,6 +164,7 @@ def plan(
         check_answers(prompts)
     grading = {METRICS: sorted({metric.name for metric in metrics_of(prompts).values()})} if generate else {}
     fit = fitting_configs(resolved, prompts, settings.scenario, settings.leave_out_unfit)
+    stride = ISOLATED_EVERY if settings.compress_every or settings.compress_over else 1
     run = RunConfig(
         model=files.name,
         dataset=prompts.dataset,
@@ -188,7 +189,7 @@ def plan(
         plugins={name: version for config in configs for name, version in registry.plugin_digests(config).items()},
         compress_every=settings.compress_every,
         compress_over=settings.compress_over,
-        isolated_every=_isolated_every(settings),
+        isolated_every=stride if settings.isolated_every is None else settings.isolated_every,
     )
     for name in compatibility.scores_with_norms_counted_twice(fit):
         _log.info("value norms are in %s already; the selection two-stage multiplies ν in again", name)
@@ -209,19 +210,11 @@ def plan(
     return Plan(files, placement, prompts, run, fit, resources, batches, settings.prompts, settings.kept, loaded)
 
 
-def _isolated_every(settings: Settings) -> int:
-    """Return the stride of the steps at which isolated quantities are measured."""
-    if settings.isolated_every is not None:
-        return settings.isolated_every
-    return ISOLATED_EVERY if settings.compress_every or settings.compress_over else 1
-
-
 def _answer_length(prompts: Prompts) -> int:
     """Return the longest answer length, in tokens, of the prompts' data sets; log data sets with shorter answers."""
     length, wording = prompts.generation_length, prompts.options.get("wording", {})
     lengths = {name: entry["generation_length"] for name, entry in wording.items() if "generation_length" in entry}
-    shorter = [f"{name}'s {tokens}" for name, tokens in lengths.items() if tokens < length]
-    if shorter:
+    if shorter := [f"{name}'s {tokens}" for name, tokens in lengths.items() if tokens < length]:
         _log.info(
             "every answer to %s may have %d tokens, not %s: scores of these are not LongBench's; give each data set a "
             "file of its own", prompts.dataset, length, ", ".join(shorter),

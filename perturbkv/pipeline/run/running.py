@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,6 @@ import perturbkv
 from perturbkv.configs import layer_types
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.decoded_tokens import decoded_texts
 from perturbkv.datasets.encode import Prompt
 from perturbkv.datasets.prompts import Decode, Prompts, decode_answer, token_texts
@@ -34,7 +32,7 @@ from perturbkv.pipeline.run.plan import Plan
 from perturbkv.schema import MEASURED_LAYERS, VARIABLES
 from perturbkv.storage.output import Lock, check_writable
 from perturbkv.storage.run.sample_parts import join_parts
-from perturbkv.storage.run.shard_merging import joint_provenance, resumable_shards
+from perturbkv.storage.run.shard_merging import ShardWriter, joint_provenance, resumable_shards
 from perturbkv.storage.run.writer import TraceWriter
 from perturbkv.storage.trace.texts import SampleText, Texts, with_text, without_kept
 from perturbkv.storage.trace.trace_file import LazyArrays
@@ -87,18 +85,13 @@ def text_arrays(prompt: Prompt, decode: Callable[[list[int]], str]) -> Arrays:
 
     def read(name: str) -> NDArray[Any]:
         if not text:
-            text.update(_decode_text(prompt, decode))
+            pieces = token_texts(prompt.token_ids, decode)
+            starts = [0, *np.cumsum([len(piece) for piece in pieces])[:-1]]
+            values = zip(_DECODED_VARIABLES, (starts, "".join(pieces)), strict=True)
+            text.update((name, _as_variable(name, value)) for name, value in values)
         return text[name]
 
     return LazyArrays({name: _as_variable(name, value) for name, value in stored.items()}, _DECODED_VARIABLES, read)
-
-
-def _decode_text(prompt: Prompt, decode: Callable[[list[int]], str]) -> dict[str, NDArray[Any]]:
-    """Return the variables of a prompt's text and of each token's offset in the text."""
-    texts = token_texts(prompt.token_ids, decode)
-    ends = np.cumsum([len(text) for text in texts])
-    values = ([0, *ends[:-1]], "".join(texts))
-    return {name: _as_variable(name, value) for name, value in zip(_DECODED_VARIABLES, values, strict=True)}
 
 
 def _as_variable(name: str, value: Any) -> NDArray[Any]:
@@ -145,25 +138,6 @@ class Engine(Protocol):
         """
 
 
-class Writer(Protocol):
-    """A writer of measured samples: a `TraceWriter`, or one of a shard."""
-
-    def missing(self) -> dict[str, tuple[EvictionConfig, ...]]:
-        """Return sample id -> configurations that are not measured yet."""
-
-    def done(self) -> AbstractSet[str]:
-        """Return the ids of the samples with all configurations measured."""
-
-    def append(self, sample: SampleTrace | FailedSample, configs: Sequence[EvictionConfig], /) -> None:
-        """Store a sample's measurements for the given configurations."""
-
-    def abandon(self) -> None:
-        """Close the files of an interrupted or failed run without finishing its trace."""
-
-    def finish(self) -> Path:
-        """Write the trace of all samples, and return its path."""
-
-
 def run_to_file(
     planned: Plan,
     engine: Engine,
@@ -185,11 +159,20 @@ def run_to_file(
         writer = TraceWriter(
             path, planned.run, planned.prompts.ids, attributes, overwrite, texts_of(planned), journals, planned.kept
         )
-        _log_earlier_samples(planned, writer.missing())
+        missing, samples, configs = writer.missing(), len(planned.prompts), len(planned.run.configs)
+        if len(missing) < samples:
+            _log.info("%d of %d samples are there already; going on", samples - len(missing), samples)
+        if lacking := [len(own) for own in missing.values() if len(own) < configs]:  # of samples that are there in part
+            _log.info(
+                "%s with %d of %d configurations there already: measuring %d more",
+                plural(len(lacking), "sample"), configs - max(lacking), configs, max(lacking),
+            )  # fmt: skip
         return measure_missing(planned, engine, writer, path, len(planned.prompts), progress)
 
 
-def measure_missing(planned: Plan, engine: Engine, writer: Writer, path: Path, total: int, progress: Progress) -> Path:
+def measure_missing(
+    planned: Plan, engine: Engine, writer: TraceWriter | ShardWriter, path: Path, total: int, progress: Progress
+) -> Path:
     """Measure a writer's missing samples, of `total`, and return the finished file's path. Raises as `run_to_file`.
 
     `path` is the trace's, for messages.
@@ -244,8 +227,7 @@ def _join_parts(
 
     Each part comes with its configurations' labels; `labels` are those of the run.
     """
-    failed = [sample for sample, _ in parts if isinstance(sample, FailedSample)]
-    if failed:
+    if failed := [sample for sample, _ in parts if isinstance(sample, FailedSample)]:
         return failed[-1]
     measured = [(sample, own_labels) for sample, own_labels in parts if isinstance(sample, SampleTrace)]
     return measured[0][0] if len(measured) == 1 else join_parts(measured, labels)
@@ -256,36 +238,13 @@ def texts_of(planned: Plan) -> Texts:
     return PromptTexts(planned.prompts, planned.files.tokenizer.decode) if planned.with_text else {}
 
 
-def _log_earlier_samples(planned: Plan, missing: Missing) -> None:
-    """Log the numbers of samples and configurations that an earlier run measured already."""
-    samples, configs = len(planned.prompts), len(planned.run.configs)
-    done = samples - len(missing)
-    if done:
-        _log.info("%d of %d samples are there already; going on", done, samples)
-    lacking = [len(own) for own in missing.values() if len(own) < configs]  # of samples that were measured in part
-    if lacking:
-        _log.info(
-            "%s with %d of %d configurations there already: measuring %d more",
-            plural(len(lacking), "sample"), configs - max(lacking), configs, max(lacking),
-        )  # fmt: skip
-
-
 def _log_peculiarities(planned: Plan) -> None:
     """Log cut prompts, configurations that evict nothing, unmeasured layers and random weights."""
     prompts, run = planned.prompts, planned.run
     if prompts.cut_count:
         most = "" if run.max_tokens is None else f" to {run.max_tokens} tokens"
         _log.info("%d of %d prompts were cut in the middle%s", prompts.cut_count, len(prompts), most)
-    _log_covering_budgets(run, [len(prompt.parts(run.scenario)[0]) for prompt in prompts])
-    if measured := layer_types.format_measured(planned.files.config):
-        kept = "window or recurrent state" if layer_types.is_recurrent(planned.files.config) else "sliding window"
-        _log.info("%s: the others keep their own %s", layer_types.describe_measured(measured), kept)
-    if run.random_weights:
-        _log.info("random weights: these numbers say nothing of a trained model")
-
-
-def _log_covering_budgets(run: RunConfig, lengths: Sequence[int]) -> None:
-    """Log the budgets with which no configuration evicts anything in some samples; `lengths` are in tokens."""
+    lengths = [len(prompt.parts(run.scenario)[0]) for prompt in prompts]
     covered: dict[Budget, list[int]] = {}  # per configuration the number of samples that its budget covers
     for config in run.configs:
         count = sum(config.kept_entries(tokens) >= tokens for tokens in lengths)
@@ -297,3 +256,8 @@ def _log_covering_budgets(run: RunConfig, lengths: Sequence[int]) -> None:
                 "nothing is evicted in %d of %d samples: budget %s, prompts have %s tokens",
                 min(counts), len(lengths), budget, sizes,
             )  # fmt: skip
+    if measured := layer_types.format_measured(planned.files.config):
+        kept = "window or recurrent state" if layer_types.is_recurrent(planned.files.config) else "sliding window"
+        _log.info("%s: the others keep their own %s", layer_types.describe_measured(measured), kept)
+    if run.random_weights:
+        _log.info("random weights: these numbers say nothing of a trained model")

@@ -23,7 +23,7 @@ from perturbkv.pipeline.run.plan import Plan
 from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.sample_run import SampleRun
 from perturbkv.selection.compatibility import check_searchable
-from perturbkv.selection.resolved_config import ResolvedConfig, ResolvedRun
+from perturbkv.selection.resolved_config import ResolvedRun
 from perturbkv.storage.json_lines import SAMPLE, SampleLines
 
 _Config = TypeVar("_Config", bound=EvictionConfig)
@@ -63,21 +63,16 @@ def _layer_views(sample: SampleRun, layer: FullLayer, heads: Sequence[int]) -> I
     step, configs = sample.full.steps[0], sample.run.configs
     (weights, sinks), slices = layer.weights(step), layer.slices_at(step)
     masks = layer.kept_masks(configs, lambda _: weights)
-    always_kept = _always_kept(configs, layer.tokens, step.entries)
+    ends = [config.prefix_counts(layer.tokens) for config in configs]
+    first, recent = min(each.first for each in ends), min(each.recent for each in ends)
+    begin = layer.tokens - min(configs[0].window, layer.tokens) - recent
+    index = np.arange(step.entries)
+    always_kept = np.asarray((index < first) | (index >= begin))  # by every configuration, whatever the scores
     for head in heads:
         value = layer.values[head * len(layer.values) // sample.adapter.heads, : step.entries]
         projected = value.to(theory.WORK) @ slices[head]
         entries = HeadEntries(weights[head].cpu().numpy(), projected.cpu().numpy(), always_kept, float(sinks[head]))
         yield HeadView(layer.index, head, entries, tuple(_append_decoded(mask[head], step.entries) for mask in masks))
-
-
-def _always_kept(configs: Sequence[ResolvedConfig], prompt_tokens: int, entries: int) -> Kept:
-    """Return the mask of the entries that every configuration keeps whatever the scores, decoded entries included."""
-    ends = [config.prefix_counts(prompt_tokens) for config in configs]
-    first, recent = min(each.first for each in ends), min(each.recent for each in ends)
-    begin = prompt_tokens - min(configs[0].window, prompt_tokens) - recent
-    index = np.arange(entries)
-    return np.asarray((index < first) | (index >= begin))
 
 
 def _append_decoded(mask: Tensor, entries: int) -> Kept:

@@ -97,8 +97,7 @@ def sample_arrays(
 
 def first_token_arrays(sample: SampleRun, batches: Sequence[BatchResult]) -> Arrays:
     """Return log p of the text's first token in a context-only run; empty in others, whose prefill gives it."""
-    evicted = [batch.first_logp for batch in batches if batch.first_logp is not None]
-    if not evicted:
+    if not (evicted := [batch.first_logp for batch in batches if batch.first_logp is not None]):
         return {}
     run_order = _inverse_order([index for batch in batches for index in batch.configs])
     full = theory.token_log_probability(theory.log_probabilities(sample.full.logits), sample.full.tokens[0])
@@ -185,7 +184,11 @@ def own_entries_arrays(sample: SampleRun, arrays: Arrays) -> Arrays:
         for name, called in called_floors(sample, sample.control.outputs).items():
             result[name] = np.maximum(arrays[name], called)
     unmatched = [index for index, kind in enumerate(kinds) if kind == 2]
-    misread = [index for index, cache in enumerate(caches) if kinds[index] and cache and not cache.is_isolated]
+    misread = [
+        index
+        for index, cache in enumerate(caches)
+        if kinds[index] and cache and not (cache.reads_plainly and cache.attends_plainly)
+    ]
     for names, indices in ((OF_KEPT_SETS, unmatched), (ISOLATED, misread), (APART, misread)):
         for name in names if indices else ():
             if name in arrays:
@@ -270,7 +273,9 @@ def kept_arrays(
     offsets, sizes, counts = (np.zeros(shape, dtype=np.int64) for _ in range(3))
     codes, start = [], 0
     for batch in batches:
-        batch_codes, batch_sizes = _batch_codes(batch)
+        padded, code_sizes = (torch.cat(move_to_first_device(parts)) for parts in zip(*batch.kept, strict=True))
+        rows, batch_sizes = to_numpy(padded, "uint8"), to_numpy(code_sizes, "int64")  # layer by layer, set by set
+        batch_codes = rows[np.arange(rows.shape[1]) < batch_sizes[:, np.newaxis]]
         begins = start + batch_sizes.cumsum() - batch_sizes
         by_layer = zip(np.split(begins, len(layers)), np.split(batch_sizes, len(layers)), strict=True)
         for layer, (layer_begins, layer_sizes) in enumerate(by_layer):
@@ -284,13 +289,6 @@ def kept_arrays(
         "kept_offset": offsets, "kept_length": sizes, "kept_code": np.concatenate(codes), "kept_count": counts,
         "stage1_count": _stage1_counts(layers, shape),
     }  # fmt: skip
-
-
-def _batch_codes(batch: BatchResult) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Return the codes of a batch's kept sets, layer by layer and one after the other, and the bytes of each."""
-    padded, sizes = (torch.cat(move_to_first_device(parts)) for parts in zip(*batch.kept, strict=True))
-    rows, code_sizes = to_numpy(padded, "uint8"), to_numpy(sizes, "int64")
-    return rows[np.arange(rows.shape[1]) < code_sizes[:, np.newaxis]], code_sizes
 
 
 def _stage1_counts(layers: Sequence[LayerResult], shape: tuple[int, int, int]) -> NDArray[np.int64]:
@@ -313,13 +311,6 @@ def _assign_to_heads(values: NDArray[Any], lengths: Lengths, order: Sequence[int
         heads[index] = per_set.repeat(heads.shape[1] // len(per_set))
 
 
-def cached_shares(batches: Sequence[BatchResult], shape: Shape, prompt_tokens: int) -> NDArray[np.float64]:
-    """Return (config,) the caches as shares of the full one, all layers counted (METHOD: a budget is not a share)."""
-    sizes = {index: size for batch in batches for index, size in batch.sizes.items()}
-    shares = [shape.cache_share(sizes[index].entries, prompt_tokens) for index in range(len(sizes))]
-    return np.array(shares, dtype=np.float64)
-
-
 def prefill_arrays(batches: Sequence[BatchResult], cached: NDArray[np.float64], seconds: float) -> Arrays:
     """Return the prefill durations and `held_share`, the share of entries that the own prefills attend to.
 
@@ -334,9 +325,10 @@ def prefill_arrays(batches: Sequence[BatchResult], cached: NDArray[np.float64], 
     return {"held_share": shares, "prefill_seconds": durations, "prefill_seconds_full": np.array(seconds)}
 
 
-def cached_bytes(batches: Sequence[BatchResult], shape: Shape, prompt_tokens: int) -> Arrays:
-    """Return the variables of the cache bytes: per configuration, corrections included, and of the full cache.
+def cached_sizes(batches: Sequence[BatchResult], shape: Shape, prompt_tokens: int) -> Arrays:
+    """Return the caches as shares of the full one, all layers counted (METHOD: a budget is not a share), and bytes.
 
+    Bytes are per configuration, corrections included, and of the full cache.
     Numbers count 16 bits unless they are quantised, and of a cache of latents are the latents'; windows and recurrent
     states of unmeasured layers are in all.
     """
@@ -347,7 +339,9 @@ def cached_bytes(batches: Sequence[BatchResult], shape: Shape, prompt_tokens: in
         np.array([getattr(sizes[index], name) + unmeasured for index in range(len(sizes))], dtype=np.float64) / 8
         for name in ("bits", "resident_bits")
     )
+    shares = [shape.cache_share(sizes[index].entries, prompt_tokens) for index in range(len(sizes))]
     return {
+        "held_share": np.array(shares, dtype=np.float64),
         "held_bytes": held,
         "resident_bytes": resident,
         "full_bytes": np.array(full / 8),

@@ -150,63 +150,55 @@ def _register_hooks(adapter: Adapter, observer: Observer) -> Iterator[RemovableH
     """Register the hooks of an observer on the model, and yield every hook's handle on registration."""
     if observer.hidden is not None:
         for number, layer in enumerate(adapter.every_layer):
-            yield layer.register_forward_hook(_hidden_hook(number, observer.hidden))
+            yield layer.register_forward_hook(partial(_give_hidden, observer.hidden, number))
     for index, attention in enumerate(adapter.attentions):
         if observer.attention_input is not None:
-            hook = _attention_input_hook(index, observer.attention_input)
+            hook = partial(_give_input, observer.attention_input, index)
             yield attention.register_forward_pre_hook(hook, with_kwargs=True)
         projection = adapter.projections[index]
         if observer.gate is not None and adapter.has_gate(index):
-            yield projection.register_forward_pre_hook(_gate_hook(index, observer.gate))
+            yield projection.register_forward_pre_hook(partial(_give_gate, observer.gate, index))
         if observer.head_output is not None:
-            yield projection.register_forward_pre_hook(_head_output_hook(index, observer.head_output))
+            yield projection.register_forward_pre_hook(partial(_give_head_output, observer.head_output, index))
     if observer.final is not None:
         callback = observer.final
         yield adapter.base.register_forward_hook(lambda module, args, output: callback(output[0]))
     if observer.positions is not None:
-        hook = _positions_hook(observer.positions)
+        hook = partial(_give_positions, observer.positions)
         yield adapter.base.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def _gate_hook(index: int, callback: Callable[[int, Tensor], None]) -> Callable[..., Any]:
-    """Return a pre-hook of layer `index`'s output projection that calls `callback` with γ, and leaves the rest."""
-
-    def split(module: nn.Module, args: Any) -> Any:
-        received, gate = gates.split(args[0])
-        callback(index, gate.flatten(2))
-        return (received, *args[1:])
-
-    return split
+def _give_gate(callback: Callable[[int, Tensor], None], index: int, module: nn.Module, args: Any) -> Any:
+    """Call `callback` with γ, and leave the rest to layer `index`'s output projection: a pre-hook."""
+    received, gate = gates.split(args[0])
+    callback(index, gate.flatten(2))
+    return (received, *args[1:])
 
 
-def _head_output_hook(index: int, callback: Callable[[int, Tensor], Tensor | None]) -> Callable[..., Any]:
-    """Return a pre-hook that calls `callback` with the input of layer `index`'s output projection, or replaces it."""
-    return lambda module, args: callback(index, args[0])
+def _give_head_output(
+    callback: Callable[[int, Tensor], Tensor | None], index: int, module: nn.Module, args: Any
+) -> Tensor | None:
+    """Call `callback` with the input of layer `index`'s output projection, which it may replace: a pre-hook."""
+    return callback(index, args[0])
 
 
-def _attention_input_hook(index: int, callback: Callable[[int, Tensor], None]) -> Callable[..., None]:
-    """Return a pre-hook that calls `callback` with the input of layer `index`'s attention."""
-    return lambda module, args, kwargs: callback(index, args[0] if args else kwargs["hidden_states"])
+def _give_input(callback: Callable[[int, Tensor], None], index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Call `callback` with the input of layer `index`'s attention: a pre-hook."""
+    callback(index, args[0] if args else kwargs["hidden_states"])
 
 
-def _positions_hook(callback: Callable[[Tensor], None]) -> Callable[..., None]:
-    """Return a pre-hook that calls `callback` with the positions that a decoder is given, if it is."""
-
-    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if kwargs.get("position_ids") is not None:
-            callback(kwargs["position_ids"])
-
-    return hook
+def _give_positions(callback: Callable[[Tensor], None], module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Call `callback` with the positions that a decoder is given, if it is: a pre-hook."""
+    if kwargs.get("position_ids") is not None:
+        callback(kwargs["position_ids"])
 
 
-def _hidden_hook(number: int, callback: Callable[[int, Tensor], None]) -> Callable[..., None]:
-    """Return a hook that calls `callback` with the output of decoder layer `number`, parallel streams side by side."""
-
-    def observe(module: nn.Module, args: Any, output: Any) -> None:
-        states = output[0] if isinstance(output, tuple) else output
-        callback(number, states if states.dim() == 3 else states.movedim(0, -2).flatten(-2))
-
-    return observe
+def _give_hidden(
+    callback: Callable[[int, Tensor], None], number: int, module: nn.Module, args: Any, output: Any
+) -> None:
+    """Call `callback` with the output of decoder layer `number`, parallel streams side by side: a hook."""
+    states = output[0] if isinstance(output, tuple) else output
+    callback(number, states if states.dim() == 3 else states.movedim(0, -2).flatten(-2))
 
 
 FINAL_NORM, LOGITS = "the outputs of the final norm", "the logits"

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from perturbkv import theory
 from perturbkv.pipeline.sample import measure
@@ -71,7 +72,12 @@ class Span:
         nothing = dict.fromkeys(_AT_COMPRESSIONS, unknown["retained_mass"])
         none_went = dict.fromkeys(_WENT, self.attention[0].new_zeros(*self.went.shape[:2], len(PLACES)))
         gone, quantities = (self.place != _HELD).sum(dim=-1), []
-        for step, gone_attention in enumerate(self._gone_attention(), start=self.first):
+        configs, heads, keys = self.place.shape
+        attention = torch.stack([weights[:, :keys] for weights in self.attention], dim=-1)  # (head, key, step)
+        masks = torch.stack([self.place == place for place in range(len(PLACES))], dim=1).to(WORK)
+        sums = masks.permute(2, 0, 1, 3).reshape(heads, -1, keys) @ attention  # on what is gone, by where it stood
+        by_step_and_place = sums.view(heads, configs, len(PLACES), -1).permute(3, 1, 0, 2)
+        for step, gone_attention in enumerate(by_step_and_place, start=self.first):
             known = by_step.get(step, unknown) | (nothing | none_went if step > self.first else self._at_compression())
             held = (self.context + step + 1 - gone).to(WORK)
             quantities.append(known | {"gone_attention": gone_attention, "held_entries": held})
@@ -80,8 +86,9 @@ class Span:
     def _at_compression(self) -> dict[str, Tensor]:
         """Return what the compression before the first step did; NaN for configurations that had none."""
         step = self.references[self.first]
+        missing = self.attention[0].shape[-1] - self.before.shape[-1]  # the last entries that it sees are held
         earlier, later = (
-            theory.kept_sums(step.attention, step.summands, self._padded(mask).to(WORK), step.sink)
+            theory.kept_sums(step.attention, step.summands, pad(mask, (0, missing), value=True).to(WORK), step.sink)
             for mask in (self.before, self.masks.kept)
         )
         carried = theory.isolated_perturbation(step.whole, earlier.mixed, earlier.mass, step.slices, step.output).l1
@@ -99,19 +106,6 @@ class Span:
     def _by_place(self, numbers: Float[Tensor, "config head key"]) -> Float[Tensor, "config head place"]:
         """Return the sums of numbers of entries that are gone, by the place where they stood."""
         return torch.stack([(numbers * (self.place == place)).sum(dim=-1) for place in range(len(PLACES))], dim=-1)
-
-    def _gone_attention(self) -> Float[Tensor, "step config head place"]:
-        """Return, at each step, the attention on what is gone, by the place where it stood."""
-        configs, heads, keys = self.place.shape
-        attention = torch.stack([weights[:, :keys] for weights in self.attention], dim=-1)  # (head, key, step)
-        masks = torch.stack([self.place == place for place in range(len(PLACES))], dim=1).to(WORK)
-        sums = masks.permute(2, 0, 1, 3).reshape(heads, -1, keys) @ attention
-        return sums.view(heads, configs, len(PLACES), -1).permute(3, 1, 0, 2)
-
-    def _padded(self, mask: Bool[Tensor, "config head key"]) -> Bool[Tensor, "config head seen"]:
-        """Return a mask over all entries that the first step sees; the last ones are held."""
-        missing = self.attention[0].shape[-1] - mask.shape[-1]
-        return torch.nn.functional.pad(mask, (0, missing), value=True)
 
     def missed(self) -> Float[Tensor, "config token"]:
         """Return the attention on each of the text's tokens that are gone, mean over heads, sum over the steps."""
@@ -159,7 +153,7 @@ def decoding_spans(
         if rows := later.get(first, {}):
             entries = context + first
             kept, stage1, place = (
-                torch.nn.functional.pad(each, (0, entries - each.shape[-1]), value=value).clone()
+                pad(each, (0, entries - each.shape[-1]), value=value).clone()
                 for each, value in ((kept, True), (stage1, True), (place, _HELD))
             )
             if first:
@@ -193,5 +187,5 @@ def _places_of_gone(gone: Bool[Tensor, "config head key"], context: int) -> Int[
 def sum_missed(spans: Sequence[Span]) -> Float[Tensor, "config step"]:
     """Return the attention of later steps on each step's token while it is gone, mean over heads, sum over steps."""
     steps = sum(len(span.attention) for span in spans)
-    padded = [torch.nn.functional.pad(each, (0, steps - each.shape[-1])) for each in (span.missed() for span in spans)]
+    padded = [pad(each, (0, steps - each.shape[-1])) for each in (span.missed() for span in spans)]
     return torch.stack(padded).sum(dim=0)

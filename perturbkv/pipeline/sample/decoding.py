@@ -168,7 +168,7 @@ def decode_full(
     logits = prefill.logits
     if question:
         ids = to_device(question, adapter.device)
-        logits = _decode_pass(adapter, cache, decode_shared(adapter), ids, rows, prefill.finite)[0].logits[0]
+        logits = decode_pass(adapter, cache, decode_shared(adapter), ids, rows, prefill.finite)[0].logits[0]
     if text:
         read = to_device(text[: steps + 1], adapter.device)
         measured = max(1, len(read) - 1)
@@ -177,7 +177,7 @@ def decode_full(
         measured = count_text_steps(read, ends)
     tokens, records = read[:measured], list[StepRecord]()
     for chunk in torch.split(tokens, STEPS_AT_ONCE):
-        of_pass = _decode_pass(adapter, cache, decode_shared(adapter), chunk, rows, prefill.finite, len(chunk))
+        of_pass = decode_pass(adapter, cache, decode_shared(adapter), chunk, rows, prefill.finite, len(chunk))
         prefill.read.update(of_pass[-1].read)
         records += map(_first_row, of_pass)
     restore_states(prefill.cache, prefill.states)
@@ -238,7 +238,7 @@ def decode_evicted(
     if question:
         ids = to_device(question, adapter.device)
         attention = decode_from(adapter, cache)
-        (record,) = _decode_pass(adapter, cache, attention, ids, cache.rows, finite, compressor=compressor)
+        (record,) = decode_pass(adapter, cache, attention, ids, cache.rows, finite, compressor=compressor)
         question_logits = record.logits
         cache.mark()
     return question_logits, _decode_steps(adapter, cache, tokens, finite, compressor)
@@ -260,12 +260,12 @@ def _decode_steps(
                 compressor.compress(read)
                 count = min(count, compressor.tokens_until_due(read))
             chunk, attention = tokens[read : read + count], decode_from(adapter, cache)
-            records = _decode_pass(adapter, cache, attention, chunk, cache.rows, finite, len(chunk), compressor)
+            records = decode_pass(adapter, cache, attention, chunk, cache.rows, finite, len(chunk), compressor)
         read += len(chunk)
         yield from records
 
 
-def _decode_pass(
+def decode_pass(
     adapter: Adapter,
     cache: Cache,
     attention: AbstractContextManager[None],

@@ -45,34 +45,25 @@ LOST_ENTRIES = 10
 """Number of evicted entries that are stored per head."""
 
 
-@dataclass(frozen=True)
-class RankedOutputs:
-    """The prompt entries of a layer, sorted by descending A ν; ties in the prompt's order.
-
-    Attributes:
-        position: positions of the entries.
-        output: A ν of each.
-    """
-
-    position: Int[Tensor, "head key"]
-    output: Float[Tensor, "head key"]
-
-
 def rank_outputs(
     attention: Float[Tensor, "head seen"], norms: Float[Tensor, "head seen"], prompt_tokens: int
-) -> RankedOutputs:
-    """Return the prompt's entries by descending A ν, from attention weights A and norms ν of all entries."""
-    outputs = (attention * norms.to(WORK))[:, :prompt_tokens]
-    output, position = outputs.sort(dim=-1, descending=True, stable=True)
-    return RankedOutputs(position, output)
+) -> tuple[Float[Tensor, "head key"], Int[Tensor, "head key"]]:
+    """Return A ν of the prompt's entries, descending, and their positions; ties are in the prompt's order.
+
+    Attention weights A and norms ν are those of all entries.
+    """
+    return (attention * norms.to(WORK))[:, :prompt_tokens].sort(dim=-1, descending=True, stable=True)
 
 
-def largest_evicted_outputs(ranked: RankedOutputs, kept: Bool[Tensor, "config head key"]) -> dict[str, Tensor]:
+def largest_evicted_outputs(
+    ranked: tuple[Float[Tensor, "head key"], Int[Tensor, "head key"]], kept: Bool[Tensor, "config head key"]
+) -> dict[str, Tensor]:
     """Return positions and A ν of the evicted entries of largest A ν, by name, each (config, head, lost_entry).
 
-    Positions are −1 and outputs NaN where fewer entries are evicted.
+    `ranked` are entries as `rank_outputs` returns them. Positions are −1 and outputs NaN where fewer are evicted.
     """
-    evicted = ~kept.gather(-1, ranked.position.expand_as(kept))
+    outputs, positions = ranked
+    evicted = ~kept.gather(-1, positions.expand_as(kept))
     ranks = torch.arange(1, LOST_ENTRIES + 1, dtype=torch.int32, device=kept.device)
     evicted_so_far = evicted.cumsum(dim=-1, dtype=torch.int32)
     index = torch.searchsorted(
@@ -80,7 +71,7 @@ def largest_evicted_outputs(ranked: RankedOutputs, kept: Bool[Tensor, "config he
     )  # of the r-th evicted entry
     exists, index = index < kept.shape[-1], index.clamp(max=kept.shape[-1] - 1)
     position, output = (
-        row.expand(*kept.shape[:2], -1).gather(-1, index) for row in (ranked.position, ranked.output)
+        row.expand(*kept.shape[:2], -1).gather(-1, index) for row in (positions, outputs)
     )  # fmt: skip
     return {"lost_position": position.where(exists, -1), "lost_output": output.where(exists, torch.nan)}
 
@@ -174,8 +165,10 @@ def measure_layer(
         quantities.append([readers.isolated_along_lines(layer, lines, references[0].summands, alphas)])
         evicted.append(largest_evicted_outputs(ranked, seen))
     isolated = [_join_configs(step) for step in zip(*quantities, strict=True)]
-    if in_prompt:
-        isolated[0] |= _largest_floors([steps_of_group[0] for steps_of_group in quantities])
+    if in_prompt:  # noise floors (head,) are the largest of all groups, which are measured at different queries
+        first = [steps_of_group[0] for steps_of_group in quantities]
+        floors = [name for name, tensor in first[0].items() if tensor.ndim == 1]
+        isolated[0] |= {name: torch.stack([group[name] for group in first]).amax(dim=0) for name in floors}
     lost = _join_configs(evicted) | {"weighted_norm": references[0].total}
     saved = attention if "outputs" in sample.run.save else []
     return LayerResult(groups, isolated, lost, saved, torch.cat(missed) if missed else torch.empty(0))
@@ -273,12 +266,6 @@ def _alpha_per_head(layer: FullLayer, configs: Sequence[ResolvedConfig], group: 
     shares = [configs[index].alphas(layer.owner, group.kept_heads) for index in group.config_indices[rows]]
     per_kept_set = to_device(shares, layer.keys.device, theory.WORK)
     return per_kept_set.repeat_interleave(layer.adapter.heads // group.kept_heads, dim=1)
-
-
-def _largest_floors(groups: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return name -> the noise floor (head,), the maximum over groups, which are measured at different queries."""
-    floors = [name for name, tensor in groups[0].items() if tensor.ndim == 1]
-    return {name: torch.stack([group[name] for group in groups]).amax(dim=0) for name in floors}
 
 
 def _join_configs(groups: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

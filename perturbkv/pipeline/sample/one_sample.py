@@ -34,7 +34,7 @@ from perturbkv.devices import full_precision, stack_on_device, to_device
 from perturbkv.errors import ActivationError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers.compression import CacheSize, Compressor, EvictedPrompt, held_attention
-from perturbkv.pipeline.answers.generation import generate
+from perturbkv.pipeline.answers.generation import end_tokens, generate
 from perturbkv.pipeline.progress import phase
 from perturbkv.pipeline.run.plan import copies_each_pass, plan_prompt_batches
 from perturbkv.pipeline.sample import measure
@@ -42,8 +42,7 @@ from perturbkv.pipeline.sample.assembly import (
     BatchResult,
     answer_arrays,
     attention_array,
-    cached_bytes,
-    cached_shares,
+    cached_sizes,
     changed_isolated_arrays,
     compression_arrays,
     effect_arrays,
@@ -63,6 +62,7 @@ from perturbkv.pipeline.sample.decoding import StepRecord, decode_evicted, join_
 from perturbkv.pipeline.sample.effect import average_gradients, propagated_effects
 from perturbkv.pipeline.sample.layer import LayerResult, measure_layer, select_groups
 from perturbkv.pipeline.sample.sample_run import SampleRun
+from perturbkv.pipeline.variants.external_caches import answer_from
 from perturbkv.pipeline.variants.given_sets import KeptMasks
 from perturbkv.pipeline.variants.readers import time_full_prefill
 from perturbkv.schema import VARIABLES
@@ -206,8 +206,7 @@ def _assemble_arrays(
         arrays = sample_arrays(sample, batches, lengths, later) | isolated_arrays(layers, adapter.device)
         arrays |= effect_arrays(sample, batches, layers) | lost_arrays(layers, adapter.device)
         arrays |= changed_isolated_arrays(batches, arrays)
-        arrays |= {"held_share": cached_shares(batches, adapter.shape, n)}
-        arrays |= cached_bytes(batches, adapter.shape, n)
+        arrays |= cached_sizes(batches, adapter.shape, n)
         arrays |= own_entries_arrays(sample, arrays)
         if run.compresses:
             arrays |= compression_arrays(sample, layers, arrays, later)
@@ -365,10 +364,9 @@ class _BatchDecoder:
         statistics = self.sample.prefill.statistics
         queries = statistics.queries[last_positions(self.later.largest_window, self.sample.tokens)]
         later = replace(self.later, configs=tuple(self.later.configs[index] for index in indices))
-        held, heads = [], self.adapter.heads
-        for groups in self.groups:
-            masks = kept_masks_of([group for group in groups if isinstance(group, RankingGroup | ExternalGroup)])
-            held.append([masks[index] for index in indices])
+        heads, evicting = self.adapter.heads, RankingGroup | ExternalGroup
+        of_layers = (kept_masks_of([one for one in groups if isinstance(one, evicting)]) for groups in self.groups)
+        held = [[masks[index] for index in indices] for masks in of_layers]
         attention = {
             place: [
                 held_attention(statistics, config, layer, heads, masks[place], max(self.lengths[layer][indices[place]]))
@@ -378,11 +376,8 @@ class _BatchDecoder:
             if config.accumulates
         }
         prompt = EvictedPrompt(cache, self.sample.prefill.logits, queries, gates=statistics.gates, attention=attention)
-        sample = self.sample
-        question = len(sample.question)
-        return Compressor(
-            self.adapter, prompt, later, sample.prompt.sample_id, sample.resources, held if told else (), question
-        )
+        name, question = self.sample.prompt.sample_id, len(self.sample.question)
+        return Compressor(self.adapter, prompt, later, name, self.sample.resources, held if told else (), question)
 
     def _first_logp(self, question_logits: Float[Tensor, "row vocab"], indices: Sequence[int]) -> Tensor:
         """Return log p of the text's first token (config,), after the question."""
@@ -423,10 +418,11 @@ class _BatchDecoder:
         self, config: int, row: int, evicted_layers: Sequence[_EvictedLayer], gradients: Sequence[Sequence[Tensor]]
     ) -> Float[Tensor, "step name layer head"]:
         """Return the isolated `CHANGED_VARIABLES` of a configuration with entries of its own, a row of `gradients`."""
-        layers = []
-        for layer, owner in enumerate(self.adapter.owners):
-            own = evicted_layers[owner].own[layer][config]
-            layers.append(own.with_effect([of_step[layer][row] for of_step in gradients if of_step]))
+        own = [evicted_layers[owner].own[layer][config] for layer, owner in enumerate(self.adapter.owners)]
+        layers = [
+            outputs.with_effect([of_step[layer][row] for of_step in gradients if of_step])
+            for layer, outputs in enumerate(own)
+        ]
         return stack_on_device(self.adapter.device, layers, dim=-2)
 
     def _evict(self, index: int, makers: Mapping[int, Maker]) -> _EvictedLayer:
@@ -490,7 +486,8 @@ class _BatchDecoder:
         answers = answers[first:] if compressor is not None else answers
         found = dict(zip([None, *indices][first:], answers, strict=True))
         for index in indices:
-            config = self.run.configs[index]
-            if (own := self.sample.caches.get(config)) is not None and own.steps:
-                found[index] = self.sample.answer_from(config)
+            config, sample = self.run.configs[index], self.sample
+            if (own := sample.caches.get(config)) is not None and own.steps:  # it reads the context anew
+                parts, ends = (sample.context, sample.question), end_tokens(self.adapter)
+                found[index] = answer_from(self.adapter, config, *parts, sample.prefill, self.run.generate, ends)
         return found

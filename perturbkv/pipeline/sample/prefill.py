@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import Cache
 
 from perturbkv import theory
-from perturbkv.cache import stand_in
 from perturbkv.cache.compact import PromptStates, full_cache, prompt_states
 from perturbkv.configs.cache_contents import EVICTED
 from perturbkv.configs.resources import Resources
@@ -31,7 +30,7 @@ from perturbkv.scoring.compute import layer_scores
 from perturbkv.scoring.layer_view import LayerView, Rotation
 from perturbkv.scoring.value_norms import euclidean_value_norms, projected_value_norms
 from perturbkv.selection import compatibility
-from perturbkv.selection.kept_sets import Group, Rankings, kept_groups, move_rankings, rankings
+from perturbkv.selection.kept_sets import Group, kept_groups, move_rankings, rankings
 from perturbkv.selection.layer_statistics import LayerStatistics, join_layers
 from perturbkv.selection.policies.registry import has_own_code
 from perturbkv.selection.ranking import Scores
@@ -56,17 +55,13 @@ class Rotations:
     def __call__(self, positions: range, device: torch.device) -> Rotation:
         """Return the rotation of these positions on a device, computed once."""
         if (positions, device) not in self._rotations:
-            self._rotations[positions, device] = self._rotation(positions, device)
+            like = torch.empty(0, dtype=self._adapter.dtype, device=self._adapter.device)
+            ids = torch.arange(positions.start, positions.stop, positions.step, device=like.device).unsqueeze(0)
+            parts = copy.deepcopy(self._adapter.rotary)(like, ids, *self._adapter.rotary_kind)
+            twice = 2 * len(self._adapter.frequencies) // parts[0].shape[-1]  # some modules give each pair's angle once
+            cosine, sine = (copy_to_device(part[0].repeat(1, twice), device) for part in parts)
+            self._rotations[positions, device] = Rotation(cosine, sine)
         return self._rotations[positions, device]
-
-    def _rotation(self, positions: range, device: torch.device) -> Rotation:
-        """Return the rotation, as cosines and sines, at a range of positions."""
-        like = torch.empty(0, dtype=self._adapter.dtype, device=self._adapter.device)
-        position_ids = torch.arange(positions.start, positions.stop, positions.step, device=like.device).unsqueeze(0)
-        parts = copy.deepcopy(self._adapter.rotary)(like, position_ids, *self._adapter.rotary_kind)
-        twice = 2 * len(self._adapter.frequencies) // parts[0].shape[-1]  # some modules give each pair's angle once
-        cosine, sine = (copy_to_device(part[0].repeat(1, twice), device) for part in parts)
-        return Rotation(cosine, sine)
 
 
 Realised = Callable[[int], Float[Tensor, "head key"]]
@@ -126,7 +121,15 @@ class Statistics:
     ) -> list[Group]:
         """Return the groups of all configurations with their kept sets in one layer, from its n entries."""
         external = {config: self.external[config](layer, key, value) for config in configs if config in self.external}
-        shared = move_rankings(self._shared_rankings(configs, realised), key.device)
+        sharing = tuple(config for config in configs if config.shares_layers)  # ranked once per sample, of all layers
+        if (shared_key := ("shared", sharing, realised is None)) not in self.model_results:
+            scores_of = self._cache_by_requests(
+                lambda config: join_layers(
+                    self._layer_statistics(config, index, realised) for index in range(self.layers)
+                )
+            )
+            self.model_results[shared_key] = {config: rankings(config, scores_of(config)) for config in sharing}
+        shared = move_rankings(self.model_results[shared_key], key.device)
         return kept_groups(configs, self.scorer(layer, realised), self.tokens, external, shared)
 
     def scorer(self, layer: int, realised: Realised | None = None) -> Callable[[ResolvedConfig], Scores]:
@@ -154,21 +157,6 @@ class Statistics:
 
         return scores_of
 
-    def _shared_rankings(
-        self, configs: Sequence[ResolvedConfig], realised: Realised | None
-    ) -> Mapping[ResolvedConfig, Rankings]:
-        """Return the rankings of the configurations whose kept sets all layers share, computed once per sample."""
-        sharing = tuple(config for config in configs if config.shares_layers)
-        key = ("shared", sharing, realised is None)
-        if key not in self.model_results:
-            scores_of = self._cache_by_requests(
-                lambda config: join_layers(
-                    self._layer_statistics(config, layer, realised) for layer in range(self.layers)
-                )
-            )
-            self.model_results[key] = {config: rankings(config, scores_of(config)) for config in sharing}
-        return cast("Mapping[ResolvedConfig, Rankings]", self.model_results[key])
-
     def compute_over_layers(
         self, config: ResolvedConfig, counts: PrefixCounts, key: Hashable, make: Callable[[Iterable[Tensor]], Any]
     ) -> Any:
@@ -181,15 +169,9 @@ class Statistics:
         counts_key = counts if has_stage1 else (counts.first, counts.recent)
         full_key = (key, config.policy, config.window, config.granularity, counts_key)
         if full_key not in self.model_results:
-            self.model_results[full_key] = make(
-                self._competing_scores(config, counts, layer) for layer in range(self.layers)
-            )
+            each = (self.scorer(layer)(config).competing_scores(config, counts) for layer in range(self.layers))
+            self.model_results[full_key] = make(scores[:, counts.competing_slice(scores.shape[-1])] for scores in each)
         return self.model_results[full_key]
-
-    def _competing_scores(self, config: ResolvedConfig, counts: PrefixCounts, layer: int) -> Tensor:
-        """Return a configuration's competing scores in one layer, without the always-kept entries at both ends."""
-        scores = self.scorer(layer)(config).competing_scores(config, counts)
-        return scores[:, counts.competing_slice(scores.shape[-1])]
 
     def _layer_statistics(self, config: ResolvedConfig, layer: int, realised: Realised | None) -> LayerStatistics:
         """Return one layer's statistics for selection, with the requested scores of policy and own stage 1."""
@@ -270,7 +252,7 @@ def prefill(
     windows = sorted(gate_windows) if adapter.has_gates else []
     norms: dict[int, list[Tensor]] = {window: [] for window in windows or [0]}
     statistics = Statistics(sample, *shape, scored, norms, _own_head_scores(adapter, run), external)
-    statistics.mean_queries.update((window, []) for window in stand_in.correction_windows(configs))
+    statistics.mean_queries.update((config.window, []) for config in configs if config.corrected)
     statistics.queries.update((positions, []) for positions in remembered_positions(configs, len(token_ids), sample))
     if run.compresses:
         adapter.check_own_caches("compressing caches again (--compress-every, --compress-over)")
@@ -363,9 +345,8 @@ class _PromptReader:
         euclidean: bool,
         template: range,
     ) -> None:
-        self.template = template
         self.adapter, self.statistics, self.resources, self.visitor = adapter, statistics, resources, visitor
-        self.needs_euclidean = euclidean
+        self.needs_euclidean, self.template = euclidean, template
         self.cache, self.finite = full_cache(adapter), FiniteCheck()
         self.requests = [request for request in statistics.scored if request.score.replay is None]
         self.needs = {need for request in self.requests for need in request.score.needs}

@@ -56,26 +56,19 @@ def append_replay_scores(
     replays = {request.score: request.score.replay for request in scored if request.score.replay is not None}
     for replay in dict.fromkeys(replays.values()):
         scores = [score for score, own_replay in replays.items() if own_replay == replay]
+        parts: dict[Score, list[list[Tensor]]] = {score: [[] for _ in adapter.holders] for score in scores}
         with phase("replay"):
-            results = _replay_parts(adapter, context, cache, replay, scores, sample)
+            for part, tokens in replay_passes(adapter.tokenizer, context, replay):  # part: a slice of the context
+                check_positions_left(adapter, len(context), len(tokens), sample)
+                _Pass(adapter, cache, replay, part, parts, sample).run(tokens)
         for request in (request for request in scored if request.score in scores):
             prefix = max(0, len(context) - request.window)
-            scored[request] += [rows[:, :prefix] for rows in results[request.score]]
+            joined = (torch.cat(layer, dim=-1) for layer in parts[request.score])  # from all passes
+            scored[request] += [rows[:, :prefix] for rows in joined]
             for layer, rows in enumerate(scored[request]):
                 finite.check_derived(
                     f"the scores '{request.score.display_name}' of layer {adapter.layer_indices[layer]}", rows
                 )
-
-
-def _replay_parts(
-    adapter: Adapter, context: Sequence[int], cache: Cache, replay: Replay, scores: Sequence[Score], sample: str
-) -> dict[Score, list[Tensor]]:
-    """Return score -> its values (rows, n) per layer, joined from all passes of one replay."""
-    parts: dict[Score, list[list[Tensor]]] = {score: [[] for _ in adapter.holders] for score in scores}
-    for part, tokens in replay_passes(adapter.tokenizer, context, replay):  # part: a slice of the context
-        check_positions_left(adapter, len(context), len(tokens), sample)
-        _Pass(adapter, cache, replay, part, parts, sample).run(tokens)
-    return {score: [torch.cat(layer, dim=-1) for layer in layers] for score, layers in parts.items()}
 
 
 def replay_passes(tokenizer: object, context: Sequence[int], replay: Replay) -> Iterator[tuple[slice, list[int]]]:

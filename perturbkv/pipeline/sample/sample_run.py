@@ -23,7 +23,7 @@ from perturbkv.pipeline.sample.decoding import StepRecord, decode_full
 from perturbkv.pipeline.sample.effect import add_gradients
 from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.prefill import Prefill, layer_value_norms, prefill
-from perturbkv.pipeline.variants.external_caches import Control, ExternalCache, answer_from, read_caches, read_control
+from perturbkv.pipeline.variants.external_caches import Control, ExternalCache, read_caches, read_control
 from perturbkv.pipeline.variants.given_sets import KeptMasks, sources
 from perturbkv.pipeline.variants.readers import Reader, maker_of, readers_of
 from perturbkv.scoring.value_norms import euclidean_value_norms
@@ -130,11 +130,6 @@ class SampleRun:
         sample = cls(adapter, run, resources, prompt, prefilled, full, caches, control)
         sample._add_hindsight_norms()
         return sample
-
-    def answer_from(self, config: ResolvedConfig) -> list[int]:
-        """Return the greedy answer of somebody's cache that decodes for itself, after it read the context anew."""
-        parts, most = (self.context, self.question), self.run.generate
-        return answer_from(self.adapter, config, *parts, self.prefill, most, end_tokens(self.adapter))
 
     def _add_hindsight_norms(self) -> None:
         """Add the value norms under the first step's gate to the statistics, where a selection with hindsight is."""

@@ -14,7 +14,7 @@ import math
 import zlib
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, ClassVar, NamedTuple
@@ -46,7 +46,7 @@ from perturbkv.models.adapter import Adapter
 from perturbkv.models.forward import run_with_cache
 from perturbkv.pipeline.progress import phase
 from perturbkv.pipeline.sample.capture import Observer, capture
-from perturbkv.pipeline.sample.decoding import StepRecord, StepRecorder
+from perturbkv.pipeline.sample.decoding import StepRecord, StepRecorder, decode_pass
 from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.prefill import Prefill
 from perturbkv.selection.external_eviction import FUNCTION, Eviction, eviction_code
@@ -133,16 +133,6 @@ class ExternalCache(Maker):
     outputs: Mapping[int, Mapping[int, Tensor]] = field(default_factory=dict)
 
     @property
-    def tells_bits(self) -> bool:
-        """Whether it tells the bits of a file."""
-        return not math.isnan(self.bits)
-
-    @property
-    def is_isolated(self) -> bool:
-        """Whether it has an isolated perturbation."""
-        return self.reads_plainly and self.attends_plainly
-
-    @property
     def kind(self) -> int:
         """What it holds, as the trace's variable `own_entries` tells."""
         return 0 if self.is_kept_set else 1 if self.stands_for_entries else 2
@@ -187,7 +177,7 @@ class ExternalCache(Maker):
         if self.is_kept_set:
             whole = min(kept.entries.lengths) == layer.tokens
             row = borrow(layer.prompt_keys, layer.prompt_values) if whole else kept.entries
-            bits = self.bits / share if self.tells_bits else entry_bits(row)
+            bits = entry_bits(row) if math.isnan(self.bits) else self.bits / share
             return Entries(row, bits, resident_bits=self.resident_bits / share)
         keys, values = self.layers[layer.index]
         sizes: Any = {"bits": self.bits / share, "resident_bits": self.resident_bits / share}
@@ -265,19 +255,6 @@ def plain_cache(adapter: Adapter, prefilled: Prefill) -> Cache:
     return rebuild_cache(adapter, entries, prefilled.states)
 
 
-def plain_steps(adapter: Adapter, prefilled: Prefill, passes: Sequence[Sequence[int]]) -> list[StepRecord]:
-    """Return a record of every token that a plain cache decodes, which keeps everything, in passes of one row."""
-    cache, steps = plain_cache(adapter, prefilled), list[StepRecord]()
-    for tokens in passes:
-        recorder = StepRecorder(adapter, 1, prefilled.finite, [StepRecord() for _ in tokens])
-        ids = torch.tensor([list(tokens)], device=adapter.device)
-        with capture(adapter, recorder.observer()):
-            logits = run_with_cache(adapter.model, ids, cache).logits
-        recorder.record_end(logits, cache.get_seq_length())
-        steps += recorder.records
-    return steps
-
-
 def answer_from(
     adapter: Adapter,
     config: ResolvedConfig,
@@ -306,8 +283,7 @@ class _Reading:
         prefilled: Prefill,
     ) -> None:
         self.adapter, self.eviction, self.context, self.question = adapter, eviction, context, question
-        self.prefilled = prefilled
-        self.decoded = 0
+        self.prefilled, self.decoded = prefilled, 0
 
     def measure(self, tokens: Sequence[int], reference: Sequence[StepRecord]) -> ExternalCache:
         """Return the cache, with its own steps where it has to be called."""
@@ -335,7 +311,8 @@ class _Reading:
                 called = {"outputs": isolated.outputs, "attends_plainly": isolated.attends_plainly}
                 called["steps"], called["question_logits"] = self.steps(tokens, reference)
             biases = self._biases(cache) if is_plain else []
-            matched = recover_positions(self._batched(layers), self._full(), numbers=self.adapter.layer_indices)
+            held = [(keys.unsqueeze(0), values.unsqueeze(0)) for keys, values in layers]
+            matched = recover_positions(held, self._full(), numbers=self.adapter.layer_indices)
             kept = [_without_masked(*pair).mask(n) for pair in zip(matched, masked, strict=True)]
             plainly &= whole  # windows that it changed change queries of later layers
             sizes = (file_bits, resident, plainly, not is_plain)
@@ -428,12 +405,7 @@ class _Reading:
     def _full(self) -> list[tuple[Tensor, Tensor]]:
         """Return the context's entries in the full cache, keys and values (1, kv_head, n, …) per layer."""
         layers = (FullLayer.from_prefill(self.adapter, self.prefilled, index) for index in self.adapter.holders)
-        return self._batched([(layer.prompt_keys, layer.prompt_values) for layer in layers])
-
-    @staticmethod
-    def _batched(layers: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-        """Return keys and values with an axis `batch` of one row."""
-        return [(keys.unsqueeze(0), values.unsqueeze(0)) for keys, values in layers]
+        return [(layer.prompt_keys.unsqueeze(0), layer.prompt_values.unsqueeze(0)) for layer in layers]
 
     def _entries_of(self, cache: Cache) -> list[tuple[Tensor, Tensor]]:
         """Return copies of the keys and values of a plain cache. Raises ConfigError for another type or device."""
@@ -496,8 +468,10 @@ class _Reading:
 
         Queries and entries of new tokens are thereby the full run's, at the positions where the cache decodes.
         """
-        outputs = _IsolatedOutputs(self.adapter)
-        read = plain_steps(self.adapter, self.prefilled, [self.question] if self.question else [])
+        outputs, read = _IsolatedOutputs(self.adapter), list[StepRecord]()
+        if self.question:
+            plain, ids = plain_cache(self.adapter, self.prefilled), torch.tensor(self.question)
+            read = decode_pass(self.adapter, plain, nullcontext(), ids, 1, self.prefilled.finite, len(ids))
         with capture(self.adapter, outputs.observer()):
             if self.question:
                 outputs.expect([step.head_output for step in read], None)

@@ -30,8 +30,7 @@ def sources(
     another's cache.
     """
     check_sources(configs, adapter.config, adapter.name)
-    given = [config for config in configs if config.policy.name.startswith(_GIVEN)]
-    if given:
+    if given := [config for config in configs if config.policy.name.startswith(_GIVEN)]:
         adapter.check_own_caches("a policy whose kept sets come from elsewhere")
     return {config: _mask_source(adapter, token_ids, config, masks) for config in given}
 

@@ -102,10 +102,10 @@ class MixtureSample:
         self.adapter = adapter
         self.run = run
         self.full = full
+        self.rows = rows
         self.layers: list[_Layer] = [self._layer(self.sample.layer(index)) for index in range(len(adapter.layers))]
         self.finite: FiniteCheck = FiniteCheck()
         self.passing: bool = copies_each_pass(run)
-        self.rows = rows
         prefilled.finite.raise_if_not(prompt.sample_id)
 
     @property

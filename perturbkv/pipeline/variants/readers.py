@@ -119,53 +119,48 @@ def _paged_layer(layer: PrefilledLayer, config: ResolvedConfig) -> PagedLayer:
 class SparsePrefillReader(Reader):
     """The reader of the lines along which a prefill of its own attends; decoding attends to all that this leaves.
 
-    `result` is that of its prefill of one prompt; None before it, and where the budget covers the prompt.
+    `rows` are what its own prefill of one prompt left in each layer; none before it, and where the budget covers the
+    prompt: its own prefill is the full one then.
     """
 
     config: ResolvedConfig
-    result: SparsePrefill | None = None
+    rows: Sequence[KeptEntries] = ()
+    prefill: OwnPrefill = OwnPrefill(1.0, None)
 
     @classmethod
     def groups(
         cls, layer: FullLayer, configs: Sequence[ResolvedConfig], queries: Sequence[Float[Tensor, "head d_key"]]
     ) -> list[SparsePrefillGroup]:
-        """Return the groups of the sparse-prefill configurations in one layer; `queries` decide nothing here."""
-        return line_groups(layer, configs)
+        """Return the groups of these configurations with their lines, in one layer of the full prefill.
+
+        `queries` decide nothing here.
+        """
+        weights: dict[tuple[Positions, bool], LastQueries] = {}
+        statistics = layer.statistics
+
+        def last_queries(config: ResolvedConfig) -> LastQueries:
+            positions = last_positions(line_policy(config).last, statistics.tokens)
+            if (key := (positions, config.euclidean)) not in weights:
+                own = statistics.queries[positions][layer.index]
+                norms = (statistics.euclidean if config.euclidean else statistics.norms)[0][layer.index]
+                of_layer = (layer.adapter, layer.index, own, layer.prompt_keys, norms, statistics.sample)
+                weights[key] = last_query_weights(*of_layer)
+            return weights[key]
+
+        return sparse_prefill_groups(configs, last_queries, statistics.tokens, statistics.sample)
 
     def begin(self, prompt: PromptReading) -> SparsePrefillReader:
         """Return the reader after its prefill of the prompt, unless its budget covers the prompt."""
         if self.config.kept_entries(len(prompt.token_ids)) >= len(prompt.token_ids):
             return self
         given = (prompt.adapter, prompt.token_ids, self.config, prompt.sample, prompt.resources, prompt.finite_check)
-        return replace(self, result=run_sparse_prefill(*given))
-
-    @property
-    def prefill(self) -> OwnPrefill:
-        """The reader's own prefill: the full one where its budget covers the prompt."""
-        return OwnPrefill(1.0, None) if self.result is None else OwnPrefill(self.result.share, self.result.seconds)
+        rows, prefill = run_sparse_prefill(*given)
+        return replace(self, rows=rows, prefill=prefill)
 
     def make(self, layer: PrefilledLayer, kept: GatheredSet) -> Entries:
         """Return all entries that the reader's own prefill left."""
-        row = borrow(layer.prompt_keys, layer.prompt_values) if self.result is None else self.result.rows[layer.index]
+        row = self.rows[layer.index] if self.rows else borrow(layer.prompt_keys, layer.prompt_values)
         return Entries(row, entry_bits(row))
-
-
-def line_groups(layer: FullLayer, configs: Sequence[ResolvedConfig]) -> list[SparsePrefillGroup]:
-    """Return the groups of the sparse-prefill configurations with their lines, in one layer of the full prefill."""
-    weights: dict[tuple[Positions, bool], LastQueries] = {}
-    statistics = layer.statistics
-
-    def last_queries(config: ResolvedConfig) -> LastQueries:
-        positions = last_positions(line_policy(config).last, statistics.tokens)
-        if (key := (positions, config.euclidean)) not in weights:
-            queries = statistics.queries[positions][layer.index]
-            norms = (statistics.euclidean if config.euclidean else statistics.norms)[0][layer.index]
-            weights[key] = last_query_weights(
-                layer.adapter, layer.index, queries, layer.prompt_keys, norms, statistics.sample
-            )
-        return weights[key]
-
-    return sparse_prefill_groups(configs, last_queries, statistics.tokens, statistics.sample)
 
 
 def last_query_weights(
@@ -212,21 +207,6 @@ def isolated_along_lines(
     return {name: torch.stack([quantities[name] for quantities in per_query]).mean(dim=0) for name in per_query[0]}
 
 
-@dataclass(frozen=True, eq=False)
-class SparsePrefill:
-    """The result of a sparse prefill.
-
-    Attributes:
-        rows: a row of all entries per measured layer, for the compact cache.
-        share: number of entries that its queries attend to over that of a full prefill, n (n + 1) / 2 per head.
-        seconds: its duration, the choice of lines included.
-    """
-
-    rows: list[KeptEntries]
-    share: float
-    seconds: float
-
-
 @torch.inference_mode()
 def run_sparse_prefill(
     adapter: Adapter,
@@ -235,8 +215,12 @@ def run_sparse_prefill(
     sample: str,
     resources: Resources,
     finite: ActivationCheck,
-) -> SparsePrefill:
-    """Prefill a prompt along the lines of one configuration, and return the cache rows; `finite` checks the logits."""
+) -> tuple[list[KeptEntries], OwnPrefill]:
+    """Prefill a prompt along the lines of one configuration; `finite` checks the logits.
+
+    Returns a row of all entries per measured layer, for the compact cache, and how the prefill went, with the choice of
+    lines. A full prefill attends to n (n + 1) / 2 entries per head.
+    """
     attention, cache = _LineAttention(adapter, config, sample, resources), full_cache(adapter)
     with intercept_attention(adapter, attention):
         seconds, logits = _time_prefill(adapter, token_ids, cache)
@@ -244,7 +228,7 @@ def run_sparse_prefill(
     layers = [adapter.cache_layer(cache, layer) for layer in range(len(adapter.layers))]
     attended_entries, n = float(stack_on_device(adapter.device, attention.attended_entries).mean()), len(token_ids)
     rows = [borrow(layer.keys[0], layer.values[0]) for layer in layers]
-    return SparsePrefill(rows, attended_entries / (n * (n + 1) / 2), seconds)
+    return rows, OwnPrefill(attended_entries / (n * (n + 1) / 2), seconds)
 
 
 @torch.inference_mode()
