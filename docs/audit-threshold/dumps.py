@@ -161,6 +161,8 @@ def vllm_dumps(case: Case, seeds: Sequence[int], folder: Path, text: list[int]) 
 def llamacpp_dumps(case: Case, seeds: Sequence[int], folder: Path, text: list[int]) -> Iterator[Dump]:
     """Yield slots of llama.cpp's server; every third one goes on from what the slot holds of an earlier prompt."""
     from perturbkv.auditing.dumps.llamacpp import read_slot
+
+    sys.path.append(str(FILE.parents[2]))
     from tests.llamacpp.conftest import complete, embedded_file, save, start, write_in_float32
 
     file = embedded_file()
