@@ -534,6 +534,21 @@ def _decode_without_the_first(model: Any, cache: Any, token: Tensor, step: int) 
 masked_sink.decode = _decode_without_the_first  # type: ignore[attr-defined]
 
 
+def masked_all(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    """Its own decoding hides all that the cache holds of the prompt."""
+    return masked_sink(model, input_ids, attention_mask)
+
+
+def _decode_without_the_prompt(model: Any, cache: Any, token: Tensor, step: int) -> Tensor:
+    mask = torch.ones(len(token), KEPT + step + token.shape[1], dtype=torch.int64)
+    mask[:, :KEPT] = 0
+    places = cache.tokens.unsqueeze(-1) + step + torch.arange(token.shape[1])
+    return model(input_ids=token, attention_mask=mask, position_ids=places, past_key_values=cache).logits
+
+
+masked_all.decode = _decode_without_the_prompt  # type: ignore[attr-defined]
+
+
 def masks_on_purpose(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
     """The same, which says that it masks."""
     return masked_sink(model, input_ids, attention_mask)

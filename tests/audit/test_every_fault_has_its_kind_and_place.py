@@ -44,6 +44,7 @@ FAULTS: dict[str, tuple[str, set[str], int, int, int, str]] = {
     "mask_of_evicted_length": ("mask", {"block"}, 0, 0, -1, "lets its tokens see those behind them"),
     "wrong_mask": ("hidden", {"batch"}, 0, 0, 0, "a mask hides 7 entries that the cache holds"),
     "masked_sink": ("hidden", ALL, 0, 0, 0, "a mask hides 1 entry that the cache holds"),
+    "masked_all": ("hidden", ALL, 0, 0, 0, "a mask hides 20 entries that the cache holds"),
     "forgotten_layer": ("uneven", {"block", "batch"}, 2, -1, -1, "it was not evicted: it holds all 60 entries"),
     "breaks_in_a_batch": ("raised", {"batch"}, -1, -1, -1, "reading the prompt raises ValueError"),
 }
