@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from math import isnan
 from typing import Any, ClassVar
@@ -42,11 +42,6 @@ class PlainUse(Record):
 
     position: int | None = column("where the model puts the next token that it reads into the cache; null: it fails")
     expected: int = column("where it belongs: at n")
-
-    @property
-    def misplaces(self) -> bool:
-        """True where the next token stands at a wrong position, and nothing is raised."""
-        return self.position not in (None, self.expected)
 
     def summary(self) -> str:
         """Return where `model(token)` puts the next token, as text."""
@@ -183,28 +178,31 @@ class Audit(Result):
 
     @property
     def misplaces_new_tokens(self) -> bool:
-        """True where transformers puts new tokens at wrong positions, unless that is allowed."""
-        allowed = any(PLAIN_USE in run.allowed for run in self.runs)
-        return self.plain_use is not None and self.plain_use.misplaces and not allowed
+        """True where transformers puts new tokens at wrong positions and raises nothing, unless that is allowed."""
+        plain, allowed = self.plain_use, any(PLAIN_USE in run.allowed for run in self.runs)
+        return plain is not None and plain.position not in (None, plain.expected) and not allowed
 
     @derived()
     def idle_prompts(self) -> list[str]:
         """Prompts of which nothing was evicted or changed, in any situation."""
-        changed = {run.sample: False for run in self.runs if run.entries}
-        for run in self.runs:
-            if run.entries is not None:
-                changed[run.sample] |= bool(run.entries.evicted or run.is_rounded or run.fault or run.is_unknown)
-        return [sample for sample, any_change in changed.items() if not any_change]
+        seen = [run for run in self.runs if run.entries]
+        changed = {
+            run.sample
+            for run in seen
+            if (run.entries and run.entries.evicted) or run.is_rounded or run.fault or run.is_unknown
+        }
+        return [sample for sample in dict.fromkeys(run.sample for run in seen) if sample not in changed]
 
     @derived(key="conclusion")
     def summary(self) -> str:
         """The verdict in one line."""
-        clauses = {
-            UNREADABLE: lambda: self.obstacle, DIFFERS: self._differs_clause, EXACT: self._exact_clause,
-            LOSSY: self._lossy_clause, UNKNOWN: self._unknown_clause,
-            DID_NOTHING: self._idle_clause, UNCOMPARED: self._uncompared_clause,
+        clauses: dict[str, Callable[[], str]] = {
+            UNREADABLE: lambda: self.obstacle, DIFFERS: self._differs_clause, DID_NOTHING: self._idle_clause,
+            UNCOMPARED: lambda: (
+                f"nothing was decoded, so only its kept sets are looked at{self._evicted_ends_clauses()}"
+            ),
         }  # fmt: skip
-        return f"{self.verdict}: {clauses[self.verdict]()}"
+        return f"{self.verdict}: {clauses.get(self.verdict, self._right_clause)()}"
 
     @property
     def obstacle(self) -> str:
@@ -249,33 +247,43 @@ class Audit(Result):
     def caveats(self) -> Sequence[str]:
         """Return how many noise floors make a difference, where distances were measured, and a loss near random's."""
         note = f"Floors are of the plain model with the same entries kept; more than {FLOORS} are a difference."
-        return [note] * any(run.steps for run in self.runs) + self._random_note()
-
-    def _random_note(self) -> list[str]:
-        """Return a note where the loss is nearer to that of random entries than to attention's; else nothing."""
+        notes = [note] * any(run.steps for run in self.runs)
         lost = {loss.name: loss.isolated for loss in self.losses}
-        if not {"attention", "random"} <= set(lost):
-            return []
-        own = self.losses[0].isolated
-        if own - lost["attention"] <= lost["random"] - own:
-            return []
-        shown = {"isolated": own, "random": lost["random"], "attention": lost["attention"]}
-        numbers = ", ".join(f"{name} {text.three_digits(number, None)}" for name, number in shown.items())
-        return [f"It loses about what random entries do, or more: {numbers}."]
+        if {"attention", "random"} <= set(lost):
+            own = self.losses[0].isolated
+            shown = {"isolated": own, "random": lost["random"], "attention": lost["attention"]}
+            numbers = ", ".join(f"{name} {text.three_digits(number, None)}" for name, number in shown.items())
+            if own - lost["attention"] > lost["random"] - own:
+                notes.append(f"It loses about what random entries do, or more: {numbers}.")
+        return notes
 
     def explain(self) -> list[Part]:
         """Return the meaning of every column and the further tables; nothing where no situation was run."""
         return super().explain() if self.runs else []
 
     def details(self) -> Sequence[Part]:
-        """Return tables of kept entries, decoding steps and losses, and a note on plain use."""
+        """Return tables of kept entries, decoding steps of the first prompt and losses, and a note on plain use."""
         situations = {run.situation for run in self.runs}
+        parts: list[Part] = [f"{name}: {meaning}." for name, meaning in SITUATIONS.items() if name in situations]
+        if kept := [Line(run.name, (run, run.entries)) for run in self.runs if run.entries]:
+            note = "first, last: entries of the prompt's beginning and end that a kept set holds without a gap."
+            parts += [table("what it keeps", kept, _KEPT, self.FIRST), note]
+        firsts = {(run.situation, run.row): run for run in reversed(self.runs) if run.steps}  # the first prompt's wins
+        shown = [run for run in self.runs if firsts.get((run.situation, run.row)) is run]
+        if steps := [Line("" if step.step else run.name, (step,)) for run in shown for step in run.steps]:
+            parts.append(table("step by step, the first prompt, in noise floors", steps, _STEPS, self.FIRST))
+        if self.plain_use:
+            parts.append(self.plain_use.summary())
+        if not self.losses:
+            return [*parts, *([f"no loss measured: {self.lossless}"] if self.lossless else [])]
+        sets = f"every kept set holds the first {self.protected_first} and the last {self.protected_recent} entries"
+        less = "; controls protect less, as it keeps hardly more" if self.controls_protect_less else ""
+        controls = less or ", and so do the controls'"
+        prompts = plural(self.identity.samples, "prompt")
         return [
-            *(f"{name}: {meaning}." for name, meaning in SITUATIONS.items() if name in situations),
-            *self._kept_table(),
-            *self._steps_table(),
-            *([self.plain_use.summary()] if self.plain_use else []),
-            *self._loss_table(),
+            *parts,
+            *loss_table("what the loss is, first decoding step", self.losses),
+            f"isolated, propagated: L1 perturbation of all heads over Σ ‖o_h‖₁; mean over {prompts}; {sets}{controls}.",
         ]
 
     def records(self) -> list[dict[str, Any]]:
@@ -345,9 +353,7 @@ class Audit(Result):
         Without a fault plain use goes on at wrong positions.
         """
         if not self.faults:
-            unknown, rounded = (any(getattr(run, name) for run in self.runs) for name in ("is_unknown", "is_rounded"))
-            rest = self._unknown_clause() if unknown else self._lossy_clause() if rounded else self._exact_clause()
-            return f"{self._plain_use_clause()}; else {rest}"
+            return f"{self._plain_use_clause()}; else {self._right_clause()}"
         first = self.faults[0]
         others = [name for name in dict.fromkeys(fault.situation for fault in self.faults) if name != first.situation]
         also = f"; also in {' and '.join(others)}" if others else ""
@@ -361,21 +367,21 @@ class Audit(Result):
         places = f"{self.plain_use.position:,}, not {self.plain_use.expected:,}"
         return f"without position_ids transformers puts the next token at {places} (give them, or a decode)"
 
-    def _exact_clause(self) -> str:
-        """Return a clause that only evicted entries are lost, with the largest distance from the reference."""
+    def _right_clause(self) -> str:
+        """Return a clause on runs without a fault: what is not known, rounded or only lost, and how near decoding is.
+
+        The first entries that match none are named, else how far entries are rounded.
+        """
+        says = ""
+        if unknown := [run.first_unmatched for run in self.runs if run.is_unknown]:
+            where = f"({escape_line(unknown[0].sample)}, {unknown[0].situation})"
+            says = f"{unknown[0].place_and_cause()} {where}"
+        elif any(run.is_rounded for run in self.runs):
+            says = self._rounding_clause()
+        if says:
+            return f"{says}; {self._decoding_clause('the plain model with the same entries')}"
         meant = f", those of {self.expected}," if self.expected else ""
         return f"it loses what its kept sets{meant} imply: {self._decoding_clause('the masked reference')}"
-
-    def _lossy_clause(self) -> str:
-        """Return a clause on how far entries are rounded, and that they are decoded rightly."""
-        return f"{self._rounding_clause()}; {self._decoding_clause('the plain model with the same entries')}"
-
-    def _unknown_clause(self) -> str:
-        """Return a clause on the first entries that match none, and that decoding from them is right."""
-        unknown = next(run for run in self.runs if run.is_unknown)
-        first = unknown.first_unmatched
-        where = f"({escape_line(first.sample)}, {first.situation})"
-        return f"{first.place_and_cause()} {where}; {self._decoding_clause('the plain model with the same entries')}"
 
     def _decoding_clause(self, reference: str) -> str:
         """Return a clause on how near decoding is to its reference, with where keys stand and what is evicted."""
@@ -423,10 +429,6 @@ class Audit(Result):
         tokens = max(run.tokens for run in runs)
         return f"no entry was evicted in any head or step of {plural(len(runs), 'run')}, of at most {tokens:,} tokens"
 
-    def _uncompared_clause(self) -> str:
-        """Return a clause that nothing was decoded."""
-        return f"nothing was decoded, so only its kept sets are looked at{self._evicted_ends_clauses()}"
-
     def _evicted_ends_clauses(self) -> str:
         """Return clauses with the number of kept sets that lack the first or the most recent entry; empty for none.
 
@@ -443,34 +445,6 @@ class Audit(Result):
                     clauses.append(f"; {what} goes in {count} of {sets} kept sets{where}")
                     break
         return "".join(clauses)
-
-    def _kept_table(self) -> list[Part]:
-        """Return a table of the entries that each run keeps, with a note; empty where no run has entries."""
-        lines = [Line(run.name, (run, run.entries)) for run in self.runs if run.entries]
-        if not lines:
-            return []
-        note = "first, last: entries of the prompt's beginning and end that a kept set holds without a gap."
-        return [table("what it keeps", lines, _KEPT, self.FIRST), note]
-
-    def _steps_table(self) -> list[Part]:
-        """Return a table of the decoding steps of each situation's first prompt, by the worst of its layers."""
-        firsts = {(run.situation, run.row): run for run in reversed(self.runs) if run.steps}  # the first prompt's wins
-        shown = [run for run in self.runs if firsts.get((run.situation, run.row)) is run]
-        lines = [Line("" if step.step else run.name, (step,)) for run in shown for step in run.steps]
-        return [table("step by step, the first prompt, in noise floors", lines, _STEPS, self.FIRST)] if lines else []
-
-    def _loss_table(self) -> list[Part]:
-        """Return the table of losses with a note, or the reason why no loss was measured."""
-        if not self.losses:
-            return [f"no loss measured: {self.lossless}"] if self.lossless else []
-        sets = f"every kept set holds the first {self.protected_first} and the last {self.protected_recent} entries"
-        less = "; controls protect less, as it keeps hardly more" if self.controls_protect_less else ""
-        controls = less or ", and so do the controls'"
-        prompts = plural(self.identity.samples, "prompt")
-        return [
-            *loss_table("what the loss is, first decoding step", self.losses),
-            f"isolated, propagated: L1 perturbation of all heads over Σ ‖o_h‖₁; mean over {prompts}; {sets}{controls}.",
-        ]
 
 
 def _fault_clause(fault: Fault) -> str:
