@@ -6,7 +6,8 @@ Each test compares entries with the full cache's and returns words, empty where 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import product
 
 import torch
 from jaxtyping import Float, Int
@@ -291,9 +292,19 @@ def describe_quantisation(
     Scales are taken per entry, per channel and per head, over the kept entries and over all of the full cache's entries
     of the `head`, from the largest magnitude or from the range.
     """
-    for bits in _BITS:
-        for scale, quantised in _quantisations(full.float(), head.float(), bits):
-            if _explains(quantised, entries, full):
+    kept, every = full.float(), head.float()
+    scales = (("per entry", (-1,), kept), ("per channel", (0,), every), ("per channel", (0,), kept),
+              ("per head", (0, 1), every), ("per head", (0, 1), kept))  # fmt: skip
+    for bits, (scale, dims, scaled) in product(_BITS, scales):
+        low, high = scaled.amin(dim=dims, keepdim=True), scaled.amax(dim=dims, keepdim=True)
+        largest = torch.maximum(high, -low)
+        for step, zero in (
+            (largest / (2 ** (bits - 1) - 1), torch.zeros_like(low)),  # symmetric
+            (largest / 2 ** (bits - 1), torch.zeros_like(low)),  # symmetric, with the lowest whole number in use
+            ((high - low) / (2**bits - 1), low),  # from the range
+        ):
+            safe = step.clamp(min=torch.finfo(torch.float32).tiny)
+            if _explains(((kept - zero) / safe).round() * safe + zero, entries, full):
                 return f"quantised to {bits} bits {scale}"
     return ""
 
@@ -360,24 +371,6 @@ def _explains(candidate: Tensor, entries: Tensor, full: Tensor) -> bool:
     full_distance = torch.linalg.vector_norm(full.float() - candidate, dim=-1)
     rounding = 2 * torch.finfo(entries.dtype).eps * torch.linalg.vector_norm(entries.float(), dim=-1)
     return bool((distance <= torch.maximum(_MUCH_NEARER * full_distance, rounding)).float().mean() > _NEARLY_ALL)
-
-
-def _quantisations(full: Tensor, head: Tensor, bits: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name of a scale, such as `per entry`; the entries quantised to `bits` bits with that scale).
-
-    The entries are `full` (entry, width); a scale is taken over them, or over all entries `head` (position, width).
-    """
-    for scale, dims, scaled in (("per entry", (-1,), full), ("per channel", (0,), head), ("per channel", (0,), full),
-                                ("per head", (0, 1), head), ("per head", (0, 1), full)):  # fmt: skip
-        low, high = scaled.amin(dim=dims, keepdim=True), scaled.amax(dim=dims, keepdim=True)
-        largest = torch.maximum(high, -low)
-        for step, zero in (
-            (largest / (2 ** (bits - 1) - 1), torch.zeros_like(low)),  # symmetric
-            (largest / 2 ** (bits - 1), torch.zeros_like(low)),  # symmetric, with the lowest whole number in use
-            ((high - low) / (2**bits - 1), low),  # from the range
-        ):
-            safe = step.clamp(min=torch.finfo(torch.float32).tiny)
-            yield scale, ((full - zero) / safe).round() * safe + zero
 
 
 def describe_head(

@@ -67,7 +67,12 @@ def audit_eviction(
     for prompt in prompts:  # tokens of a file are checked with its positions
         check_vocabulary(prompt, int(adapter.config.vocab_size), adapter.name)
     for prompt in used:
-        _check_length(adapter, prompt, token_count(settings.steps, settings.situations))
+        steps, tokens = token_count(settings.steps, settings.situations), len(prompt.token_ids)
+        check_length(prompt, adapter.positions, steps)
+        check_sliding_window(adapter.config, tokens + steps, prompt.sample_id, adapter.name, steps)
+        check_long_rotations(adapter.config, tokens, tokens + steps, prompt.sample_id, adapter.name, steps)
+        if tokens <= BLOCK:
+            raise ConfigError(f"expected prompts of more than {BLOCK} tokens, sample '{prompt.sample_id}' is shorter")
     kind = "positions file" if isinstance(eviction, KeptFile) else eviction.kind
     about = provenance(adapter, source, len(used))
     meant = settings.expect if isinstance(settings.expect, str) else settings.expect.label()
@@ -91,22 +96,14 @@ def audit_eviction(
             if runs[-1].damage:  # there is no reference any more
                 return dataclasses.replace(blank, runs=tuple(runs), lossless=runs[-1].damage)
         if settings.plain_use and isinstance(eviction, Eviction) and not eviction.places_new_tokens:
-            evicted = next((run for run in runs if run.entries and run.entries.evicted and not run.row), runs[0])
-            plain = _plain_use(evicted)
+            run = next((run for run in runs if run.entries and run.entries.evicted and not run.row), runs[0])
+            if run.entries is not None:  # where a plain call of the model puts the token after the prompt
+                in_cache = run.positions == IN_CACHE
+                plain = PlainUse(run.next_position, run.entries.held_in_first_layer if in_cache else run.tokens)
     except UnreadableCacheError as error:
         return dataclasses.replace(blank, runs=tuple(runs), unreadable=error.reason)
     audit = dataclasses.replace(blank, runs=tuple(runs), plain_use=plain)
     return _add_losses(audit, adapter, used, resources) if settings.losses else audit
-
-
-def _check_length(adapter: Adapter, prompt: Prompt, steps: int) -> None:
-    """Raise an error for a prompt too short to audit, or too long for the model with `steps` new tokens."""
-    check_length(prompt, adapter.positions, steps)
-    tokens = len(prompt.token_ids)
-    check_sliding_window(adapter.config, tokens + steps, prompt.sample_id, adapter.name, steps)
-    check_long_rotations(adapter.config, tokens, tokens + steps, prompt.sample_id, adapter.name, steps)
-    if tokens <= BLOCK:
-        raise ConfigError(f"expected prompts of more than {BLOCK} tokens, sample '{prompt.sample_id}' is shorter")
 
 
 def provenance(adapter: Adapter, source: Mapping[str, str], samples: int) -> dict[str, str]:
@@ -150,14 +147,6 @@ def _audit_prompt(
             break
 
 
-def _plain_use(run: AuditedRun) -> PlainUse | None:
-    """Return where a plain call of the model puts the token after a run's prompt; None for a run without entries."""
-    if run.entries is None:
-        return None
-    in_cache = run.positions == IN_CACHE
-    return PlainUse(run.next_position, run.entries.held_in_first_layer if in_cache else run.tokens)
-
-
 def _add_losses(audit: Audit, adapter: Adapter, prompts: Sequence[Prompt], resources: Resources) -> Audit:
     """Return the audit with the losses of the kept sets in the situation `single`, or with the reason for none."""
     kept = [_kept_sets(audit, prompt.sample_id) for prompt in prompts]
@@ -167,14 +156,9 @@ def _add_losses(audit: Audit, adapter: Adapter, prompts: Sequence[Prompt], resou
     if not all(len(positions) for sets in known for layer in sets for positions in layer):
         return dataclasses.replace(audit, lossless="some kept set is empty")
     try:
-        measured = measure_losses(adapter, prompts, known, resources)
+        return dataclasses.replace(audit, **measure_losses(adapter, prompts, known, resources))
     except PerturbkvError as error:
         return dataclasses.replace(audit, lossless=str(error))
-    first, recent = measured.protected
-    return dataclasses.replace(
-        audit, losses=measured.losses, protected_first=first, protected_recent=recent, configs=measured.configs,
-        controls_protect_less=measured.protect_less,
-    )  # fmt: skip
 
 
 def _kept_sets(audit: Audit, sample: str) -> Sets | None:

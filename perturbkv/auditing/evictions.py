@@ -44,15 +44,10 @@ def load_eviction(source: Any, budget: Budget | None = None) -> Eviction | KeptF
     choice = parse(text)
     path, colon, _ = choice.name.rpartition(":")
     if not colon or not path.endswith(".py"):
+        what = "" if Path(text).exists() else ", which is no file or folder"
+        what = f", a folder without {DUMP_HEADER}" if Path(text).is_dir() else what
         raise ConfigError(
             "expected an eviction as file.py:name(option=value, …), a .npz or .json file of kept positions, or "
-            f"kvpress:Press(…), got '{text}'{_describe_path(Path(text))}"
+            f"kvpress:Press(…), got '{text}'{what}"
         )
     return named_eviction(choice)
-
-
-def _describe_path(path: Path) -> str:
-    """Return what a path that is neither a file of code nor a dump is, as the end of a message."""
-    if path.is_dir():
-        return f", a folder without {DUMP_HEADER}"
-    return "" if path.exists() else ", which is no file or folder"

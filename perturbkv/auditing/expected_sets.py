@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from perturbkv.analyses.audit.audited_runs import AuditedRun
-from perturbkv.analyses.audit.cache_entries import Alteration, Integers
+from perturbkv.analyses.audit.cache_entries import Alteration
 from perturbkv.auditing.loss import Sets, measure_kept_sets
 from perturbkv.auditing.positions_file import KeptFile, read_positions, select_prompt
 from perturbkv.configs.audit_settings import IN_CACHE, KEPT_SUFFIXES
@@ -92,14 +92,11 @@ def compare_kept_sets(run: AuditedRun, expected: Sets, prompt: Prompt) -> Audite
     if not wrong:
         return run
     layer, head = wrong[0]
-    what, entry = _describe(kept[layer][head], meant[layer][head])
-    what += f"; {len(wrong):,} of {plural(len(places), 'kept set')} are not the expected ones"
+    own, other = kept[layer][head], meant[layer][head]
+    lacks, more = np.setdiff1d(other, own), np.setdiff1d(own, other)
+    entry = int(min([*lacks[:1], *more[:1]]))
+    what = (
+        f"it lacks {plural(len(lacks), 'entry', 'entries')} that should stay and keeps {plural(len(more), 'other')}, "
+        f"the first {entry}; {len(wrong):,} of {plural(len(places), 'kept set')} are not the expected ones"
+    )
     return dataclasses.replace(run, others=(*run.others, Alteration(layer, head, "unexpected", what, entry)))
-
-
-def _describe(kept: Integers, meant: Integers) -> tuple[str, int]:
-    """Return what a kept set is instead of the one that is meant, and the first entry concerned."""
-    lacks, others = np.setdiff1d(meant, kept), np.setdiff1d(kept, meant)
-    entry = int(min([*lacks[:1], *others[:1]]))
-    missing = f"it lacks {plural(len(lacks), 'entry', 'entries')} that should stay"
-    return f"{missing} and keeps {plural(len(others), 'other')}, the first {entry}", entry

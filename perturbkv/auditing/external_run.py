@@ -89,8 +89,8 @@ def run_eviction(
     `prompts` are the entries of the plain model, `before` is the model before any eviction ran, which is put back.
     Raises UnreadableCacheError where the cache does not show its entries.
     """
-    tracker = EntryTracker(adapter, situation, prompts.full, masks_itself=eviction.masks)
-    external = ExternalRun(adapter, eviction, settings, situation, prompts, tracker, before)
+    tracker = EntryTracker(adapter, situation, prompts, masks_itself=eviction.masks)
+    external = ExternalRun(adapter, eviction, settings, tracker, before)
     try:
         external.read_and_decode()
     except RefusedError as error:
@@ -110,14 +110,11 @@ class ExternalRun:
         adapter: the model.
         eviction: the eviction.
         settings: of the audit.
-        situation: the situation, with positions counted as the eviction counts them.
-        prompts: the entries of the plain model.
-        tracker: the kept entries of the cache.
+        tracker: the kept entries of the cache, with the situation and the plain model's entries.
         before: the model before any eviction ran.
         passes: the completed forward passes.
         given: what the attention of each pass got: per layer keys and values, on the CPU, and which of the entries
             before the new ones are attended to; empty where the cache holds other numbers of heads than the model.
-        original: `prompts` at the prompt's own positions, where keys of `prompts` are moved to places in the cache.
         failed, failed_layer, refused, damage: as in `AuditedRun`; a damaged model has no reference.
         hides_all: whether the cache shows fewer entries than its attention gets, which are all.
         unmeasured: per row, what the eviction changed in layers that are not measured.
@@ -128,13 +125,10 @@ class ExternalRun:
     adapter: Adapter
     eviction: Eviction
     settings: AuditSettings
-    situation: Situation
-    prompts: PromptEntries
     tracker: EntryTracker
     before: ModelState
     passes: list[ForwardPass] = field(default_factory=list)
     given: list[tuple[Layers, list[Tensor]]] = field(default_factory=list)
-    original: PromptEntries | None = None
     failed: str = ""
     failed_layer: int = -1
     refused: str = ""
@@ -155,38 +149,39 @@ class ExternalRun:
         Raises RefusedError or FailedError for what the eviction raises.
         """
         with record_reading(self.adapter) as calls:
-            cache = self.eviction.read(self.adapter.model, self.situation.ids, self.situation.attention_mask)
+            cache = self.eviction.read(
+                self.adapter.model, self.tracker.situation.ids, self.tracker.situation.attention_mask
+            )
         with suppress(FailedError), external_code("", FailedError):
             self.next_position = int(cache.get_seq_length())
         with external_code("looking at its cache raises", FailedError):  # its methods are not ours
             layers = self._attended_layers(cache)
             self._count_padding_as_the_eviction(cache, layers)
-            self.reading = reading_of(self.adapter, self.situation, self.prompts, calls, self.before)
+            self.reading = reading_of(self.adapter, self.tracker.situation, self.tracker.prompts, calls, self.before)
             calls.clear()
-            self.prompts = self.reading.prompts
-            self.tracker = replace(self.tracker, full=self.prompts.full)
+            self.tracker.prompts = self.reading.prompts
             self._expect_keys_in_cache(layers)
             self._check_layers(cache)
             least = torch.finfo(self.adapter.dtype).eps
             evicted = self.adapter.layer_indices if self.adapter.holds_latents else ()
-            for row, padding in enumerate(self.situation.padding):
-                self.unmeasured[row] = [*find_changes(cache, self.prompts.rests, row, padding, least, evicted)]
+            for row, padding in enumerate(self.tracker.situation.padding):
+                self.unmeasured[row] = [*find_changes(cache, self.tracker.prompts.rests, row, padding, least, evicted)]
         lengths = self._layer_lengths(cache)
-        for chunk in range(len(self.situation.chunks)):
+        for chunk in range(len(self.tracker.situation.chunks)):
             record = ForwardPass()
             try:
                 with external_code("looking at its cache raises", FailedError):
                     held = self._layer_lengths(cache)
-                    if chunk and self.situation.cached is not None:
+                    if chunk and self.tracker.situation.cached is not None:
                         self._expect_new_tokens_after(self._entries_before(cache, chunk))
                 with record_pass(self.adapter, record):
                     record.logits = self._logits(cache, chunk)
             except FailedError as error:
                 self._record_failure(str(error), lengths)
                 return
-            record.fewer = bool(held) and record.entries.get(0, 0) < held[0] + len(self.situation.chunks[chunk])
-            hides = (*self.situation.hides_padding, record.hides_padding)
-            self.situation = self.tracker.situation = replace(self.situation, hides_padding=hides)
+            record.fewer = bool(held) and record.entries.get(0, 0) < held[0] + len(self.tracker.situation.chunks[chunk])
+            hides = (*self.tracker.situation.hides_padding, record.hides_padding)
+            self.tracker.situation = replace(self.tracker.situation, hides_padding=hides)
             self._add_pass(record, cache)
 
     def results(self, sample: str) -> list[AuditedRun]:
@@ -195,16 +190,16 @@ class ExternalRun:
         Without entries and steps where no pass was completed or the model is damaged.
         """
         masks = [] if self.damage else self.tracker.masks
-        completed = replace(self.situation, chunks=self.situation.chunks[: len(self.passes)])
+        completed = replace(self.tracker.situation, chunks=self.tracker.situation.chunks[: len(self.passes)])
         reference, noise = self._reference(completed, masks) if masks else ([], None)
         own = self._decode_given() if noise else []
-        compared = [EntryComparison(self.tracker, row, self.prompts.floors).entries() if noise else None
-                    for row in range(self.situation.rows)]  # fmt: skip
+        compared = [EntryComparison(self.tracker, row).entries() if noise else None
+                    for row in range(self.tracker.situation.rows)]  # fmt: skip
         return [
             AuditedRun(
-                sample=sample, situation=self.situation.name, row=row, padding=padding,
-                positions=ORIGINAL if self.situation.cached is None else IN_CACHE,
-                tokens=self.situation.entries - padding, failed=self.failed, refused=self.refused,
+                sample=sample, situation=self.tracker.situation.name, row=row, padding=padding,
+                positions=ORIGINAL if self.tracker.situation.cached is None else IN_CACHE,
+                tokens=self.tracker.situation.entries - padding, failed=self.failed, refused=self.refused,
                 entries=compared[row],
                 steps=self._compare_steps(row, reference, noise) if noise else (),
                 own_steps=self._compare_steps(row, own, noise, rounds=_may_round(compared[row])) if noise else (),
@@ -215,13 +210,13 @@ class ExternalRun:
                 others=(*(self.reading.misread if self.reading else ()), *self.unmeasured.get(row, ())),
                 numbers=measured_numbers(self.adapter), next_position=self.next_position,
             )
-            for row, padding in enumerate(self.situation.padding)
+            for row, padding in enumerate(self.tracker.situation.padding)
         ]  # fmt: skip
 
     def _expect_new_tokens_after(self, entries: int) -> None:
         """Expect the new tokens of the forward pass that comes, or just came, after that many entries of the cache."""
-        self.situation = replace(self.situation, cached=(*(self.situation.cached or ())[: len(self.passes)], entries))
-        self.tracker.situation = self.situation
+        before = (self.tracker.situation.cached or ())[: len(self.passes)]
+        self.tracker.situation = replace(self.tracker.situation, cached=(*before, entries))
 
     def _reference(
         self, situation: Situation, masks: Sequence[Sequence[Tensor]]
@@ -230,10 +225,12 @@ class ExternalRun:
 
         `situation` has the completed passes only, `masks` a mask (row, kept_head, entry) for each pass and layer.
         """
-        if self.original is not None and self.tracker.keys_move:
-            return decode_moving(self.adapter, self.original, situation, masks, self.tracker.held)
-        passes = list(decode(self.adapter, fill_cache(self.adapter, self.prompts.readings[0]), situation, masks))
-        return passes, noise_floors(self.adapter, passes, self.prompts, situation, masks)
+        if self.tracker.original is not None and self.tracker.keys_move:
+            return decode_moving(self.adapter, self.tracker.original, situation, masks, self.tracker.held)
+        passes = list(
+            decode(self.adapter, fill_cache(self.adapter, self.tracker.prompts.readings[0]), situation, masks)
+        )
+        return passes, noise_floors(self.adapter, passes, self.tracker.prompts, situation, masks)
 
     def _compare_steps(
         self, row: int, reference: Sequence[ForwardPass], noise: Distances, *, rounds: bool = False
@@ -242,18 +239,18 @@ class ExternalRun:
 
         `rounds`: whether the entries of new tokens may be rounded. Empty for an empty reference.
         """
-        steps, layers = [], len(self.prompts.full)
+        steps, layers = [], len(self.tracker.prompts.full)
         for step, (record, expected) in enumerate(zip(self.passes, reference, strict=bool(reference))):
             distances = pass_distances(record, expected, row, layers)
             steps.append(
                 DecodingStep(
-                    step=step, tokens=len(self.situation.chunks[step]),
+                    step=step, tokens=len(self.tracker.situation.chunks[step]),
                     head_floors=(distances.head.cpu() / noise.head).numpy(),
                     hidden=(distances.hidden.cpu() / noise.hidden).numpy(),
                     logits=float(distances.logits.cpu() / noise.logits),
                     same_token=bool(record.logits[row, -1].argmax() == expected.logits[row, -1].argmax()),
                     behind=self._position_lag(record, expected, row, rounds=rounds), fewer=record.fewer,
-                    new_error=_new_entry_errors(record, expected, row, self.prompts.full),
+                    new_error=_new_entry_errors(record, expected, row, self.tracker.prompts.full),
                 )
             )  # fmt: skip
         return tuple(steps)
@@ -276,10 +273,9 @@ class ExternalRun:
         keys = first_of_groups(record.new_entries(0), reference_keys.shape[1])[0][row]
         length = torch.linalg.vector_norm(expected.float(), dim=-1)
         distance = torch.linalg.vector_norm(keys.float() - expected.float(), dim=-1) / length
-        if float(distance.amax()) <= FLOORS * float(self.prompts.floors[0, 0]):
+        if float(distance.amax()) <= FLOORS * float(self.tracker.prompts.floors[0, 0]):
             return self._lag_above(record, reference, row) if rounds else 0.0
-        most, frequencies = min(2 * self.situation.entries, _MOST_SHIFT), frequencies_of(self.adapter)
-        if lag := _common_shift(keys, expected, frequencies, most, rounds=rounds):
+        if lag := self._common_shift(keys, expected, rounds=rounds):
             return -lag
         if rounds and float(distance.median()) <= 2 * MOST_ROUNDED:  # above once, they are unknown
             return self._lag_above(record, reference, row)
@@ -291,14 +287,27 @@ class ExternalRun:
 
         The reference decodes from the same entries, so that its new keys are to be the same in every layer.
         """
-        most, frequencies = min(2 * self.situation.entries, _MOST_SHIFT), frequencies_of(self.adapter)
-        for layer in range(1, len(self.prompts.full)):
+        for layer in range(1, len(self.tracker.prompts.full)):
             expected = reference.new_entries(layer)[0]
             keys = first_of_groups(record.new_entries(layer), expected.shape[1])[0][row]
-            if lag := _common_shift(
-                keys, expected[row], frequencies, most, rounds=keys.shape[:2].numel() >= _ENOUGH_KEYS
-            ):
+            if lag := self._common_shift(keys, expected[row], rounds=keys.shape[:2].numel() >= _ENOUGH_KEYS):
                 return -lag
+        return 0.0
+
+    def _common_shift(
+        self, keys: Float[Tensor, "head new d_key"], expected: Float[Tensor, "head new d_key"], *, rounds: bool
+    ) -> float:
+        """Return the number of positions by which all keys are rotated too far; 0 where no single one explains them.
+
+        `rounds`: whether they may be rounded, too.
+        """
+        most, frequencies = min(2 * self.tracker.situation.entries, _MOST_SHIFT), frequencies_of(self.adapter)
+        for by_rounding in (False, True)[: 1 + rounds]:
+            shifts = excess_rotations(
+                keys.flatten(0, 1), expected.flatten(0, 1), frequencies, most, rounded=by_rounding
+            )
+            if shifts is not None and bool((shifts == shifts[0]).all()):
+                return float(shifts[0])
         return 0.0
 
     def _attended_layers(self, cache: Cache) -> Layers:
@@ -308,41 +317,38 @@ class ExternalRun:
         eviction reads the prompts once more and decodes a token, and they are those that the attention gets.
         """
         layers: Layers = []
-        hides = self.adapter.holds_latents or self._says_more_than_it_shows(cache)
+        entries = self.tracker.situation.entries
+        shows_fewer = min(self._layer_lengths(cache), default=entries) != entries
+        hides = self.adapter.holds_latents or (shows_fewer and self._said_length(cache) == entries)
         with suppress(UnreadableCacheError):
             layers = [] if self.adapter.holds_latents else layer_tensors(cache, self.places)
-            if layers and not _fit_full_cache(layers, self.prompts.full):
+            if layers and not _fit_full_cache(layers, self.tracker.prompts.full):
                 return layers
             distances = self.tracker.convention_distances(layers[0]) if layers and not hides else {}
             if distances and min(distances[IN_CACHE], distances[ORIGINAL]) <= distances[UNROTATED]:
                 return layers
         record = ForwardPass()
-        trial = self.eviction.read(self.adapter.model, self.situation.ids, self.situation.attention_mask)
+        trial = self.eviction.read(
+            self.adapter.model, self.tracker.situation.ids, self.tracker.situation.attention_mask
+        )
         with record_pass(self.adapter, record):
             self._logits(trial, 0, "decoding token 0")
-        if record.is_complete(len(self.prompts.full)):
-            seen = [record.previous_entries(layer) for layer in range(len(self.prompts.full))]
-            self.hides_all = all(keys.shape[2] == self.situation.entries for keys, _ in seen)
+        if record.is_complete(len(self.tracker.prompts.full)):
+            seen = [record.previous_entries(layer) for layer in range(len(self.tracker.prompts.full))]
+            self.hides_all = all(keys.shape[2] == self.tracker.situation.entries for keys, _ in seen)
             if hides and layers and not self.hides_all:  # it counts what went, too
                 return layers
             layers = seen
-            if _fit_full_cache(layers, self.prompts.full):
+            if _fit_full_cache(layers, self.tracker.prompts.full):
                 self._check_not_relative(layers[0])
         return layers
-
-    def _says_more_than_it_shows(self, cache: Cache) -> bool:
-        """Return whether a cache says that it holds all that was read, and shows fewer entries in some layer."""
-        lengths = self._layer_lengths(cache)
-        if min(lengths, default=self.situation.entries) == self.situation.entries:
-            return False
-        return self._said_length(cache) == self.situation.entries
 
     def _check_not_relative(self, layer: tuple[Tensor, Tensor]) -> None:
         """Raise UnreadableCacheError for first-layer keys that stand right before the new tokens, wherever these are.
 
         Such keys are much nearer to the full cache's at those places than at either convention's.
         """
-        situation, full = self.situation, self.prompts.full[0]
+        situation, full = self.tracker.situation, self.tracker.prompts.full[0]
         places = torch.arange(-layer[0].shape[2], 0, device=layer[0].device) + situation.positions(0)[0, 0]
         before, frequencies = situation.prompt_positions(), frequencies_of(self.adapter)
         (kept,) = match_at_zero([layer], [full], 0, situation.padding[0], before, frequencies, places)
@@ -360,22 +366,30 @@ class ExternalRun:
 
         Plain calls of a model count them so. Windows of layers that are not measured show it, too.
         """
-        padding = self.situation.padding[-1]
+        padding = self.tracker.situation.padding[-1]
 
         def distance(full: Layers, rest: UnmeasuredLayers) -> float:
-            return _key_distance(layers, full) + sum(window_distances(cache, rest, padding))
+            """Return how far windows and keys of the first layer, if any, are in the last row, the padded one."""
+            windows = sum(window_distances(cache, rest, padding))
+            try:
+                first = layers[0]
+                (kept,) = recover_positions(
+                    [first], [repeat_heads(full[0], first[0].shape[1])], row=len(full[0][0]) - 1
+                )
+            except (UnreadableCacheError, IndexError):
+                return windows
+            return float(torch.cat(kept.key_distance).sum()) + windows
 
-        if not padding or not (original := distance(self.prompts.full, self.prompts.rests[0])):
+        if not padding or not (original := distance(self.tracker.prompts.full, self.tracker.prompts.rests[0])):
             return
-        counted = replace(self.situation, counts_padding=True)
+        counted = replace(self.tracker.situation, counts_padding=True)
         read = read_prompts(self.adapter, counted)
         if distance(*read) < original:
-            self.situation, self.prompts = counted, prompt_entries(self.adapter, counted, read)
-            self.tracker = replace(self.tracker, situation=counted, full=self.prompts.full)
+            self.tracker.situation, self.tracker.prompts = counted, prompt_entries(self.adapter, counted, read)
 
     def _expect_keys_in_cache(self, layers: Layers) -> None:
         """Expect keys at 0, 1, … and new tokens after them where the user says so, or the first layer shows it."""
-        full, situation = self.prompts.full, self.situation
+        full, situation = self.tracker.prompts.full, self.tracker.situation
         fits = keys_can_move(self.adapter) and _fit_full_cache(layers, full)
         if self.settings.positions == ORIGINAL or not fits:
             return
@@ -384,9 +398,8 @@ class ExternalRun:
             before = situation.prompt_positions()
             rotation = situation.padding, before, frequencies_of(self.adapter)
             held = held_positions(match_all_at_zero(layers, full, *rotation))
-            self.original = self.prompts
-            self.prompts = move_to_cache_positions(self.adapter, held, self.prompts, situation, before)
-            self.tracker = replace(self.tracker, full=self.prompts.full, original=full)
+            self.tracker.original = self.tracker.prompts
+            self.tracker.prompts = move_to_cache_positions(self.adapter, held, self.tracker.prompts, situation, before)
             self._expect_new_tokens_after(layers[0][0].shape[2])
 
     def _check_layers(self, cache: Cache) -> None:
@@ -399,8 +412,10 @@ class ExternalRun:
         shown = [keys for keys in layers if isinstance(keys, Tensor) and keys.ndim == 4 and keys.numel()]
         if not shown or len(shown) < len(layers) or self.adapter.holds_latents:
             return
-        full = [repeat_heads(layer, keys.shape[1]) for layer, keys in zip(self.prompts.full, shown, strict=False)]
-        for row in range(self.situation.rows):
+        full = [
+            repeat_heads(layer, keys.shape[1]) for layer, keys in zip(self.tracker.prompts.full, shown, strict=False)
+        ]
+        for row in range(self.tracker.situation.rows):
             pair_layers(cache, full, row, self.places)
 
     def _entries_before(self, cache: Cache, chunk: int) -> int:
@@ -409,7 +424,7 @@ class ExternalRun:
         It is the number so far, those decoded since included. An eviction while decoding lowers it to what the cache
         holds where the keys stand at their places in the cache, or have no positions.
         """
-        so_far, lengths = int(self.situation.positions(chunk)[0, 0]), self._layer_lengths(cache)
+        so_far, lengths = int(self.tracker.situation.positions(chunk)[0, 0]), self._layer_lengths(cache)
         if not lengths or lengths[0] >= so_far:
             return so_far
         distances = self.tracker.convention_distances(layer_tensors(cache, self.places)[0])
@@ -421,7 +436,7 @@ class ExternalRun:
         `lengths` are the numbers of entries of the layers after the prompt was read.
         """
         self.failed = error
-        whole = [layer for layer, length in enumerate(lengths) if length == self.situation.entries]
+        whole = [layer for layer, length in enumerate(lengths) if length == self.tracker.situation.entries]
         if whole and len(whole) < len(lengths):
             self.failed_layer = whole[0]
             others = min(lengths)
@@ -438,12 +453,12 @@ class ExternalRun:
         Raises UnreadableCacheError where the pass was not made by the model's attention, or not of all new tokens at
         once.
         """
-        full, chunk = self.prompts.full, len(self.passes)
+        full, chunk = self.tracker.prompts.full, len(self.passes)
         if not record.is_complete(len(full)):
             raise UnreadableCacheError(
                 f"no keys to look at: the attention of the model was not used by {type(cache).__name__}'s decoding"
             )
-        given = self.situation.new_tokens(chunk).shape
+        given = self.tracker.situation.new_tokens(chunk).shape
         if (seen := record.query[0].shape[::2]) != given:  # (row, new), of the last call where there were several
             one, all_at_once = (f"{rows} × {tokens}" for rows, tokens in (seen, given))
             raise UnreadableCacheError(
@@ -465,14 +480,14 @@ class ExternalRun:
         Those of the new tokens, too, which may be rounded when they are written. Windows and states are of the plain
         model's own passes.
         """
-        passes, rest = list[ForwardPass](), self.prompts.rests[0]
+        passes, rest = list[ForwardPass](), self.tracker.prompts.rests[0]
         for chunk, (layers, attended) in enumerate(self.given):
             given = [(keys.to(self.adapter.device), values.to(self.adapter.device)) for keys, values in layers]
-            new = len(self.situation.chunks[chunk])
+            new = len(self.tracker.situation.chunks[chunk])
             before = [(keys[:, :, :-new], values[:, :, :-new]) for keys, values in given]
             cache = fill_cache(self.adapter, (before, rest))
             attend = masked_attention(self.adapter, attended, given=given)
-            passes.append(decode_chunk(self.adapter, cache, self.situation, chunk, attend))
+            passes.append(decode_chunk(self.adapter, cache, self.tracker.situation, chunk, attend))
             passes[-1].forget_entries()
             _, rest = read_contents(self.adapter, cache)
         return passes
@@ -493,39 +508,22 @@ class ExternalRun:
 
         Raises FailedError for an exception; its text begins with `what`, by default with what the chunk is.
         """
-        ids, decoded = self.situation.new_tokens(chunk), sum(map(len, self.situation.chunks[:chunk]))
+        ids, decoded = self.tracker.situation.new_tokens(chunk), sum(map(len, self.tracker.situation.chunks[:chunk]))
         what = what or ("a block of tokens" if ids.shape[1] > 1 else f"decoding token {decoded}")
         if self.eviction.decode is not None:
             return self.eviction.logits(self.adapter.model, cache, ids, decoded, what)
         hides: dict[str, Any] = {}
         with eviction_code(f"{what} raises"):  # the cache is not ours
-            entries, more = self.situation.entries + decoded, decoded + ids.shape[1]
+            entries, more = self.tracker.situation.entries + decoded, decoded + ids.shape[1]
             holds_all = set(self._layer_lengths(cache)) == {entries}
-            if any(self.situation.padding) and (holds_all or (self.hides_all and self._said_length(cache) == entries)):
-                hides = {"attention_mask": F.pad(self.situation.attention_mask, (0, more), value=1)}
+            if any(self.tracker.situation.padding) and (
+                holds_all or (self.hides_all and self._said_length(cache) == entries)
+            ):
+                hides = {"attention_mask": F.pad(self.tracker.situation.attention_mask, (0, more), value=1)}
             output = run_with_cache(
-                self.adapter.model, ids, cache, position_ids=self.situation.positions(chunk), **hides
+                self.adapter.model, ids, cache, position_ids=self.tracker.situation.positions(chunk), **hides
             )
         return output.logits  # type: ignore[no-any-return]
-
-
-def _common_shift(
-    keys: Float[Tensor, "head new d_key"],
-    expected: Float[Tensor, "head new d_key"],
-    frequencies: Tensor,
-    most: int,
-    *,
-    rounds: bool,
-) -> float:
-    """Return the number of positions by which all keys are rotated too far; 0 where no single one explains them.
-
-    `rounds`: whether they may be rounded, too.
-    """
-    for by_rounding in (False, True)[: 1 + rounds]:
-        shifts = excess_rotations(keys.flatten(0, 1), expected.flatten(0, 1), frequencies, most, rounded=by_rounding)
-        if shifts is not None and bool((shifts == shifts[0]).all()):
-            return float(shifts[0])
-    return 0.0
 
 
 def _may_round(entries: CacheEntries | None) -> bool:
@@ -558,16 +556,3 @@ def _fit_full_cache(layers: Layers, full: Layers) -> bool:
         keys.ndim == 4 and keys.shape[1] == known.shape[1] and 0 < keys.shape[2] <= known.shape[2]
         for (keys, _), (known, _) in zip(layers, full, strict=True)
     )
-
-
-def _key_distance(layers: Layers, full: Layers) -> float:
-    """Return the distance of the last row's keys from the full cache's in the first layer, summed over its entries.
-
-    The last row is the padded one. 0 for a cache without keys.
-    """
-    try:
-        first = layers[0]
-        (kept,) = recover_positions([first], [repeat_heads(full[0], first[0].shape[1])], row=len(full[0][0]) - 1)
-    except (UnreadableCacheError, IndexError):
-        return 0.0
-    return float(torch.cat(kept.key_distance).sum())

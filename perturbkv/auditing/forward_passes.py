@@ -184,7 +184,8 @@ def record_pass(adapter: Adapter, record: ForwardPass, attend: Attend | None = N
 
     def watch(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if id(module) not in measured:
-            record.hides_padding |= _differs_by_row(args[3])
+            allowed = boolean_mask(args[3])  # whether it hides from a row of the batch what the first row sees
+            record.hides_padding |= allowed is not None and bool((allowed[:1] & ~allowed).any())
             return stock(module, *args, **kwargs)
         layer = adapter.layer_of(module)
         record.query[layer], record.key[layer], record.value[layer], record.mask[layer] = args[:4]
@@ -234,12 +235,6 @@ def record_reading(adapter: Adapter) -> Iterator[list[ForwardPass]]:
     with intercept_attention(adapter, watch, keeps_others=True):
         yield calls
     is_open.clear()  # what was registered inside the block may call this one
-
-
-def _differs_by_row(mask: Tensor | None) -> bool:
-    """Return whether a mask hides from a row of the batch what the first row sees."""
-    allowed = boolean_mask(mask)
-    return allowed is not None and bool((allowed[:1] & ~allowed).any())
 
 
 def boolean_mask(

@@ -41,6 +41,7 @@ from perturbkv.auditing.positions import (
     held_positions,
     match_all_at_zero,
 )
+from perturbkv.auditing.reference import PromptEntries
 from perturbkv.cache.external_cache import NOWHERE, STRANGE_DISTANCE, Layers, RecoveredLayer, recover_positions
 from perturbkv.configs.audit_settings import IN_CACHE, ORIGINAL
 from perturbkv.errors import UnreadableCacheError
@@ -61,7 +62,7 @@ class EntryTracker:
     Attributes:
         adapter: the plain model.
         situation: the situation, with positions counted as the eviction counts them.
-        full: the plain model's entries of the prompts.
+        prompts: the plain model's entries of the prompts.
         masks: per forward pass and layer (row, kept_head, entry) True where an entry of a prompt, or one decoded
             before, is attended to; padding left out.
         first_matches: per row and layer the entries at the first pass.
@@ -69,8 +70,8 @@ class EntryTracker:
         first_entries: per layer the keys and values of the cache at the first pass.
         changed: per row, passes at which entries disappeared or reappeared.
         hidden: row, layer and kept_head -> entries of the prompt that the cache holds and a mask hides.
-        original: `full` with keys at the prompt's own positions, where `full` has them at places in the cache.
-        held: per pass the known entries that the cache holds, where keys of `full` are moved; else empty.
+        original: `prompts` with keys at the prompt's own positions, where `prompts` has them at places in the cache.
+        held: per pass the known entries that the cache holds, where keys of `prompts` are moved; else empty.
         keys_move: whether keys are moved to their places in the cache again after entries went while decoding.
         masks_itself: whether the eviction says that it masks entries instead of removing them.
         worse: row -> the first later pass and layer whose entries are much farther from the known ones than at first.
@@ -78,14 +79,14 @@ class EntryTracker:
 
     adapter: Adapter
     situation: Situation
-    full: Layers
+    prompts: PromptEntries
     masks: list[list[Tensor]] = field(default_factory=list)
     first_matches: list[list[RecoveredLayer]] = field(default_factory=list)
     attended: list[list[Tensor]] = field(default_factory=list)
     first_entries: Layers = field(default_factory=list)
     changed: list[list[int]] = field(default_factory=list)
     hidden: dict[tuple[int, int, int], set[int]] = field(default_factory=dict)
-    original: Layers | None = None
+    original: PromptEntries | None = None
     held: list[HeldPositions] = field(default_factory=list)
     keys_move: bool = False
     masks_itself: bool = False
@@ -99,12 +100,21 @@ class EntryTracker:
 
         Raises UnreadableCacheError where they cannot be matched.
         """
-        layers = range(len(self.full))
+        layers = range(len(self.prompts.full))
         entries = [record.previous_entries(layer) for layer in layers]
         attended, by_mask = zip(*(_attended_entries(record, layer) for layer in layers), strict=True)
-        if self._is_unchanged(entries, attended):
+        is_unchanged = bool(self._last) and all(map(torch.equal, attended, self._seen))
+        if is_unchanged and all(
+            torch.equal(tensor, previous) for layer, last in zip(entries, self._last, strict=True)
+            for tensor, previous in zip(layer, last, strict=True)
+        ):  # fmt: skip
             self.masks.append([F.pad(mask, (0, self._new_count), value=True) for mask in self.masks[-1]])
-            self.held += [self._append_new_positions(self.held[-1])] if self.held else []
+            if self.held:  # what was held before, then the new tokens
+                known = self._known_positions().shape[1]
+                added = torch.arange(known - self._new_count, known, device=entries[0][0].device)
+                self.held.append(
+                    [[[torch.cat([own, added]) for own in layer] for layer in row] for row in self.held[-1]]
+                )
         else:
             self._match(entries, attended, by_mask)
         self._decoded.append([record.new_entries(layer) for layer in layers])
@@ -117,15 +127,6 @@ class EntryTracker:
         """Number of new tokens in the last pass."""
         return int(self._decoded[-1][0][0].shape[2])
 
-    def _is_unchanged(self, entries: Layers, attended: Sequence[Tensor]) -> bool:
-        """Return whether all layers hold and show exactly the previous pass's entries and those of its new tokens."""
-        if not self._last or not all(map(torch.equal, attended, self._seen)):
-            return False
-        return all(
-            torch.equal(tensor, previous) for layer, last in zip(entries, self._last, strict=True)
-            for tensor, previous in zip(layer, last, strict=True)
-        )  # fmt: skip
-
     def _match(self, entries: Layers, attended: Sequence[Tensor], by_mask: Sequence[Tensor]) -> None:
         """Match all entries with those of the prompt and the decoded tokens, and add the masks of the pass.
 
@@ -134,13 +135,13 @@ class EntryTracker:
         """
         if len(heads := {keys.shape[1] for keys, _ in entries}) > 1:
             raise UnreadableCacheError(f"layers hold different numbers of heads: {', '.join(map(str, sorted(heads)))}")
-        known = self._all_entries(self.full, entries)
+        known = self._all_entries(self.prompts.full, entries)
         rows = [
             recover_positions(entries, known, row, padding, count_padding=True)
             for row, padding in enumerate(self.situation.padding)
         ]
         if self.original is not None:
-            rows = self._rematch_in_cache(self.original, entries, rows)
+            rows = self._rematch_in_cache(self.original.full, entries, rows)
         masks = []
         for layer, seen in enumerate(attended):
             by_row = [layers[layer] for layers in rows]
@@ -172,7 +173,10 @@ class EntryTracker:
 
     def convention_distances(self, layer: tuple[Tensor, Tensor]) -> dict[str, float]:
         """Return how far a first layer's keys, before the next pass, are from each convention of positions."""
-        fixed, known = (self._all_entries(full[:1], [layer])[0] for full in (self.full, self.original or self.full))
+        fixed, known = (
+            self._all_entries(full[:1], [layer])[0]
+            for full in (self.prompts.full, (self.original or self.prompts).full)
+        )
         rotation = self._known_positions(), self.situation.padding, frequencies_of(self.adapter)
         return convention_distances(layer, fixed, known, *rotation)
 
@@ -193,12 +197,6 @@ class EntryTracker:
                 rows, self.keys_move = match_all_at_zero(entries, known, *rotation), True
         self.held.append(held_positions(rows))
         return rows
-
-    def _append_new_positions(self, held: HeldPositions) -> HeldPositions:
-        """Return what is held after a pass, given what was held before it: the same, then the new tokens."""
-        known, new = self._known_positions().shape[1], self._new_count
-        added = torch.arange(known - new, known, device=self._decoded[-1][0][0].device)
-        return [[[torch.cat([own, added]) for own in layer] for layer in layers] for layers in held]
 
     def _known_positions(self) -> Int[Tensor, "row entry"]:
         """Return the positions of the prompts' tokens and of those decoded so far."""
@@ -284,10 +282,10 @@ class EntryComparison:
         padding: entries of padding before the row's prompt.
     """
 
-    def __init__(self, tracker: EntryTracker, row: int, floors: Float[Tensor, "kind layer"]) -> None:
+    def __init__(self, tracker: EntryTracker, row: int) -> None:
         self.tracker = tracker
         self.row = row
-        self.floors = floors
+        self.floors: Float[Tensor, "kind layer"] = tracker.prompts.floors
         self.layers: list[RecoveredLayer] = tracker.first_matches[row]
         self.attended: list[Tensor] = tracker.attended[row]
         self.padding: int = tracker.situation.padding[row]
@@ -303,19 +301,22 @@ class EntryComparison:
         for layer, entries in enumerate(self.layers):
             sets = []
             for head, (positions, seen) in enumerate(zip(entries.positions, self.attended[layer], strict=True)):
-                place = layer, head
+                place, both = (layer, head), (entries.key_distance[head], entries.value_distance[head])
                 matched = positions[seen & (positions != NOWHERE)]
                 in_prompt = (positions[seen & (positions >= self.padding)] - self.padding).sort().values
                 twice = in_prompt[1:][in_prompt[1:] == in_prompt[:-1]]
                 masked = self.tracker.hidden.get((self.row, *place), set())
                 sets.append(np.unique(in_prompt.cpu().numpy()))
-                padded[place] = int((self._are_padding(*place) & seen).sum())
-                zeros[place] = int((self._are_zero(*place) & seen & (positions == NOWHERE)).sum())
+                is_near = torch.maximum(*both) <= STRANGE_DISTANCE
+                padded[place] = int(((positions >= 0) & (positions < self.padding) & is_near & seen).sum())
+                own = [kind[self.row, head] for kind in self.tracker.first_entries[layer]]
+                nothing = ~torch.cat(own, dim=-1).any(dim=-1)
+                zeros[place] = int((nothing & seen & (positions == NOWHERE)).sum())
                 strangers[place] = int((positions[seen] == NOWHERE).sum()) - zeros[place]
                 duplicates[place] = len(matched) - len(set(matched.tolist()))
                 first_duplicate[place] = int(twice[0]) if len(twice) else -1
                 hidden[place], first_hidden[place] = len(masked), min(masked, default=-1)
-                distance[:, layer, head] = self._largest_distances(*place)
+                distance[:, layer, head] = [float(F.pad(one[seen], (0, 1)).amax()) for one in both]  # 0 of none
                 changes = [*self._changes(layer, head, distance[:, layer, head])]
                 if any(change.kind in ("row", "head", "mismatch") for change in changes):
                     strangers[place] = 0  # they are somebody's
@@ -332,23 +333,6 @@ class EntryComparison:
             changed=tuple(self.tracker.changed[self.row]), evicted=self.tracker.evicted_count(self.row, self.padding),
             evicted_new=self.tracker.evicted_count(self.row, self.tracker.situation.entries),
         )  # fmt: skip
-
-    def _are_padding(self, layer: int, head: int) -> Bool[Tensor, " entry"]:
-        """Return which entries of a head are padding's: matched with one of it, and near it."""
-        kept = self.layers[layer]
-        positions, distance = kept.positions[head], torch.maximum(kept.key_distance[head], kept.value_distance[head])
-        return (positions >= 0) & (positions < self.padding) & (distance <= STRANGE_DISTANCE)
-
-    def _are_zero(self, layer: int, head: int) -> Bool[Tensor, " entry"]:
-        """Return which entries of a head are nothing: neither key nor value."""
-        keys, values = (kind[self.row, head] for kind in self.tracker.first_entries[layer])
-        return ~(keys.any(dim=-1) | values.any(dim=-1))
-
-    def _largest_distances(self, layer: int, head: int) -> tuple[float, float]:
-        """Return the largest distance of a head's keys, and of its values; 0 where it attends to none."""
-        kept, seen = self.layers[layer], self.attended[layer][head]
-        keys, values = (F.pad(one[head][seen], (0, 1)).amax() for one in (kept.key_distance, kept.value_distance))
-        return float(keys), float(values)
 
     def _is_repeated(self, layer: int) -> bool:
         """Return whether a layer stores entries once per query head, with equal kept sets within each group."""
@@ -373,30 +357,20 @@ class EntryComparison:
             for kind in far:
                 explained = ((change, words) for change, words in self._explanations(layer, head, kind) if words)
                 change, words = next(explained, ("changed", "changed"))
-                what, first = f"{('keys', 'values')[kind]} {words}", self._first_changed(layer, head, [kind])
-                yield Alteration(layer, head, change, what, first)
-
-    def _first_changed(self, layer: int, head: int, kinds: Sequence[int]) -> int:
-        """Return the position in the prompt of the first entry that differs; −1 where none of those has a position.
-
-        `kinds` says whether by its key (0), its value (1), or either.
-        """
-        kept = self.layers[layer]
-        distances = [(kept.key_distance, kept.value_distance)[kind][head] / self.floors[kind, layer] for kind in kinds]
-        differs = torch.stack([~(distance <= FLOORS) for distance in distances]).any(dim=0)
-        positions = kept.positions[head][differs & self.attended[layer][head] & (kept.positions[head] >= self.padding)]
-        return int(positions.amin()) - self.padding if len(positions) else -1
+                kept, matched = self.layers[layer], self.layers[layer].positions[head]
+                in_floors = (kept.key_distance, kept.value_distance)[kind][head] / self.floors[kind, layer]
+                differs = ~(in_floors <= FLOORS) & self.attended[layer][head] & (matched >= self.padding)
+                first = int(matched[differs].amin()) - self.padding if bool(differs.any()) else -1
+                yield Alteration(layer, head, change, f"{('keys', 'values')[kind]} {words}", first)
 
     def _row_of_entries(self, layer: int, head: int) -> int | None:
         """Return the other row of the batch whose full cache holds all of a head's entries; None if there is none."""
         seen = self.attended[layer][head]
         keys, values = (kind[self.row, head, seen] for kind in self.tracker.first_entries[layer])
-        for row in range(self.tracker.situation.rows):
-            full = [self._full_entries(kind, layer, head, row) for kind in self.tracker.full[layer]]
-            if row == self.row:
-                continue
+        for row in (other for other in range(self.tracker.situation.rows) if other != self.row):
+            full = [self._full_entries(kind, layer, head, row) for kind in self.tracker.prompts.full[layer]]
             exact = all(are_among(own, known) for own, known in zip((keys, values), full, strict=True))
-            own_row = [self._full_entries(kind, layer, head) for kind in self.tracker.full[layer]]
+            own_row = [self._full_entries(kind, layer, head) for kind in self.tracker.prompts.full[layer]]
             together = [
                 torch.cat([kind.float() for kind in kinds], dim=-1) for kinds in ((keys, values), full, own_row)
             ]
@@ -412,7 +386,7 @@ class EntryComparison:
         seen = self.attended[layer][head]
         pairs = [
             (cached[self.row, head, seen], self._full_entries(full, layer, head))
-            for cached, full in zip(self.tracker.first_entries[layer], self.tracker.full[layer], strict=True)
+            for cached, full in zip(self.tracker.first_entries[layer], self.tracker.prompts.full[layer], strict=True)
         ]
         separate = [recover_positions([(own[None, None],) * 2], [(known[None, None],) * 2])[0] for own, known in pairs]
         of_keys, of_values = (kept.positions[0] for kept in separate)
@@ -447,7 +421,7 @@ class EntryComparison:
         seen = self.attended[layer][head]
         matched, own_entries = (matches >= 0) & seen, tracker.first_entries[layer][kind][self.row, head]
         entries, positions = own_entries[matched], matches[matched]
-        full, floor = tracker.full[layer][kind], float(self.floors[kind, layer])
+        full, floor = tracker.prompts.full[layer][kind], float(self.floors[kind, layer])
         if bool(own_entries[seen].isfinite().all()):
             yield "head", describe_head(own_entries[seen], full[self.row], self._full_head(full, layer, head))
         if not len(positions) or int(positions.amax()) >= full.shape[2]:
@@ -460,7 +434,7 @@ class EntryComparison:
         if kind == _KEYS:
             frequencies, index = frequencies_of(tracker.adapter), matched.nonzero().squeeze(-1)
             yield "rotation", describe_rotation(entries, own, places, frequencies, 2 * tracker.situation.entries)
-            before = self._full_entries((tracker.original or tracker.full)[layer][kind], layer, head)[positions]
+            before = self._full_entries((tracker.original or tracker.prompts).full[layer][kind], layer, head)[positions]
             yield (
                 "rotation",
                 describe_wrong_rotation(entries, before, places, index, frequencies, NEAR, base_of(tracker.adapter)),
@@ -472,7 +446,7 @@ class EntryComparison:
         yield "clipped", describe_clipping(entries, own)
         yield "scale", describe_rounded_scale(entries, own)
         both = [cached[self.row, head][matched] for cached in tracker.first_entries[layer]]
-        known = [self._full_entries(of_kind, layer, head) for of_kind in tracker.full[layer]]
+        known = [self._full_entries(of_kind, layer, head) for of_kind in tracker.prompts.full[layer]]
         if are_rounded(both, known, positions, kind, floor):
             yield "rounded", describe_rounding(entries, own)
             yield "quantised", describe_quantisation(entries, own, head_entries)

@@ -6,11 +6,11 @@ External kept sets are physically evicted, decoded and measured exactly as those
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from perturbkv.analyses.audit.audit import AuditLoss
@@ -84,49 +84,36 @@ def measure_kept_sets(
     return Trace.from_samples(config, measured, {**({MEASURED_LAYERS: layers} if layers else {}), **(attrs or {})})
 
 
-@dataclass(frozen=True)
-class LossComparison:
-    """The losses of an eviction's kept sets and of controls.
-
-    Attributes:
-        losses: the loss of the eviction, then those of the controls.
-        protected: numbers of first and of most recent entries that every kept set holds.
-        configs: the eviction's configuration, then the controls'.
-        protect_less: whether the controls protect less, as the budget would otherwise leave nothing to choose.
-    """
-
-    losses: tuple[AuditLoss, ...]
-    protected: tuple[int, int]
-    configs: tuple[EvictionConfig, ...]
-    protect_less: bool = False
-
-
 def protected_counts(kept: Sequence[Sets], tokens: Sequence[int]) -> tuple[int, int]:
     """Return the numbers of first and of most recent entries that all kept sets of all prompts contain.
 
     `tokens` are the lengths of the prompts. 0 and 0 without kept sets.
     """
-    firsts, lasts = [], []
-    for sets, n in zip(kept, tokens, strict=True):
-        for positions in (one for layer in sets for one in layer):
-            firsts.append(count_without_gap(positions))
-            lasts.append(count_without_gap(n - 1 - positions[::-1]))  # counted from the end
-    return min(firsts, default=0), min(lasts, default=0)
+    every = [(positions, n) for sets, n in zip(kept, tokens, strict=True) for layer in sets for positions in layer]
+    first = min((count_without_gap(positions) for positions, _ in every), default=0)
+    recent = min((count_without_gap(n - 1 - positions[::-1]) for positions, n in every), default=0)  # from the end
+    return first, recent
 
 
 def measure_losses(
     adapter: Adapter, prompts: Sequence[Prompt], kept: Sequence[Sets], resources: Resources
-) -> LossComparison:
-    """Return the losses of kept sets and of control configurations at the first decoding step, means over prompts."""
+) -> dict[str, Any]:
+    """Return the losses of kept sets and of control configurations at the first decoding step, means over prompts.
+
+    They are in fields of `Audit`, with what controls protect and their configurations.
+    """
     tokens = [len(prompt.token_ids) for prompt in prompts]
     protected, budget = protected_counts(kept, tokens), _mean_budget(kept, tokens)
     external = external_configuration("audited", budget)
     controls, protect_less = _controls(budget, protected, min(tokens))
-    masks = [{external: _masks(sets, n)} for sets, n in zip(kept, tokens, strict=True)]
+    masks = [{external: masks_of(sets, n)} for sets, n in zip(kept, tokens, strict=True)]
     trace = measure_kept_sets(adapter, prompts, masks, controls, resources)
     names = (OWN, *(config.selection.name for config in controls))
-    losses = tuple(_loss(trace, index, name) for index, name in enumerate(names))
-    return LossComparison(losses, protected, (external, *controls), protect_less)
+    return {
+        "losses": tuple(_loss(trace, index, name) for index, name in enumerate(names)),
+        "configs": (external, *controls), "protected_first": protected[0], "protected_recent": protected[1],
+        "controls_protect_less": protect_less,
+    }  # fmt: skip
 
 
 def _mean_budget(kept: Sequence[Sets], tokens: Sequence[int]) -> int | float:
@@ -144,8 +131,8 @@ def _mean_budget(kept: Sequence[Sets], tokens: Sequence[int]) -> int | float:
 def _controls(budget: float, protected: tuple[int, int], tokens: int) -> tuple[tuple[EvictionConfig, ...], bool]:
     """Return control configurations of equal budget and protection, and whether their protection had to be reduced.
 
-    `budget` is in entries (an int) or a share of the prompt, `protected` as in `LossComparison`, `tokens` the length of
-    the shortest prompt. There are no controls for a budget of a single entry.
+    `budget` is in entries (an int) or a share of the prompt, `protected` as in `protected_counts`, `tokens` the length
+    of the shortest prompt. There are no controls for a budget of a single entry.
     """
     most = budget if isinstance(budget, int) else int(budget * tokens)
     first, recent = protected
@@ -163,15 +150,10 @@ def _controls(budget: float, protected: tuple[int, int], tokens: int) -> tuple[t
     return tuple(map(normalise, configs)), protect_less
 
 
-def _masks(sets: Sets, tokens: int) -> list[Tensor]:
-    """Return the kept sets as one mask (kv_head, key) per layer, for a prompt of `tokens` tokens."""
-    masks = []
-    for layer in sets:
-        mask = torch.zeros(len(layer), tokens, dtype=torch.bool)
-        for row, positions in zip(mask, layer, strict=True):
-            row[torch.from_numpy(positions)] = True
-        masks.append(mask)
-    return masks
+def masks_of(sets: Sets, tokens: int) -> list[Bool[Tensor, "kept_head key"]]:
+    """Return the kept sets as one mask per layer, for a prompt of `tokens` tokens."""
+    places = np.arange(tokens)
+    return [torch.from_numpy(np.stack([np.isin(places, positions) for positions in layer])) for layer in sets]
 
 
 def _loss(trace: Trace, config: int, name: str) -> AuditLoss:

@@ -24,9 +24,9 @@ from torch import Tensor
 from perturbkv.analyses.audit.audited_runs import AuditedRun, DecodingStep
 from perturbkv.analyses.audit.cache_entries import CacheEntries, Integers
 from perturbkv.auditing.forward_passes import Situation
+from perturbkv.auditing.loss import masks_of
 from perturbkv.auditing.reference import decode, decode_greedily, logits_distance, noise_floors, prompt_entries
 from perturbkv.auditing.unmeasured import fill_cache, measured_numbers
-from perturbkv.cache.external_cache import Layers
 from perturbkv.configs.audit_settings import KEPT_FILE
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ConfigError, UnreadableCacheError
@@ -150,9 +150,20 @@ def _parse_logits(values: Any) -> NDArray[np.float64] | None:
 def _read_npz(path: Path) -> Mapping[str, Any]:
     """Return the arrays of an .npz file, with `layer_0_head_0` and so on collected as positions under `kept`.
 
-    Raises ValueError where there are no positions, or where those of a layer or head are missing.
+    Raises ValueError for any other file, for one too large when unpacked, and where there are no positions, or those of
+    a layer or head are missing.
     """
-    arrays = _read_arrays(path)
+    try:
+        with zipfile.ZipFile(path) as packed:
+            size = sum(member.file_size for member in packed.infolist())
+        if size > KEPT_FILE.max_bytes:
+            raise ValueError(f"it unpacks to {size:,} bytes, more than {KEPT_FILE.max_bytes // MIB:,} MiB")
+        with np.load(path, allow_pickle=False) as file:
+            if twice := [name for name, count in Counter(file.files).items() if count > 1]:
+                raise ValueError(f"the array '{twice[0]}' is there twice")
+            arrays = {name: file[name] for name in file.files}
+    except _READ_ERRORS as error:
+        raise ValueError(f"no .npz file of numbers ({error})") from None
     names = {tuple(map(int, match.groups())): name for name in arrays if (match := _KEPT.fullmatch(name))}
     _check_known([name for name in arrays if name not in names.values()], _MORE, "layer_0_head_0, …")
     heads = Counter(layer for layer, _ in names)
@@ -162,21 +173,6 @@ def _read_npz(path: Path) -> Mapping[str, Any]:
     if not kept or not all(kept):
         raise ValueError("expected layer_0_head_0 and every layer and head behind it")
     return {**arrays, "kept": tuple(map(tuple, kept))}
-
-
-def _read_arrays(path: Path) -> dict[str, NDArray[Any]]:
-    """Return the arrays of an .npz file. Raises ValueError for any other file, and for one too large when unpacked."""
-    try:
-        with zipfile.ZipFile(path) as packed:
-            size = sum(member.file_size for member in packed.infolist())
-        if size > KEPT_FILE.max_bytes:
-            raise ValueError(f"it unpacks to {size:,} bytes, more than {KEPT_FILE.max_bytes // MIB:,} MiB")
-        with np.load(path, allow_pickle=False) as file:
-            if twice := [name for name, count in Counter(file.files).items() if count > 1]:
-                raise ValueError(f"the array '{twice[0]}' is there twice")
-            return {name: file[name] for name in file.files}
-    except _READ_ERRORS as error:
-        raise ValueError(f"no .npz file of numbers ({error})") from None
 
 
 def _check_known(names: Iterable[str], known: Sequence[str], positions: str = "") -> None:
@@ -242,7 +238,10 @@ def _compare_logits(
         decoded, read = decode_greedily(adapter, ids, len(logits))
     single = Situation("single", ids.unsqueeze(0), torch.ones_like(ids).unsqueeze(0), torch.split(decoded, 1))
     prompts = prompt_entries(adapter, single, read)
-    kept = _masks(file, single, prompts.full)
+    first = [mask.to(adapter.device).unsqueeze(0) for mask in masks_of(file.kept, len(ids))]
+    kept = [
+        [F.pad(mask, (0, step), value=True) for mask in first] for step in range(len(decoded))
+    ]  # what is attended to
     passes = list(decode(adapter, fill_cache(adapter, prompts.readings[0]), single, kept))
     noise = float(noise_floors(adapter, passes, prompts, single, kept).logits)
     steps = []
@@ -257,14 +256,3 @@ def _compare_logits(
             )
         )  # fmt: skip
     return tuple(steps)
-
-
-def _masks(file: KeptFile, single: Situation, full: Layers) -> list[list[Tensor]]:
-    """Return a mask (1, kept_head, entry) per pass and layer: the file's positions and all tokens decoded since."""
-    first = []
-    for sets, (keys, _) in zip(file.kept, full, strict=True):
-        mask = torch.zeros(1, len(sets), keys.shape[2], dtype=torch.bool, device=keys.device)
-        for head, positions in enumerate(sets):
-            mask[0, head, torch.from_numpy(positions).to(keys.device)] = True
-        first.append(mask)
-    return [[F.pad(mask, (0, step), value=True) for mask in first] for step in range(len(single.chunks))]

@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from perturbkv.analyses.audit.cache_entries import FLOORS, MOST_ROUNDED, Alteration
 from perturbkv.auditing.changes import are_among
 from perturbkv.auditing.forward_passes import ForwardPass, Situation, sees_otherwise
 from perturbkv.auditing.reference import PromptEntries, as_given, entry_distances, read_prompts
-from perturbkv.auditing.unmeasured import Reading
 from perturbkv.cache.external_cache import Layers
 from perturbkv.cache.model_state import ModelState
 from perturbkv.models.adapter import Adapter
@@ -68,14 +67,22 @@ def reading_of(
     is_cut = any(
         min(call.entries.values()) < first + count for call, first, count in zip(calls, starts, new, strict=True)
     )
-    stored = [_joined([call.new_entries(layer) for call in calls]) for layer in range(len(full))]
+    parts = [[call.new_entries(layer) for call in calls] for layer in range(len(full))]
+    stored = [
+        (torch.cat([keys for keys, _ in layer], dim=2), torch.cat([values for _, values in layer], dim=2))
+        for layer in parts
+    ]
     if (not is_cut and _are_near(stored, full, prompts, situation, FLOORS)) or (len(calls) > 1 and any(padding)):
         return plain
     if not all(_holds_earlier(call, start, stored) for call, start in zip(calls, starts, strict=True)):
         return plain
     present = ModelState.capture(adapter.model)
     before.restore()
-    (read, rest), (other, other_rest) = (_read_given(adapter, situation, calls, kernel) for kernel in (None, "eager"))
+    # what the model makes of each token, given what was stored before it
+    attends = [partial(_attend_to_given, adapter, call, situation) for call in calls]
+    (read, rest), (other, other_rest) = (
+        read_prompts(adapter, situation, new, kernel, attends) for kernel in (None, "eager")
+    )
     present.restore()
     if not _are_near(stored, read, prompts, situation):
         return plain
@@ -84,11 +91,6 @@ def reading_of(
         parts=len(calls) if is_cut else 1,
         rounded=not _are_near(stored, read, prompts, situation, FLOORS),
     )
-
-
-def _joined(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return keys and values of a layer's parts behind each other."""
-    return torch.cat([keys for keys, _ in parts], dim=2), torch.cat([values for _, values in parts], dim=2)
 
 
 def _are_near(layers: Layers, known: Layers, prompts: PromptEntries, situation: Situation, floors: int = 0) -> bool:
@@ -115,25 +117,13 @@ def _holds_earlier(call: ForwardPass, first: int, stored: Layers) -> bool:
     )
 
 
-def _read_given(
-    adapter: Adapter, situation: Situation, calls: Sequence[ForwardPass], kernel: str | None = None
-) -> Reading:
-    """Return what the plain model's cache holds after it has read the prompts as `calls` read them.
-
-    It reads as many tokens at once, its attention gets the keys and values that theirs got, and every token sees all of
-    them but padding and later tokens. So an entry is what the plain model makes of what was stored before it.
-    """
-    attends = [partial(_attend_to_given, adapter, call, situation) for call in calls]
-    return read_prompts(adapter, situation, [call.query[0].shape[2] for call in calls], kernel, attends)
-
-
 def _attend_to_given(
     adapter: Adapter, call: ForwardPass, situation: Situation, layer: int,
     stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any,
 ) -> Any:  # fmt: skip
     """Call the attention with the keys and values of another call, all visible but padding and later tokens.
 
-    A call of a part has no padding.
+    So an entry is what the plain model makes of what was stored before it. A call of a part has no padding.
     """
     query, _, _, _, *others = args
     key, value, new = call.key[layer], call.value[layer], query.shape[2]

@@ -46,7 +46,11 @@ def read_contents(adapter: Adapter, cache: Cache) -> Reading:
     """
     if adapter.holds_latents:
         rest = {index: copy.deepcopy(layer) for index, layer in enumerate(cache.layers)}
-        return expanded_entries(adapter, cache), rest
+        record, rows = ForwardPass(), len(adapter.cache_layer(cache, 0).keys)
+        token = torch.zeros(rows, 1, dtype=torch.int64, device=adapter.device)
+        with record_pass(adapter, record):
+            run_with_cache(adapter.model, token, copy.deepcopy(cache), logits_to_keep=1)
+        return [record.previous_entries(layer) for layer in range(len(adapter.layers))], rest
     measured, rest = {adapter.layer_indices[layer]: adapter.cache_layer(cache, layer) for layer in adapter.holders}, {}
     for index, facts in enumerate(adapter.facts.layers[: len(cache.layers)]):
         if index not in measured or facts.state:
@@ -56,15 +60,6 @@ def read_contents(adapter: Adapter, cache: Cache) -> Reading:
             rest[index] = copy.deepcopy(layer)
     entries = [(layer.keys, layer.values) for layer in measured.values()]
     return [entries[owner] for owner in adapter.owners], rest
-
-
-def expanded_entries(adapter: Adapter, cache: Cache) -> Layers:
-    """Return the keys and values that the plain model's attention gets of a cache of latents, which stays as it is."""
-    record, rows = ForwardPass(), len(adapter.cache_layer(cache, 0).keys)
-    token = torch.zeros(rows, 1, dtype=torch.int64, device=adapter.device)
-    with record_pass(adapter, record):
-        run_with_cache(adapter.model, token, copy.deepcopy(cache), logits_to_keep=1)
-    return [record.previous_entries(layer) for layer in range(len(adapter.layers))]
 
 
 def fill_cache(adapter: Adapter, reading: Reading) -> Cache:

@@ -15,7 +15,6 @@ import torch
 from scipy.linalg import hadamard
 
 from perturbkv.api.auditing import audit_dump
-from perturbkv.auditing.dumps import llamacpp
 from perturbkv.auditing.dumps.llamacpp import TYPES, StorageForm, read_slot
 from perturbkv.configs.audit_settings import is_slot
 from perturbkv.errors import PerturbkvError, UnreadableCacheError
@@ -241,10 +240,10 @@ def test_rounding_to_a_type_is_that_of_its_slot() -> None:
         np.testing.assert_allclose(found.transpose(0, 1).numpy(), expected, atol=1e-5)
 
 
-def test_readings_of_a_type_that_rounds_nothing_are_the_plain_model() -> None:
-    exact = [(StorageForm(CODES["f32"]),) * 2] * LAYERS
+def test_readings_of_a_type_that_rounds_nothing_are_the_plain_model(tmp_path: Path) -> None:
+    exact = read_slot(Made("f32", "f32", transposed=True).write(tmp_path / "slot.bin"), model().config)
     with torch.inference_mode():
-        for reading in llamacpp.rounded_entries(model(), IDS, exact, flash=False):
+        for reading in exact.rounded_entries(model(), IDS):
             for (keys, values), (plain_keys, plain_values) in zip(reading, entries(), strict=True):
                 np.testing.assert_allclose(keys[0].transpose(0, 1), plain_keys, atol=1e-5)
                 np.testing.assert_allclose(values[0].transpose(0, 1), plain_values, atol=1e-5)

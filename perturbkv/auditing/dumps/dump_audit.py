@@ -131,7 +131,7 @@ def audit_dump(
     cut = {request.request: request.kept for request in audit.requests if request.kept}
     if losses and cut and not any(fault.kind != "decoding" for fault in audit.faults):
         measured = measure_losses(adapter, [prompts[name] for name in cut], list(cut.values()), resources)
-        audit = replace(audit, losses=measured.losses)
+        audit = replace(audit, losses=measured["losses"])
     return audit
 
 
@@ -184,11 +184,6 @@ class _ReadScale:
 
     layer: int | None
     kinds: tuple[int, ...]
-
-    def words(self) -> str:
-        """Return what was read, and with whose scale."""
-        what = " and ".join(("keys", "values")[kind] for kind in self.kinds)
-        return f"{what} without a scale" if self.layer is None else f"{what} with layer {self.layer}'s scale"
 
     def ratios(self, scales: Mapping[int, tuple[Tensor, Tensor]], layer: int) -> tuple[Tensor, Tensor]:
         """Return what a layer's keys and values are read as too large by; `scales` are those of the dump, by layer."""
@@ -320,11 +315,17 @@ class _DumpComparison:
         layer, plain = self.dump.layer(index), self.plain.layer(index)
         explained = self._explained_distances(layer)
         if index == 0:
-            self._examine_first_layer(layer)
+            dtypes = {dtype_name(tensor.dtype) for tensors in layer.tensors for tensor in tensors}
+            self.stored = self.dump.dtype or ", ".join(sorted(dtypes))
+            if layer.block_tensors:
+                every = [self.plain.layer(other) for other in range(self.dump.layers)]
+                self.faults += self.reader.recognise_layout(layer, every)
             self.coarse = any(explained) or bool(self.plain.expected)
             self._read_again(self.requests if any(explained) else [])
         stored = self._entries(index, layer)
-        typical = self._typical_distances(index, explained)
+        rounded = (self.plain.expected_distance(index, kind) or 0.0 for kind in range(2))
+        floors = (self.floors_allowed * float(floor) for floor in self.plain.floors[index])
+        typical = [max(three) for three in zip(explained, rounded, floors, strict=True)]  # what explains a distance
         references = self._nearest_references(index, stored, plain, typical)
         truncated = self._record_rounding(layer, index, stored, references, explained)
         entries, scaled = self._divide_by_factors(index, layer, stored, references, truncated)
@@ -334,19 +335,20 @@ class _DumpComparison:
         # rounding towards zero moves numbers twice as far as rounding to the nearest
         explained = (explained[0] * (1 + truncated[0]), explained[1] * (1 + truncated[1]))
         limits = self._layer_limits(index, median_distances(list(measured.values())), explained)
+        nearest = sorted({*range(self.dump.layers)} - {index}, key=lambda other: (abs(other - index), other))
         reference = LayerReference(
             references, {name: self._known(name, index, full) for name, full in plain.items()},
             frozenset(request.id for request in self.dump.requests if request.finished),
-            lambda: self._other_layers(index), self.adapter.frequencies,
+            lambda: ((other, self.plain.layer(other)) for other in nearest), self.adapter.frequencies,
             lambda block: self.reader.alternatives(layer, block), layer.largest,
         )  # fmt: skip
-        others = []
+        right = []
         for name, own in entries.items():
             allowed = self.plain.limits(name, index, limits, own.positions)
             far = allowed.differing_entries(own, measured[name])
             if bool(far.any()) and (raised := self.plain.raised_limits(name, index, limits, own, measured[name])):
                 allowed, far = raised, raised.differing_entries(own, measured[name])
-            others.append(replace(measured[name], present=measured[name].present & ~far.any(dim=0)))
+            right.append(replace(measured[name], present=measured[name].present & ~far.any(dim=0)))
             request = self.requests[name]
             if request.differing:
                 faultless = request.known(index, plain[name], faultless=True)
@@ -363,22 +365,13 @@ class _DumpComparison:
             request.perturbations.append(self._output_perturbation(name, index, stored[name], plain[name]))
             if bool(far.any()):
                 self._read_faults(request, index, own, references[name], differing, limits.together[0])
-        self._record_coarse(index, others)
+        self._record_coarse(index, right)
         if layer.earlier_rounding:
             self.faults.append(DumpFault("", "rounded", " and ".join(layer.earlier_rounding), layers=(index,)))
 
     def _known(self, name: str, index: int, plain: Pair) -> list[Pair]:
         """Return what is known of a request's keys and values in a layer, the plain model's first."""
         return self.requests[name].known(index, plain) if name in self.requests else [plain]
-
-    def _examine_first_layer(self, layer: LayerDump) -> None:
-        """Find the dump's types and layout."""
-        dtypes = {dtype_name(tensor.dtype) for tensors in layer.tensors for tensor in tensors}
-        self.stored = self.dump.dtype or ", ".join(sorted(dtypes))
-        if layer.block_tensors:
-            self.faults += self.reader.recognise_layout(
-                layer, [self.plain.layer(index) for index in range(self.dump.layers)]
-            )
 
     def _read_again(self, names: Iterable[str]) -> None:
         """Recompute requests, unless done before, with the dumped entries in place of the model's own.
@@ -392,8 +385,10 @@ class _DumpComparison:
             layer = self.dump.layer(index)
             entries = self._entries(index, layer)
             for request in requests:
-                tokens = len(request.request.token_ids)
-                request.stored.add(arrange_by_token(entries[request.request.id], tokens, like), layer)
+                own, tokens = entries[request.request.id], len(request.request.token_ids)
+                request.stored.layers.append(arrange_by_token(own, tokens, like))
+                request.stored.scales.append(layer.scales)
+                request.stored.dtype = layer.tensors[0][0].dtype
         for request in requests:
             self._read(request)
 
@@ -403,7 +398,7 @@ class _DumpComparison:
         """Read a request's tokens from its dumped entries, computed as told, and record the reading."""
         cache = StoredCache(request.stored, request.replaced if faultless else {}, computation or Computation())
         with computation.attention(self.adapter) if computation else nullcontext():
-            logprobs = token_logprobs(self.adapter, request.request.token_ids, cache=cache).values
+            logprobs = token_logprobs(self.adapter, request.request.token_ids, cache=cache)[0]
         layers = [cache.computed_entries(index) for index in range(self.dump.layers)]
         request.readings.append(_Reading(layers, logprobs, faultless))
         return request.readings[-1]
@@ -439,9 +434,9 @@ class _DumpComparison:
             self._read(request, faultless=True)
 
     def _faulty_layers(self, index: int) -> Iterator[tuple[frozenset[int], bool]]:
-        """Yield layers that compute otherwise, this one or all from it on, and whether attention reads no rounding."""
-        for layers in (frozenset({index}), frozenset(range(index, self.dump.layers))):
-            yield from ((layers, copied) for copied in ((False, True) if self.coarse else (False,)))
+        """Return layers that compute otherwise, this one or all from it on, and whether attention reads no rounding."""
+        layers = frozenset({index}), frozenset(range(index, self.dump.layers))
+        return product(layers, (False, True) if self.coarse else (False,))
 
     def _find_computation(
         self,
@@ -551,7 +546,9 @@ class _DumpComparison:
             if int(left.sum()) > _UNEXPLAINED * int(far.sum()):
                 request.readings = readings
                 return ""
-        return f"layer {below} read its {source.words()}"
+        what = " and ".join(("keys", "values")[kind] for kind in source.kinds)
+        whose = "out a" if source.layer is None else f" layer {source.layer}'s"
+        return f"layer {below} read its {what} with{whose} scale"
 
     def _share_of_equal(
         self,
@@ -665,15 +662,12 @@ class _DumpComparison:
         """Yield a fault for keys, or values, of each layer that were multiplied by a constant, with its owner."""
         owner = self._owner_of_all()
         for (index, kind), factor in self.factors.items():
-            words = owner or f"multiplied by {factor:.2g}{self._owner_of_one(index, kind)}"
+            scales = [both[kind] for both in self._scales.values()]
+            same = [layer for layer, scale in enumerate(scales) if torch.equal(scale, scales[index])]
+            right = [layer for layer in same if (layer, kind) not in self.factors]
+            whose = f", their scale is layer {right[0]}'s" if len(right) == 1 and len(same) < len(scales) else ""
+            words = owner or f"multiplied by {factor:.2g}{whose}"
             yield DumpFault("", "scale", f"all {('keys', 'values')[kind]} {words}", layers=(index,))
-
-    def _owner_of_one(self, index: int, kind: int) -> str:
-        """Return in words the one right layer with the scale that the dump gives a layer's keys or values, if any."""
-        scales = [both[kind] for both in self._scales.values()]
-        same = [layer for layer, scale in enumerate(scales) if torch.equal(scale, scales[index])]
-        right = [layer for layer in same if (layer, kind) not in self.factors]
-        return f", their scale is layer {right[0]}'s" if len(right) == 1 and len(same) < len(scales) else ""
 
     def _owner_of_all(self) -> str:
         """Return in words where the scales come from that all wrong keys and values were multiplied by.
@@ -756,12 +750,6 @@ class _DumpComparison:
         keys, values = (max(*named, *(explained_distance(one.dtype) for one in tensors)) for tensors in layer.tensors)
         return keys if keys > model else 0.0, values if values > model else 0.0
 
-    def _typical_distances(self, index: int, explained: Sequence[float]) -> list[float]:
-        """Return the distances of a layer's keys and values that floors, types or the engine's rounding explain."""
-        expected = (self.plain.expected_distance(index, kind) or 0.0 for kind in range(2))
-        floors = (self.floors_allowed * float(floor) for floor in self.plain.floors[index])
-        return [max(three) for three in zip(explained, expected, floors, strict=True)]
-
     def _output_perturbation(self, name: str, index: int, own: Entries, full: Pair) -> Floats:
         """Return the relative perturbation (head,) of the last token's outputs by the dumped entries.
 
@@ -778,12 +766,6 @@ class _DumpComparison:
         )
         moved = (dumped - plain).abs().sum(dim=-1) / plain.abs().sum(dim=-1)
         return moved.nan_to_num(nan=torch.inf, posinf=torch.inf).cpu().numpy()
-
-    def _other_layers(self, index: int) -> Iterator[tuple[int, Mapping[str, Pair]]]:
-        """Yield (index, entries) of the other layers of the plain model, the nearest first."""
-        for other in sorted(range(self.dump.layers), key=lambda layer: abs(layer - index)):
-            if other != index:
-                yield other, self.plain.layer(other)
 
     def result(self) -> DumpAudit:
         """Return the audit of all layers."""
@@ -849,8 +831,8 @@ class _DumpComparison:
             return np.nan, np.nan, 0
         engine = torch.tensor([request.logprobs[index] for index in given], dtype=torch.float64)
         told = [token_logprobs(self.adapter, request.token_ids, parts) for parts in _PARTS]
-        plain, *others = (one.values[given] for one in told)
-        floor = max(_LEAST_LOGPROB_FLOOR, told[0].rounding, *(float((plain - other).abs().amax()) for other in others))
+        plain, *others = (values[given] for values, _ in told)
+        floor = max(_LEAST_LOGPROB_FLOOR, told[0][1], *(float((plain - other).abs().amax()) for other in others))
         model = torch.stack([plain, *(one.logprobs[given] for one in comparison.readings)])
         above, below = engine - model.amax(dim=0), model.amin(dim=0) - engine
         distances = torch.maximum(above, below).clamp(min=0).nan_to_num(torch.inf)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product, starmap
 from typing import Self
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from perturbkv.analyses.audit.dump_verdict import DumpFault
 from perturbkv.auditing.changes import round_towards_zero
-from perturbkv.auditing.dumps.dump_file import REMOVED, Dump, LayerDump, Request, of_heads
+from perturbkv.auditing.dumps.dump_file import REMOVED, Dump, LayerDump, Request, machine_epsilon, of_heads
 from perturbkv.auditing.dumps.layouts import Layout, candidates, reorderings
 from perturbkv.auditing.reference import entry_distances
 from perturbkv.cache.external_cache import NOWHERE, recover_positions
@@ -280,10 +281,8 @@ def coarser_type_of(layer: LayerDump, kind: int) -> str:
     numbers = torch.cat([tensor[tensor != 0] for tensor in tensors])
     if tensors[0].dtype.itemsize != 2 or not len(numbers):
         return ""
-    for dtype in _FEWER_BITS:
-        if bool((numbers.float().to(dtype).float() == numbers.float()).float().mean() > _NEARLY_ALL):
-            return dtype_name(dtype)
-    return ""
+    shares = {dtype: (numbers.float().to(dtype).float() == numbers.float()).float().mean() for dtype in _FEWER_BITS}
+    return next((dtype_name(dtype) for dtype, share in shares.items() if bool(share > _NEARLY_ALL)), "")
 
 
 def is_complete(entries: Entries, tokens: int) -> bool:
@@ -299,11 +298,8 @@ def explained_distance(dtype: torch.dtype | str) -> float:
     """
     name = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
     in_torch = getattr(torch, _ALIASES.get(name.lower(), name.lower()), None)
-    if isinstance(in_torch, torch.dtype):
-        try:
-            return _ROUNDING * torch.finfo(in_torch).eps
-        except (TypeError, NotImplementedError):  # a type of whole numbers: its bits count
-            pass
+    if isinstance(in_torch, torch.dtype) and machine_epsilon(in_torch):  # of whole numbers the bits count
+        return _ROUNDING * machine_epsilon(in_torch)
     bits = _IN_NAME.search(name.lower())
     return _BITS[int(bits[1])] if bits else 0.0
 
@@ -339,11 +335,19 @@ class DumpReader:
     def _request_entries(
         self, request: Request, layer: LayerDump, blocks: Pair | None, plain: Mapping[str, Pair]
     ) -> Entries:
-        """Return a request's entries in one layer, from its blocks (block, token, head, dim) or its rows."""
+        """Return a request's entries in one layer, from its blocks (block, token, head, dim) or its rows.
+
+        The tokens that rows stand for are found by their content where they are not told.
+        """
         if request.blocks is None or blocks is None:
             keys, values, positions = layer.rows[request.id]
             if positions is None:
-                positions = self._find_positions((keys, values), plain[request.id])
+                known = plain[request.id]
+                own, full = (tuple(part.unsqueeze(0).float() for part in pair) for pair in ((keys, values), known))
+                (kept,) = recover_positions([(own[0], own[1])], [(full[0], full[1])])
+                positions = torch.stack(list(kept.positions))  # of entries of no token, their place
+                in_order = torch.arange(positions.shape[1]).expand_as(positions).clamp(max=known[0].shape[1] - 1)
+                positions = torch.where(positions == NOWHERE, in_order, positions)
             nowhere = torch.full((keys.shape[1],), REMOVED)
             return Entries(keys.float(), values.float(), positions, nowhere)
         tokens, size = len(request.token_ids), self.dump.block_size
@@ -356,14 +360,6 @@ class DumpReader:
         positions = torch.where(ids != REMOVED, places, REMOVED).expand(self.dump.kv_heads, -1)
         return Entries(keys, values, positions, ids, size)
 
-    def _find_positions(self, own: Pair, plain: Pair) -> Int[Tensor, "kv_head entry"]:
-        """Return the tokens that rows stand for, found by their content; of those of no token, their place."""
-        matched = [tuple(part.unsqueeze(0).float() for part in pair) for pair in (own, plain)]
-        (kept,) = recover_positions([(matched[0][0], matched[0][1])], [(matched[1][0], matched[1][1])])
-        positions = torch.stack(list(kept.positions))
-        in_order = torch.arange(positions.shape[1]).expand_as(positions)
-        return torch.where(positions == NOWHERE, in_order.clamp(max=plain[0].shape[1] - 1), positions)
-
     def recognise_layout(self, layer: LayerDump, plain: Sequence[Mapping[str, Pair]]) -> list[DumpFault]:
         """Find the layout of the blocks where none is named, or where entries in the named one are none of the model's.
 
@@ -375,7 +371,10 @@ class DumpReader:
         share = float(self._recognised_shares(layer, named, plain[0]).mean()) if named else 0.0
         if share >= _SURE:
             return []
-        shares = {layout: self._recognised_shares(layer, layout, plain[0]) for layout in self._all_layouts(layer)}
+        in_one = len(layer.block_tensors) == 1
+        both = [list(candidates(tensor.shape, self.dump.sizes, in_one)) for tensor in layer.block_tensors]
+        pairs = [(groups, groups) for groups in both[0]] if in_one else product(*both)
+        shares = {layout: self._recognised_shares(layer, layout, plain[0]) for layout in starmap(Layout, pairs)}
         best = self._best_layout(layer, shares, plain[0])
         if best is None:
             # infinite entries say nothing about a layout
@@ -433,15 +432,6 @@ class DumpReader:
                 if float((cosines >= _SAME_DIRECTION).float().mean()) >= _RECOGNISED:
                     return True
         return False
-
-    def _all_layouts(self, layer: LayerDump) -> Iterator[Layout]:
-        """Yield all layouts that fit the block tensors."""
-        sizes = self.dump.sizes
-        both = [list(candidates(tensor.shape, sizes, len(layer.block_tensors) == 1)) for tensor in layer.block_tensors]
-        if len(both) == 1:
-            yield from (Layout(groups, groups) for groups in both[0])
-            return
-        yield from (Layout(keys, values) for keys in both[0] for values in both[1])
 
     def _recognised_shares(
         self, layer: LayerDump, layout: Layout, plain: Mapping[str, Pair]

@@ -8,10 +8,10 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from operator import methodcaller
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from perturbkv.auditing.dumps.layouts import BLOCK, TOKEN, Groups, Layout, Sizes, arrange
+from perturbkv.auditing.dumps.layouts import BLOCK, DIM, HEAD, KV, TOKEN, Layout, Sizes, fits
 from perturbkv.cache.external_cache import Layers
 from perturbkv.configs.audit_settings import DUMP_HEADER
 from perturbkv.devices import dtype_name
@@ -129,7 +129,7 @@ class Dump:
     @property
     def sizes(self) -> Sizes:
         """The sizes of a block tensor's axes."""
-        return Sizes(self.block_size, self.kv_heads, self.head_size)
+        return {KV: 2, TOKEN: self.block_size, HEAD: self.kv_heads, DIM: self.head_size}
 
     def rounded_entries(self, adapter: Adapter, token_ids: Sequence[int]) -> Iterator[Layers]:
         """Yield the plain model's entries of tokens, rounded as the engine does, in several ways; none if not known."""
@@ -137,17 +137,17 @@ class Dump:
 
     def layer(self, index: int) -> LayerDump:
         """Return one layer. Raises UnreadableCacheError for a file that lacks tensors or has others than expected."""
-        path, known = self.path / layer_file(index), {request.id for request in self.requests}
+        path = self.path / layer_file(index)
         try:
             with safe_open(path, "pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - a method of the file
         except (SafetensorError, OSError, RuntimeError, ValueError, struct.error) as error:
-            _refuse(path, f"expected a complete safetensors file ({str(error)[:200]})")
-        for name in tensors:
-            row = _ROWS.fullmatch(name)
-            if name not in _STORED and (row is None or row[2] not in known):
-                _refuse(path, f"the unknown tensor '{name}'")
-        return _LayerReader(self, index, tensors).read()
+            found = f"expected a complete safetensors file ({str(error)[:200]})"
+            raise UnreadableCacheError(f"{path}: {found}") from None
+        try:
+            return _read_layer(self, tensors)
+        except ValueError as error:
+            raise UnreadableCacheError(f"{path}: {error}") from None
 
 
 def of_heads(scale: Tensor, heads: int | Sequence[int] | slice = slice(None)) -> Tensor:
@@ -190,9 +190,6 @@ def _parse_header(folder: Path, header: Any) -> Dump:
         raise ValueError(f"the unknown field '{unknown[0]}'; known: {', '.join(sorted(known))}")
     layers, kv_heads, head_size = (_parse_whole_number(header, name, 1) for name in ("layers", "kv_heads", "head_size"))
     block_size = _parse_whole_number(header, "block_size", 1) if "block_size" in header else 0
-    layout = header.get("layout")
-    if layout is not None and not isinstance(layout, str):
-        raise ValueError(f"expected a text as layout, got {str(layout)[:40]}")
     requests = header["requests"]
     if not isinstance(requests, list) or not requests:
         raise ValueError("expected at least one request")
@@ -200,9 +197,10 @@ def _parse_header(folder: Path, header: Any) -> Dump:
     name, count = Counter(request.id for request in parsed).most_common(1)[0]
     if count > 1:
         raise ValueError(f"{count} requests have the id '{name}'; give each its own")
-    texts = {name: header.get(name, "") for name in ("dtype", "compute", "engine")}
-    if wrong := [name for name, text in texts.items() if not isinstance(text, str)]:
-        raise ValueError(f"expected a text as {wrong[0]}")
+    layout, texts = header.get("layout"), {name: header.get(name, "") for name in ("dtype", "compute", "engine")}
+    for name, text in {"layout": "" if layout is None else layout, **texts}.items():
+        if not isinstance(text, str):
+            raise ValueError(f"expected a text as {name}, got {str(text)[:40]}")
     named = None if layout is None else Layout.parse(layout)
     return Dump(folder, layers, kv_heads, head_size, parsed, block_size, named, **texts)
 
@@ -253,155 +251,134 @@ def _parse_whole_numbers(values: Any, what: str, least: int) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _count_block_tokens(tensor: Tensor, groups: Groups, sizes: Sizes) -> int:
-    """Return the tokens in a block of a tensor with these dimensions; 0 where its shape does not tell them."""
-    joined = [(size, group) for size, group in zip(tensor.shape, groups, strict=False) if TOKEN in group]
-    size, group = joined[0] if joined else (1, ())
-    if BLOCK in group:
-        return 0
-    tokens = size // math.prod(sizes.size(axis) for axis in group if axis != TOKEN)
+def machine_epsilon(dtype: torch.dtype) -> float:
+    """Return ε of a floating-point type; 0 of a type of whole numbers, or of two numbers in a byte."""
     try:
-        arrange(tensor, groups, replace(sizes, token=tokens))
-    except ConfigError:
-        return 0
-    return tokens
+        return torch.finfo(dtype).eps
+    except (TypeError, NotImplementedError):
+        return 0.0
 
 
-def _is_readable(dtype: torch.dtype) -> bool:
-    """Return whether a type is a floating-point type with one number per element."""
-    try:
-        return bool(torch.finfo(dtype).bits)
-    except (TypeError, NotImplementedError):  # of whole numbers, or with two numbers in a byte
-        return False
+def _read_layer(dump: Dump, tensors: Mapping[str, Tensor]) -> LayerDump:
+    """Return a layer of a dump from the tensors of its file. Raises ValueError where they do not belong together."""
+    known = {request.id for request in dump.requests}
+    for name in tensors:
+        row = _ROWS.fullmatch(name)
+        if name not in _STORED and (row is None or row[2] not in known):
+            raise ValueError(f"the unknown tensor '{name}'")
+    in_blocks = any(request.blocks is not None for request in dump.requests)
+    names = ("cache",) if "cache" in tensors else ("keys", "values")
+    stored = tuple(tensors[name] for name in names if name in tensors)
+    if len(stored) == 1 and names != ("cache",):
+        raise ValueError(
+            f"'{'keys' if 'keys' in tensors else 'values'}' alone; expected 'keys' and 'values', or 'cache'"
+        )
+    if "cache" in tensors and tensors.keys() & {"keys", "values"}:
+        raise ValueError("both 'cache' and 'keys' or 'values'")
+    scales = _read_scale(dump, tensors, "key_scale"), _read_scale(dump, tensors, "value_scale")
+    rows = {request.id: _request_rows(dump, tensors, request) for request in dump.requests if request.blocks is None}
+    if not stored and in_blocks:
+        raise ValueError("no block tensors: 'cache', or 'keys' and 'values'")
+    if stored and dump.layout is not None and dump.layout.in_one_tensor != (len(stored) == 1):
+        raise ValueError(f"{len(stored)} block tensors, and the layout is '{dump.layout}'")
+    if not in_blocks and (beside := sorted(tensors.keys() & _STORED)):
+        raise ValueError(
+            f"the block tensor '{beside[0]}', but no request has blocks; rows are named keys.ID and values.ID"
+        )
+    present = {name: row for name, row in rows.items() if row is not None}
+    row_tensors = [part for row in present.values() for part in row[:2]]
+    for what, given in (("block tensors", stored), ("rows", row_tensors)):
+        for tensor in given:
+            if not tensor.is_floating_point() or not machine_epsilon(tensor.dtype):
+                raise ValueError(f"{what} of type {tensor.dtype}, expected floating-point numbers")
+    _check_block_size(dump, stored)
+    return LayerDump(stored, scales, _read_block_ids(dump, tensors, stored), present)
 
 
-def _refuse(path: Path, found: str) -> NoReturn:
-    """Raise UnreadableCacheError for a layer's file."""
-    raise UnreadableCacheError(f"{path}: {found}")
-
-
-@dataclass
-class _LayerReader:
-    """The reader of one layer's tensors."""
-
-    dump: Dump
-    index: int
-    tensors: Mapping[str, Tensor]
-
-    def read(self) -> LayerDump:
-        """Return the layer. Raises UnreadableCacheError for tensors that do not belong together."""
-        in_blocks = any(request.blocks is not None for request in self.dump.requests)
-        names = ("cache",) if "cache" in self.tensors else ("keys", "values")
-        stored = tuple(self.tensors[name] for name in names if name in self.tensors)
-        if len(stored) == 1 and names != ("cache",):
-            self._refuse(
-                f"'{'keys' if 'keys' in self.tensors else 'values'}' alone; expected 'keys' and 'values', or 'cache'"
-            )
-        if {"cache", "keys"} <= self.tensors.keys() or {"cache", "values"} <= self.tensors.keys():
-            self._refuse("both 'cache' and 'keys' or 'values'")
-        scales = self._read_scale("key_scale"), self._read_scale("value_scale")
-        rows = {request.id: self._request_rows(request) for request in self.dump.requests if request.blocks is None}
-        if not stored and in_blocks:
-            self._refuse("no block tensors: 'cache', or 'keys' and 'values'")
-        if stored and self.dump.layout is not None and self.dump.layout.in_one_tensor != (len(stored) == 1):
-            self._refuse(f"{len(stored)} block tensors, and the layout is '{self.dump.layout}'")
-        if not in_blocks and (beside := sorted(self.tensors.keys() & _STORED)):
-            self._refuse(
-                f"the block tensor '{beside[0]}', but no request has blocks; rows are named keys.ID and values.ID"
-            )
-        row_tensors = [part for row in rows.values() if row for part in row[:2]]
-        for what, tensors in (("block tensors", stored), ("rows", row_tensors)):
-            for tensor in tensors:
-                if not tensor.is_floating_point() or not _is_readable(tensor.dtype):
-                    self._refuse(f"{what} of type {tensor.dtype}, expected floating-point numbers")
-        self._check_block_size(stored)
-        present = {name: row for name, row in rows.items() if row is not None}
-        return LayerDump(stored, scales, self._read_block_ids(stored), present)
-
-    def _refuse(self, found: str) -> NoReturn:
-        """Raise UnreadableCacheError for this layer's file."""
-        _refuse(self.dump.path / layer_file(self.index), found)
-
-    def _check_block_size(self, stored: Sequence[Tensor]) -> None:
-        """Raise UnreadableCacheError where the named layout fits the tensors, but in blocks of another size."""
-        layout, expected = self.dump.layout, self.dump.block_size
-        for tensor, groups in zip(stored, (layout.keys, layout.values) if layout else (), strict=False):
-            tokens = _count_block_tokens(tensor, groups, self.dump.sizes)
-            if tokens not in (0, expected):
-                self._refuse(
-                    f"block_size {expected}, but {tokens} {'token' if tokens == 1 else 'tokens'} in a block of the "
-                    f"shape {tuple(tensor.shape)}, layout '{layout}'"
-                )
-
-    def _read_scale(self, name: str) -> Tensor:
-        """Return a scale: one number, 1 where it is absent, or one per head as (head, 1).
-
-        Raises UnreadableCacheError for anything else.
-        """
-        scale = self.tensors.get(name, torch.ones(())).float()
-        if not bool(scale.isfinite().all()) or scale.numel() not in (1, self.dump.kv_heads):
-            self._refuse(f"{name} of shape {tuple(scale.shape)}, expected one finite number, or one per head")
-        return scale.reshape(()) if scale.numel() == 1 else scale.reshape(-1, 1)
-
-    def _read_block_ids(self, stored: Sequence[Tensor]) -> Int[Tensor, " block"]:
-        """Return the ids of the stored blocks: 0, 1, … where none are given, and none without blocks.
-
-        Raises UnreadableCacheError for block tensors of a size that is no multiple of a block's, for ids that are not
-        one of each block, and where a live request's table names a block that is not there.
-        """
-        if not stored:
-            return torch.zeros(0, dtype=torch.int64)
-        size = self.dump.block_size
-        per_block = size * self.dump.kv_heads * self.dump.head_size * (2 if len(stored) == 1 else 1)
-        count, rest = divmod(stored[0].numel(), per_block)
-        if rest or not count or any(tensor.numel() != stored[0].numel() for tensor in stored):
-            shapes = " and ".join(str(tuple(tensor.shape)) for tensor in stored)
-            self._refuse(
-                f"block tensors of shape {shapes}, expected {per_block:,} numbers for each block of {size} tokens"
-            )
-        ids = self.tensors.get("block_ids", torch.arange(count))
-        is_list = not ids.is_floating_point() and not ids.is_complex() and tuple(ids.shape) == (count,)
-        if not is_list or len(set(ids.tolist())) != count or not 0 <= int(ids.min()) <= int(ids.max()) < 2**31:
-            self._refuse(f"block_ids of shape {tuple(ids.shape)}, expected the distinct ids of {count} blocks")
-        known = set(ids.tolist())
-        for request in self.dump.requests:
-            if request.finished or request.blocks is None:
+def _check_block_size(dump: Dump, stored: Sequence[Tensor]) -> None:
+    """Raise ValueError where the named layout fits the tensors, but in blocks of another size."""
+    layout, sizes = dump.layout, dump.sizes
+    for tensor, groups in zip(stored, (layout.keys, layout.values) if layout else (), strict=False):
+        joined = [(size, group) for size, group in zip(tensor.shape, groups, strict=False) if TOKEN in group]
+        for size, group in joined or [(1, ())]:
+            tokens = size // math.prod(sizes[axis] for axis in group if axis not in (TOKEN, BLOCK))
+            if BLOCK in group or tokens in (0, dump.block_size):
                 continue
-            used = request.blocks[: -(-len(request.token_ids) // size)]
-            if missing := [block for block in used if block not in known and block != REMOVED]:
-                self._refuse(
-                    f"no block {missing[0]}, which the table of request '{request.id}' names; {count} blocks of {size} "
-                    "tokens are there"
+            if fits(tensor.shape, groups, {**sizes, TOKEN: tokens}):
+                raise ValueError(
+                    f"block_size {dump.block_size}, but {tokens} {'token' if tokens == 1 else 'tokens'} in a block of "
+                    f"the shape {tuple(tensor.shape)}, layout '{layout}'"
                 )
-        return ids.long()
 
-    def _request_rows(self, request: Request) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        """Return the rows of a request: keys, values and positions, as in `LayerDump`.
 
-        None for a request that has ended and has none. Raises UnreadableCacheError for missing ones or other shapes.
-        """
-        keys, values = (self.tensors.get(f"{kind}.{request.id}") for kind in ("keys", "values"))
-        if keys is None or values is None:
-            if request.finished:
-                return None
-            self._refuse(f"no '{'values' if keys is not None else 'keys'}.{request.id}'")
-        heads, size = self.dump.kv_heads, self.dump.head_size
-        if keys.ndim != 3 or keys.shape != values.shape or (len(keys), keys.shape[2]) != (heads, size):
-            self._refuse(
-                f"keys {tuple(keys.shape)} and values {tuple(values.shape)} of request '{request.id}', expected "
-                f"({heads}, entries, {size}) for both"
+def _read_scale(dump: Dump, tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    """Return a scale: one number, 1 where it is absent, or one per head as (head, 1). Raises ValueError otherwise."""
+    scale = tensors.get(name, torch.ones(())).float()
+    if not bool(scale.isfinite().all()) or scale.numel() not in (1, dump.kv_heads):
+        raise ValueError(f"{name} of shape {tuple(scale.shape)}, expected one finite number, or one per head")
+    return scale.reshape(()) if scale.numel() == 1 else scale.reshape(-1, 1)
+
+
+def _read_block_ids(dump: Dump, tensors: Mapping[str, Tensor], stored: Sequence[Tensor]) -> Int[Tensor, " block"]:
+    """Return the ids of the stored blocks: 0, 1, … where none are given, and none without blocks.
+
+    Raises ValueError for block tensors of a size that is no multiple of a block's, for ids that are not one of each
+    block, and where a live request's table names a block that is not there.
+    """
+    if not stored:
+        return torch.zeros(0, dtype=torch.int64)
+    size = dump.block_size
+    per_block = size * dump.kv_heads * dump.head_size * (2 if len(stored) == 1 else 1)
+    count, rest = divmod(stored[0].numel(), per_block)
+    if rest or not count or any(tensor.numel() != stored[0].numel() for tensor in stored):
+        shapes = " and ".join(str(tuple(tensor.shape)) for tensor in stored)
+        raise ValueError(
+            f"block tensors of shape {shapes}, expected {per_block:,} numbers for each block of {size} tokens"
+        )
+    ids = tensors.get("block_ids", torch.arange(count))
+    known = set(ids.flatten().tolist())
+    is_list = not ids.is_floating_point() and not ids.is_complex() and tuple(ids.shape) == (count,)
+    if not is_list or len(known) != count or not 0 <= int(ids.min()) <= int(ids.max()) < 2**31:
+        raise ValueError(f"block_ids of shape {tuple(ids.shape)}, expected the distinct ids of {count} blocks")
+    for request in dump.requests:
+        used = () if request.finished else (request.blocks or ())[: -(-len(request.token_ids) // size)]
+        if missing := [block for block in used if block not in known and block != REMOVED]:
+            raise ValueError(
+                f"no block {missing[0]}, which the table of request '{request.id}' names; {count} blocks of {size} "
+                "tokens are there"
             )
-        positions = self.tensors.get(f"positions.{request.id}")
-        if positions is None:
-            return keys, values, None
-        expanded = positions.expand(heads, -1) if positions.ndim == 1 else positions
-        if positions.is_floating_point() or expanded.shape != keys.shape[:2]:
-            self._refuse(
-                f"positions {tuple(positions.shape)} of request '{request.id}', expected {tuple(keys.shape[:2])}"
-            )
-        if bool((expanded < REMOVED).any()) or bool((expanded >= len(request.token_ids)).any()):
-            self._refuse(f"positions of request '{request.id}' outside of its {len(request.token_ids)} tokens")
-        return keys, values, expanded.long()
+    return ids.long()
+
+
+def _request_rows(
+    dump: Dump, tensors: Mapping[str, Tensor], request: Request
+) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """Return the rows of a request: keys, values and positions, as in `LayerDump`.
+
+    None for a request that has ended and has none. Raises ValueError for missing ones or other shapes.
+    """
+    keys, values = (tensors.get(f"{kind}.{request.id}") for kind in ("keys", "values"))
+    if keys is None or values is None:
+        if request.finished:
+            return None
+        raise ValueError(f"no '{'values' if keys is not None else 'keys'}.{request.id}'")
+    heads, size = dump.kv_heads, dump.head_size
+    if keys.ndim != 3 or keys.shape != values.shape or (len(keys), keys.shape[2]) != (heads, size):
+        raise ValueError(
+            f"keys {tuple(keys.shape)} and values {tuple(values.shape)} of request '{request.id}', expected "
+            f"({heads}, entries, {size}) for both"
+        )
+    positions = tensors.get(f"positions.{request.id}")
+    if positions is None:
+        return keys, values, None
+    expanded = positions.expand(heads, -1) if positions.ndim == 1 else positions
+    if positions.is_floating_point() or expanded.shape != keys.shape[:2]:
+        raise ValueError(
+            f"positions {tuple(positions.shape)} of request '{request.id}', expected {tuple(keys.shape[:2])}"
+        )
+    if bool((expanded < REMOVED).any()) or bool((expanded >= len(request.token_ids)).any()):
+        raise ValueError(f"positions of request '{request.id}' outside of its {len(request.token_ids)} tokens")
+    return keys, values, expanded.long()
 
 
 def write_dump(
@@ -468,24 +445,15 @@ def write_dump(
     }
     optional = {"block_size": block_size, "layout": layout, "dtype": dtype, "compute": compute, "engine": engine}
     header |= {name: value for name, value in optional.items() if value}
-    header["requests"] = [_request_fields(request) for request in requests]
+    header["requests"] = [
+        {one.name: value for one in fields(request) if (value := getattr(request, one.name)) != one.default}
+        if isinstance(request, Request)
+        else dict(request)
+        for request in requests
+    ]
     header_text = json.dumps(header, default=methodcaller("tolist"))  # of tensors and arrays
     (path / HEADER).write_text(f"{header_text}\n", encoding="utf-8")
     dump = read_dump(path)
     for index in range(dump.layers):
         dump.layer(index)
     return path
-
-
-def _request_fields(request: Request | Mapping[str, Any]) -> dict[str, Any]:
-    """Return the JSON object of a request."""
-    if not isinstance(request, Request):
-        return dict(request)
-    fields: dict[str, Any] = {"id": request.id, "token_ids": list(request.token_ids)}
-    if request.blocks is not None:
-        fields["blocks"] = list(request.blocks)
-    if request.finished:
-        fields["finished"] = True
-    if request.logprobs:
-        fields["logprobs"] = list(request.logprobs)
-    return fields

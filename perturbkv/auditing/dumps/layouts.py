@@ -40,17 +40,8 @@ Groups = tuple[tuple[str, ...], ...]
 """Per dimension of a tensor, the axes that it is made of."""
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """The known sizes of axes: tokens in a block, key/value heads, and components."""
-
-    token: int
-    head: int
-    dim: int
-
-    def size(self, axis: str) -> int:
-        """Return the size of an axis other than `block`."""
-        return {KV: 2, TOKEN: self.token, HEAD: self.head, DIM: self.dim}[axis]
+Sizes = Mapping[str, int]
+"""Axis other than `block` -> its size."""
 
 
 @dataclass(frozen=True)
@@ -127,24 +118,28 @@ def arrange(tensor: Tensor, groups: Groups, sizes: Sizes) -> Shaped[Tensor, "*kv
     axes = sum(groups, ())
     if len(groups) == 1:
         tensor = tensor.flatten()
-    if not _fits(tuple(tensor.shape), groups, sizes):
-        known = ", ".join(f"{axis} {sizes.size(axis)}" for axis in axes if axis != BLOCK)
+    if not fits(tensor.shape, groups, sizes):
+        known = ", ".join(f"{axis} {sizes[axis]}" for axis in axes if axis != BLOCK)
         raise ConfigError(
             f"expected a tensor of layout '{_format(groups)}' with {known}, got the shape {tuple(tensor.shape)}"
         )
-    blocks = tensor.numel() // math.prod(sizes.size(axis) for axis in axes if axis != BLOCK)
-    whole = tensor.reshape([blocks if axis == BLOCK else sizes.size(axis) for axis in axes])
+    blocks = tensor.numel() // math.prod(sizes[axis] for axis in axes if axis != BLOCK)
+    whole = tensor.reshape([blocks if axis == BLOCK else sizes[axis] for axis in axes])
     if TOKEN not in axes:
         whole, axes = whole.unsqueeze(-1), (*axes, TOKEN)
     return whole.permute([axes.index(axis) for axis in _AXES if axis in axes])
 
 
-def _fits(shape: Sequence[int], groups: Groups, sizes: Sizes) -> bool:
-    """Return whether a tensor's shape fits the dimensions; there may be any number of blocks."""
-    if len(shape) != len(groups) or (sizes.token != 1 and TOKEN not in sum(groups, ())):
+def fits(shape: Sequence[int], groups: Groups, sizes: Sizes) -> bool:
+    """Return whether a tensor's shape fits the dimensions; there may be any number of blocks.
+
+    One dimension fits any shape with as many numbers.
+    """
+    shape = shape if len(groups) > 1 else (math.prod(shape),)
+    if len(shape) != len(groups) or (sizes[TOKEN] != 1 and TOKEN not in sum(groups, ())):
         return False
     for size, group in zip(shape, groups, strict=True):
-        expected = math.prod(sizes.size(axis) for axis in group if axis != BLOCK)
+        expected = math.prod(sizes[axis] for axis in group if axis != BLOCK)
         if size % expected if BLOCK in group else size != expected:
             return False
     return True
@@ -155,7 +150,7 @@ def candidates(shape: Sequence[int], sizes: Sizes, in_one_tensor: bool) -> Itera
 
     Of several that read every number as the same component of the same entry, the first is yielded.
     """
-    axes = [axis for axis in _AXES if (axis != KV or in_one_tensor) and (axis != TOKEN or sizes.token > 1)]
+    axes = [axis for axis in _AXES if (axis != KV or in_one_tensor) and (axis != TOKEN or sizes[TOKEN] > 1)]
     blank, seen = torch.empty(tuple(shape), device="meta"), set()
     orders = list(itertools.permutations(axes))
     in_shape = (
@@ -164,7 +159,7 @@ def candidates(shape: Sequence[int], sizes: Sizes, in_one_tensor: bool) -> Itera
         for cuts in itertools.combinations(range(1, len(order)), len(shape) - 1)
     )
     for groups in itertools.chain(in_shape, ((order,) for order in orders)):
-        if not _fits(shape if len(groups) > 1 else (blank.numel(),), groups, sizes):
+        if not fits(shape, groups, sizes):
             continue
         view = arrange(blank, groups, sizes)  # without numbers: its strides show the order
         strides = tuple(stride if size > 1 else 0 for stride, size in zip(view.stride(), view.shape, strict=True))

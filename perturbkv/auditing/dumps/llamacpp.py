@@ -15,8 +15,8 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -27,10 +27,10 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from scipy.linalg import hadamard
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 
 from perturbkv.auditing.dumps.dump_file import Dump, LayerDump, Request, read_dump
+from perturbkv.auditing.dumps.plain_entries import RoundedProducts
 from perturbkv.cache.external_cache import Layers
 from perturbkv.configs.audit_settings import SLOT_MAGIC, is_slot
 from perturbkv.configs.resources import Shape
@@ -90,11 +90,6 @@ class StorageForm:
         numbers, nbytes = self.block
         return width * nbytes // numbers
 
-    def row_numbers(self, nbytes: int) -> int:
-        """Return how many numbers a row of `nbytes` bytes has, rounded down."""
-        numbers, block_bytes = self.block
-        return nbytes * numbers // block_bytes
-
     def dequantise(self, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Return the numbers (row, width) of rows of bytes (row, byte), in float32."""
         numbers: NDArray[np.float32] = gguf.dequantize(rows, gguf.GGMLQuantizationType(self.kind))
@@ -129,11 +124,9 @@ class StorageForm:
         They went through a type if rounding to it once more leaves them as they are, up to `_FLOATS`.
         """
         heads, count, size = entries.shape
-        if self.name not in _FLOATS or not count:
-            return ""
         some = entries[:, torch.linspace(0, count - 1, min(_TRIED, count)).long()]
         some = some[:, some.isfinite().all(dim=-1).all(dim=0) & some.any(dim=-1).all(dim=0)]
-        if not some.numel():
+        if self.name not in _FLOATS or not some.numel():
             return ""
         for kind, name in TYPES.items():
             if name in _FLOATS or heads * size % StorageForm(kind).block[0]:
@@ -189,11 +182,10 @@ class Slot(Dump):
         positions = torch.tensor(self.positions)
         order = positions.argsort(stable=True)
         keys, values = (self._read(part)[:, order] for part in self.parts[index])
-        grids = [part.stored.coarser_type(rows) for part, rows in zip(self.parts[index], (keys, values), strict=True)]
         earlier_rounding = tuple(
             f"{name} {grid}'s numbers in {part.stored.name}"
-            for name, grid, part in zip(("keys", "values"), grids, self.parts[index], strict=True)
-            if grid
+            for name, part, rows in zip(("keys", "values"), self.parts[index], (keys, values), strict=True)
+            if (grid := part.stored.coarser_type(rows))
         )
         return LayerDump(
             (), (torch.ones(()), torch.ones(())), torch.zeros(0, dtype=torch.int64),
@@ -201,9 +193,19 @@ class Slot(Dump):
         )  # fmt: skip
 
     def rounded_entries(self, adapter: Adapter, token_ids: Sequence[int]) -> Iterator[Layers]:
-        """Yield the plain model's entries of tokens, rounded as this engine does, in several ways."""
+        """Yield the plain model's entries of tokens, read with this engine's rounding, each time with another factor.
+
+        How the weights are stored says how products are rounded, flash attention how sums are.
+        """
+        ids = torch.tensor([list(token_ids)], device=adapter.device)
         stored = [(keys.stored, values.stored) for keys, values in self.parts]
-        return rounded_entries(adapter, token_ids, stored, self.flash)
+        for seed, factor in enumerate(_FACTORS):
+            cache = _RoundingCache(stored, factor, self.flash)
+            noise = torch.Generator().manual_seed(seed)
+            attend = partial(_attend_with_noise, adapter, stored, noise if self.flash else None)
+            with RoundedProducts(partial(_round_factor, adapter, factor)), intercept_attention(adapter, attend):
+                run_with_cache(adapter.base, ids, cache)
+            yield [(layer.keys, layer.values) for layer in cache.layers]
 
     def _read(self, part: _Part) -> Float[Tensor, "kv_head entry width"]:
         """Return the keys or values of one part of the file, as the model has them.
@@ -239,7 +241,7 @@ def read_slot(path: Path, config: Any) -> Slot:
     """
     shape = Shape.from_config(config, itemsize=4, weights_bytes=0)  # only heads and components are used
     with path.open("rb") as stream:
-        return _Reader(path, stream, shape, config.model_type in _PAIRED).read()
+        return _Reader(path, stream, shape, config.model_type in _PAIRED, path.stat().st_size).read()
 
 
 def _refuse(path: Path, found: str) -> NoReturn:
@@ -262,10 +264,7 @@ class _Reader:
     stream: BinaryIO
     shape: Shape
     paired: bool
-    size: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.size = self.path.stat().st_size
+    size: int
 
     def read(self) -> Slot:
         """Return the slot. Raises UnreadableCacheError for anything that is not as expected."""
@@ -295,12 +294,9 @@ class _Reader:
 
     def _read_integers(self, kinds: str) -> tuple[int, ...]:
         """Return the next integers, of these `struct` format characters. Raises UnreadableCacheError at the end."""
-        return struct.unpack(f"<{kinds}", self._read_bytes(struct.calcsize(f"<{kinds}")))
-
-    def _read_bytes(self, count: int) -> bytes:
-        """Return the next bytes. Raises UnreadableCacheError where the file ends before them."""
+        count = struct.calcsize(f"<{kinds}")
         self._check_rest(count)
-        return self.stream.read(count)
+        return struct.unpack(f"<{kinds}", self.stream.read(count))
 
     def _check_rest(self, count: int) -> None:
         """Raise UnreadableCacheError where the file ends within the next bytes."""
@@ -312,14 +308,14 @@ class _Reader:
 
         They stand there as they are, or as the server writes them: −1, 1, their number, they, 0.
         """
-        ids = np.frombuffer(self._read_bytes(4 * words), "<i4").tolist()
+        ids = self._read_integers(f"{words}i")
         if ids and ids[0] == -1:
-            if ids[1:2] != [1] or ids[-1] != 0 or ids[2] != len(ids) - 4:
+            if ids[1:2] != (1,) or ids[-1] != 0 or ids[2] != len(ids) - 4:
                 _refuse(self.path, "its tokens are coded in an unknown way, or stand beside images or sound")
             ids = ids[3:-1]
         if not ids or min(ids) < 0:
             _refuse(self.path, f"token {min(ids)}" if ids else "no tokens")
-        return tuple(ids)
+        return ids
 
     def _read_positions(self, tokens: int) -> tuple[int, ...]:
         """Return the positions of the cells in the first stream that has some; streams before it are empty.
@@ -327,18 +323,16 @@ class _Reader:
         Raises UnreadableCacheError without cells, and for a position outside of the `tokens` tokens.
         """
         (streams,) = self._read_integers("I")
-        self._check_rest(4 * streams)
         for _ in range(streams):
             (cells,) = self._read_integers("I")
             if cells:
                 break
         else:
             _refuse(self.path, "no entries")
-        self._check_rest(8 * cells)
         positions = []
         for _ in range(cells):
             position, sequences = self._read_integers("iI")
-            self._read_bytes(4 * sequences)  # the sequences' ids
+            self._read_integers(f"{sequences}I")  # the sequences' ids
             positions.append(position)
         if wrong := [position for position in positions if not 0 <= position < tokens]:
             _refuse(self.path, f"an entry at position {wrong[0]:,} of {tokens:,} tokens")
@@ -362,32 +356,13 @@ class _Reader:
             _refuse(self.path, f"{what} rotated in parts of {rotation}, and a head has {size} components")
         expected = [stored.row_bytes(1), width] if transposed else [stored.row_bytes(width)]
         if sizes != expected:
-            found = sizes[-1] if transposed else stored.row_numbers(sizes[0])
+            numbers, nbytes = stored.block
+            found = sizes[-1] if transposed else sizes[0] * numbers // nbytes
             _refuse(self.path, f"its model has {found:,} numbers a token in {what}, this one {width:,}")
         part = _Part(self.stream.tell(), cells * stored.row_bytes(width), stored, transposed)
         self._check_rest(part.nbytes)
         self.stream.seek(part.nbytes, 1)
         return part
-
-
-def rounded_entries(
-    adapter: Adapter, token_ids: Sequence[int], stored: Sequence[tuple[StorageForm, StorageForm]], flash: bool
-) -> Iterator[Layers]:
-    """Yield the plain model's entries of tokens, read with the engine's rounding, each time with another of `_FACTORS`.
-
-    Args:
-        adapter: the plain model, whose weights' storage says how products are rounded.
-        token_ids: the tokens.
-        stored: how each layer's keys, and its values, are stored.
-        flash: whether attention reads keys and values in float16, and sums in it those of `_SUMMED_IN_HALF`.
-    """
-    ids = torch.tensor([list(token_ids)], device=adapter.device)
-    for seed, factor in enumerate(_FACTORS):
-        cache = _RoundingCache(stored, factor, flash)
-        noise = torch.Generator().manual_seed(seed)
-        with _RoundedProducts(adapter, factor), _noisy_sums(adapter, stored, noise if flash else None):
-            run_with_cache(adapter.base, ids, cache)
-        yield [(layer.keys, layer.values) for layer in cache.layers]
 
 
 class _RoundingCache(DynamicCache):  # type: ignore[misc]
@@ -416,65 +391,38 @@ class _RoundingCache(DynamicCache):  # type: ignore[misc]
         return keys, values
 
 
-class _RoundedProducts(TorchFunctionMode):
-    """Products with weights, within the block, of numbers rounded to the weights' type, or to 8 bits if quantised.
+def _round_factor(adapter: Adapter, factor: float, given: Tensor) -> Tensor:
+    """Return what a matrix is multiplied by, rounded as the engine does: to the weights' type, as it is if in float32.
 
-    They are multiplied by `factor` before they are rounded, and divided by it afterwards.
+    By quantised weights numbers are multiplied in 8 bits, in blocks along the last axis, each with a scale in float16;
+    where the axis is no multiple of a block, as they are. They are multiplied by `factor` before and divided by it
+    afterwards, so that another factor rounds them otherwise.
     """
-
-    def __init__(self, adapter: Adapter, factor: float) -> None:
-        super().__init__()
-        kind, self.factor, self.quantised = adapter.stored.kind, factor, adapter.stored.quantised
-        self.floating = getattr(torch, kind, torch.float32)
-        self.block = 256 if kind.endswith("_K") else 32
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch; in a product, with its first argument rounded."""
-        if func is nn.functional.linear:
-            args = (self._round(args[0]), *args[1:])
-        return func(*args, **(kwargs or {}))
-
-    def _round(self, given: Tensor) -> Tensor:
-        """Return what a matrix is multiplied by, rounded; as it is if weights are in float32."""
-        if self.quantised:
-            return _round_to_eight_bits(given, self.block, self.factor)
-        if self.floating == torch.float32:
-            return given
-        return (given * self.factor).to(self.floating).to(given) / self.factor
-
-
-def _round_to_eight_bits(numbers: Tensor, block: int, factor: float) -> Tensor:
-    """Return numbers rounded to 8 bits in blocks of `block` along the last axis, each with a scale in float16.
-
-    They are multiplied by `factor` before and divided by it afterwards, so that another factor rounds them otherwise.
-    Where the axis is no multiple of a block, they are returned unrounded.
-    """
-    if numbers.shape[-1] % block:
-        return numbers
-    blocks = torch.unflatten(numbers, -1, (-1, block)) * factor
+    kind = adapter.stored.kind
+    if not adapter.stored.quantised:
+        floating = getattr(torch, kind, torch.float32)
+        return given if floating == torch.float32 else (given * factor).to(floating).to(given) / factor
+    block = 256 if kind.endswith("_K") else 32
+    if given.shape[-1] % block:
+        return given
+    blocks = torch.unflatten(given, -1, (-1, block)) * factor
     scale = (blocks.abs().amax(dim=-1, keepdim=True) / 127).clamp(min=torch.finfo(torch.float32).tiny)
     rounded: Tensor = ((blocks / scale).round() * scale.half().to(scale) / factor).flatten(-2)
     return rounded
 
 
-@contextmanager
-def _noisy_sums(
-    adapter: Adapter, stored: Sequence[tuple[StorageForm, StorageForm]], noise: torch.Generator | None
-) -> Iterator[None]:
-    """Add to heads' outputs, within the block, what rounding of every sum to float16 does; nothing without `noise`.
+def _attend_with_noise(
+    adapter: Adapter, stored: Sequence[tuple[StorageForm, StorageForm]], noise: torch.Generator | None,
+    stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any,
+) -> Any:  # fmt: skip
+    """Return heads' outputs (row, token, head, d_value) with what rounding of every sum to float16 adds to them.
 
     Of n additions each rounds to a relative ε/√12, in independent directions: √n of it, over the output's root mean
-    square.
+    square. As they are without `noise`.
     """
-
-    def attend(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return the outputs (row, token, head, d_value) of the model's attention with noise."""
-        heads, *others = stock(module, *args, **kwargs)
-        if noise is None or stored[adapter.layer_of(module)][1].name not in _SUMMED_IN_HALF:
-            return heads, *others
-        added = torch.arange(1, heads.shape[1] + 1).sqrt().view(1, -1, 1, 1).to(heads)
-        size = heads.square().mean(dim=-1, keepdim=True).sqrt() * added * torch.finfo(torch.float16).eps / math.sqrt(12)
-        return heads + size * torch.randn(heads.shape, generator=noise).to(heads), *others
-
-    with intercept_attention(adapter, attend):
-        yield
+    heads, *others = stock(module, *args, **kwargs)
+    if noise is None or stored[adapter.layer_of(module)][1].name not in _SUMMED_IN_HALF:
+        return heads, *others
+    added = torch.arange(1, heads.shape[1] + 1).sqrt().view(1, -1, 1, 1).to(heads)
+    size = heads.square().mean(dim=-1, keepdim=True).sqrt() * added * torch.finfo(torch.float16).eps / math.sqrt(12)
+    return heads + size * torch.randn(heads.shape, generator=noise).to(heads), *others

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from operator import attrgetter
 from typing import cast
 
 import torch
@@ -109,17 +110,20 @@ class _Run:
     offsets: Int[Tensor, " entry"]
     differing: Bool[Tensor, "kv_head entry"]
 
-    def fault_masks(self) -> list[Bool[Tensor, "kv_head entry"]]:
-        """Return masks of the differing entries, by whether they are infinite or NaN, have zero keys, and zero values.
+    def plain_faults(self) -> dict[tuple[str, str], Bool[Tensor, "kv_head entry"]]:
+        """Return (kind, words) -> which of the differing entries are no numbers, or have zero keys or values.
 
-        Each differing entry is in one of the masks, the infinite ones in the first; empty masks are left out.
+        Each entry is in one mask at most, the infinite ones in the first; empty masks are left out.
         """
-        infinite = ~(self.keys.isfinite() & self.values.isfinite()).all(dim=-1)
-        zero_keys, zero_values = ~self.keys.any(dim=-1), ~self.values.any(dim=-1)
-        masks = [self.differing]
-        for test in (infinite, zero_keys, zero_values):
-            masks = [part for mask in masks for part in (mask & test, mask & ~test) if bool(part.any())]
-        return masks
+        infinite = self.differing & ~(self.keys.isfinite() & self.values.isfinite()).all(dim=-1)
+        zero_keys, zero_values = (self.differing & ~infinite & ~part.any(dim=-1) for part in (self.keys, self.values))
+        masks = {
+            _INFINITE: infinite,
+            ("missing", "all zero: never written"): zero_keys & zero_values,
+            ("missing", "keys all zero"): zero_keys & ~zero_values,
+            ("missing", "values all zero"): zero_values & ~zero_keys,
+        }
+        return {words: mask for words, mask in masks.items() if bool(mask.any())}
 
     def select(self, mask: Bool[Tensor, "kv_head entry"]) -> _Run:
         """Return the run of the heads and tokens in which some entry is of the mask; those of the mask differ."""
@@ -147,11 +151,10 @@ def _runs(entries: Entries, far: Bool[Tensor, "kv_head entry"]) -> Iterator[_Run
         if entries.block_size >= LEAST_BLOCK:
             begins = entries.blocks[index[1:]] != entries.blocks[index[:-1]]
         for run in torch.tensor_split(index, (begins.nonzero().squeeze(-1) + 1).tolist())[:_MOST_RUNS]:
-            chosen = tuple(head for head, row in zip(group, differing, strict=True) if bool(row[run].any()))
-            rows = list(chosen)
+            rows = [head for head, row in zip(group, differing, strict=True) if bool(row[run].any())]
             offsets = run % entries.block_size if entries.block_size else run
             yield _Run(
-                chosen, entries.keys[rows][:, run], entries.values[rows][:, run], entries.positions[rows[0], run],
+                tuple(rows), entries.keys[rows][:, run], entries.values[rows][:, run], entries.positions[rows[0], run],
                 int(entries.blocks[run[0]]), offsets, far[rows][:, run],
             )  # fmt: skip
 
@@ -183,12 +186,13 @@ def find_faults(
 
     search = partial(_FaultSearch, request, layer, reference, limits.together, likely_base)
     for run in _runs(entries, far):
-        described: dict[tuple[str, str], Tensor] = {}
-        for mask in run.fault_masks():
-            kind, what = search(run.select(mask)).describe()
+        described = run.plain_faults()
+        rest = ~torch.stack([~run.differing, *described.values()]).any(dim=0)
+        if bool(rest.any()):
+            kind, what = search(run.select(rest)).describe()
             if kind == "unknown" and _INFINITE in described:  # counted with those of its block
                 kind, what = _INFINITE
-            described[kind, what] = described.get((kind, what), torch.zeros_like(mask)) | mask
+            described[kind, what] = described.get((kind, what), torch.zeros_like(rest)) | rest
         for (kind, what), mask in described.items():
             part = run.select(mask)
             first, last = int(part.positions.amin()), int(part.positions.amax())
@@ -201,7 +205,8 @@ def find_faults(
 class _FaultSearch:
     """The search for what was done to a run of entries.
 
-    Each `_find_…` returns a kind, a key of `DUMP_FAULTS`, and words; None where it does not explain the entries.
+    Each `_find_…` returns a kind, a key of `DUMP_FAULTS`, and words; None where it does not explain the entries. These
+    are finite, and neither their keys nor their values are zero.
 
     Attributes:
         request, layer: the request's id, and the layer's index.
@@ -232,22 +237,23 @@ class _FaultSearch:
         self.full: Pair = (full[0].float(), full[1].float())
         self.expected = self._entries_at(self.full, run.positions)
 
-    def _entries_at(self, full: Pair, positions: Tensor, heads: Sequence[int] | None = None) -> Pair:
-        """Return, of `full` (kv_head, token, width), the entries at these positions, of the run's heads or others."""
-        rows = list(self.run.heads if heads is None else heads)
+    def _entries_at(self, full: Pair, positions: Tensor) -> Pair:
+        """Return, of `full` (kv_head, token, width), the entries of the run's heads at these positions."""
+        rows = list(self.run.heads)
         return full[0][rows][:, positions].float(), full[1][rows][:, positions].float()
 
     def describe(self) -> tuple[str, str]:
         """Return the kind of the change, a key of `DUMP_FAULTS`, and its description."""
-        differing = [part[self.run.differing] for part in self.own]
-        if not all(bool(part.isfinite().all()) for part in differing):
-            return _INFINITE
-        zero = [name for part, name in zip(differing, ("keys", "values"), strict=True) if not bool(part.any())]
-        if zero:
-            return "missing", "all zero: never written" if len(zero) == 2 else f"{zero[0]} all zero"
-        tests = (self._find_clipping, self._find_factor, self._find_rotation, self._find_tokens, self._find_place,
-                 self._find_rounding, self._find_layout)  # fmt: skip
-        return next((found for test in tests if (found := test())), None) or self._describe_distance()
+        return (
+            self._find_change("clipped", self._describe_clipping)
+            or self._find_change("scale", self._describe_factor)
+            or self._find_rotation()
+            or self._find_tokens()
+            or self._find_place()
+            or self._find_change("rounded", self._describe_rounding)
+            or self._find_layout()
+            or self._describe_distance()
+        )
 
     def _differing_kinds(self) -> Iterator[tuple[int, str, Tensor, Tensor]]:
         """Yield (kind, name, entries, expected entries) of keys and of values, where they differ."""
@@ -267,7 +273,7 @@ class _FaultSearch:
 
     def _describe_distance(self) -> tuple[str, str]:
         """Return how far entries are that are near those expected; else that they are of no token."""
-        if not all(self._is_near(*each) for each in zip(self.own, self.expected, self.near, strict=True)):
+        if self._strange_kinds():
             return "unknown", "entries of no token of the dump"
         far = [
             f"{name} {100 * self._distance(own, expected):.2g} % away"
@@ -287,29 +293,40 @@ class _FaultSearch:
         near = _relative_distances(own, expected) <= limit
         return bool(near[self.run.differing[heads]].float().mean() > _NEARLY_ALL)
 
-    def _find_clipping(self) -> tuple[str, str] | None:
-        """Find keys or values that were clipped at the largest number of the type that they are stored in."""
-        words = []
-        for kind, name, own, expected in self._differing_kinds():
-            dtype, largest = self.reference.largest[kind]
-            most = of_heads(largest, list(self.run.heads))
-            clipped = expected.clamp(min=-most, max=most)
-            if torch.equal(clipped, expected) or not self._is_near(own, clipped, self._rest(kind)):
-                return None
-            words.append(f"{name} clipped at the largest number of {dtype}")
-        return ("clipped", " and ".join(words)) if words else None
+    def _find_change(self, fault: str, describe: Callable[[int, Tensor, Tensor], str]) -> tuple[str, str] | None:
+        """Find what was done to all keys and to all values that differ, whichever do.
 
-    def _find_factor(self) -> tuple[str, str] | None:
-        """Find a constant that keys or values were multiplied by."""
+        `describe` returns it in words, empty where it does not explain them; given the kind, they, and those expected.
+        """
         words = []
         for kind, name, own, expected in self._differing_kinds():
-            dumped, full = own[self.run.differing], expected[self.run.differing]
-            factor = float((dumped * full).sum() / full.square().sum().clamp(min=torch.finfo(torch.float32).tiny))
-            if not factor or not self._is_near(own / factor, expected, self._rest(kind)):
+            if not (found := describe(kind, own, expected)):
                 return None
-            short = f"{factor:.3g}"
-            words.append(f"{name} multiplied by {short if short != '1' else f'{factor:.6g}'}")
-        return ("scale", " and ".join(words)) if words else None
+            words.append(f"{name} {found}")
+        return (fault, " and ".join(words)) if words else None
+
+    def _describe_clipping(self, kind: int, own: Tensor, expected: Tensor) -> str:
+        """Describe numbers that were clipped at the largest one of the type that they are stored in."""
+        dtype, largest = self.reference.largest[kind]
+        most = of_heads(largest, list(self.run.heads))
+        clipped = expected.clamp(min=-most, max=most)
+        explains = not torch.equal(clipped, expected) and self._is_near(own, clipped, self._rest(kind))
+        return f"clipped at the largest number of {dtype}" if explains else ""
+
+    def _describe_factor(self, kind: int, own: Tensor, expected: Tensor) -> str:
+        """Describe a constant that they were multiplied by."""
+        dumped, full = own[self.run.differing], expected[self.run.differing]
+        factor = float((dumped * full).sum() / full.square().sum().clamp(min=torch.finfo(torch.float32).tiny))
+        explains = factor and self._is_near(own / factor, expected, self._rest(kind))
+        short = f"{factor:.3g}"
+        return f"multiplied by {short if short != '1' else f'{factor:.6g}'}" if explains else ""
+
+    def _describe_rounding(self, kind: int, own: Tensor, expected: Tensor) -> str:
+        """Describe a coarser type, or a number of bits, that they went through."""
+        if not self._is_near(own, expected, _FARTHEST_ROUNDED):
+            return ""
+        head = self.full[kind][self.run.heads[0]]
+        return describe_rounding(own[0], expected[0]) or describe_quantisation(own[0], expected[0], head)
 
     def _find_tokens(self) -> tuple[str, str] | None:
         """Find tokens of any request whose entries, keys or values these are."""
@@ -338,15 +355,21 @@ class _FaultSearch:
         of_request = matched & (nearest <= nearest.amin(dim=0) + _TIE)
         what = "entries" if len(far) == 2 else ("keys", "values")[far[0]]
         positions = self.run.positions[some].expand_as(matched)
-        moves = []
+        found: list[tuple[str, str]] = []
         for _ in range(_MOST_OWNERS):  # requests that share a prefix have entries in common
             owner = int(of_request.sum(dim=(1, 2)).argmax())
-            owned = of_request[owner].clone()
+            owned, name = of_request[owner].clone(), names[owner]
             if not bool(owned.any()):
                 break
-            moves.append(self._describe_move(names[owner], what, tokens[owner][owned], positions[owned]))
             of_request &= ~owned
-        found = [move for move in moves if move is not None]
+            moved = tokens[owner][owned]
+            words = f"{what} of {token_range(int(moved.amin()), int(moved.amax()))}"
+            if name in self.reference.finished:
+                found.append(("stale", f"{words} of request {name}, which has ended"))
+            elif name != self.request:
+                found.append(("request", f"{words} of request {name}"))
+            elif not torch.equal(moved, positions[owned]):  # else only a few of the entries differ
+                found.append(("token", f"{words} of the same request"))
         others = ["others"] if bool(of_request.any()) else []
         gravest = min((kind for kind, _ in found), key=_BY_GRAVITY.index, default="")
         return (gravest, ", and ".join([*(words for _, words in found), *others])) if found else None
@@ -380,23 +403,6 @@ class _FaultSearch:
             unit = every.square().sum(dim=-1).mean(dim=-1).sqrt()[:, None, None]
             distances.append(torch.cdist(own, every) / (unit * self.near[kind]))
         return torch.stack(distances).amin(dim=0)
-
-    def _describe_move(
-        self, request: str, what: str, tokens: Int[Tensor, " matched"], positions: Int[Tensor, " matched"]
-    ) -> tuple[str, str] | None:
-        """Return kind and words of what stands at `positions`: entries, keys or values of other tokens of a request.
-
-        None where they are the same tokens of the same request.
-        """
-        whose = f"{what} of {token_range(int(tokens.amin()), int(tokens.amax()))}"
-        if request != self.request:
-            if request in self.reference.finished:
-                return "stale", f"{whose} of request {request}, which has ended"
-            return "request", f"{whose} of request {request}"
-        moved = tokens - positions
-        if not bool(moved.any()):
-            return None  # only a few of the entries differ
-        return "token", f"{whose} of the same request"
 
     def _find_place(self) -> tuple[str, str] | None:
         """Find the place in the model, of the same tokens, whose keys or values, or both, these are."""
@@ -473,19 +479,6 @@ class _FaultSearch:
                 return "layout", f"written as '{words}'"
         return None
 
-    def _find_rounding(self) -> tuple[str, str] | None:
-        """Find a coarser type, or a number of bits, that keys or values went through."""
-        words = []
-        for kind, name, own, expected in self._differing_kinds():
-            if not self._is_near(own, expected, _FARTHEST_ROUNDED):
-                return None
-            head = self.full[kind][self.run.heads[0]]
-            found = describe_rounding(own[0], expected[0]) or describe_quantisation(own[0], expected[0], head)
-            if not found:
-                return None
-            words.append(f"{name} {found}")
-        return ("rounded", " and ".join(words)) if words else None
-
 
 def _relative_distances(
     own: Float[Tensor, "kv_head entry width"], expected: Float[Tensor, "kv_head entry width"]
@@ -504,24 +497,17 @@ def join_faults(found: Sequence[DumpFault], present: Mapping[str, float]) -> lis
     `present`: request -> number of its entries in a head of a layer. Where a fault is of nearly all of them, in every
     request, it is one of the whole dump.
     """
-    by_place: dict[tuple[object, ...], DumpFault] = {}
-    for fault in found:
-        place = (fault.request, fault.kind, fault.what, fault.first, fault.last)
-        by_place[place] = _join_two(by_place[place], fault) if place in by_place else fault
-    by_layers: dict[tuple[object, ...], DumpFault] = {}
-    for fault in by_place.values():
-        rest = (fault.request, fault.kind, fault.what, fault.layers, fault.heads)
-        by_layers[rest] = _join_two(by_layers[rest], fault) if rest in by_layers else fault
+    for names in (("first", "last"), ("layers", "heads")):
+        same: dict[tuple[object, ...], DumpFault] = {}
+        for fault in found:
+            key = attrgetter("request", "kind", "what", *names)(fault)
+            same[key] = _join_two(same[key], fault) if key in same else fault
+        found = list(same.values())
     by_kind: dict[tuple[object, ...], list[DumpFault]] = {}
-    for fault in by_layers.values():
+    for fault in found:
         by_kind.setdefault((fault.kind, fault.what, fault.layers, fault.heads), []).append(fault)
     joined = [fault for alike in by_kind.values() for fault in _join_requests(alike, present)]
-    return sorted(joined, key=_by_cause)
-
-
-def _by_cause(fault: DumpFault) -> tuple[float, int, int, str]:
-    """Return what faults are sorted by: the lowest layer, then the earliest token, then the most layers."""
-    return min(fault.layers, default=math.inf), fault.first, -len(fault.layers), fault.request
+    return sorted(joined, key=lambda one: (min(one.layers, default=math.inf), one.first, -len(one.layers), one.request))
 
 
 def _join_requests(alike: Sequence[DumpFault], present: Mapping[str, float]) -> Sequence[DumpFault]:

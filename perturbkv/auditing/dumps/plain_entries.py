@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import combinations
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from perturbkv.auditing.dumps.dump_entries import (
     Limits,
     Pair,
 )
-from perturbkv.auditing.dumps.dump_file import REMOVED, Dump, LayerDump, of_heads
+from perturbkv.auditing.dumps.dump_file import REMOVED, Dump, of_heads
 from perturbkv.auditing.forward_passes import make_situation
 from perturbkv.auditing.reference import decode, entry_distances, entry_floors, prompt_entries, read_prompts
 from perturbkv.auditing.unmeasured import fill_cache
@@ -204,30 +205,34 @@ def _moved_by_rounding(adapter: Adapter, ids: Int[Tensor, " token"], full: Layer
     found = []
     for seed in range(_ROUNDINGS):
         cache = DynamicCache()
-        with _OtherRounding(seed):
+        with RoundedProducts(partial(_move_at_random, torch.Generator().manual_seed(seed))):
             run_with_cache(adapter.base, ids.unsqueeze(0), cache)
         layers = [(layer.keys, layer.values) for layer in cache.layers]
         found.append([_layer_distances(*layer).amax(dim=1) for layer in zip(layers, full, strict=True)])
     return [torch.stack(distances).amax(dim=0) for distances in zip(*found, strict=True)]
 
 
-class _OtherRounding(TorchFunctionMode):
-    """Products with weights, within the block, of numbers that are moved by up to ε/2 of themselves, at random.
+class RoundedProducts(TorchFunctionMode):
+    """Products with weights, within the block, of numbers that are rounded by a function."""
+
+    def __init__(self, rounded: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.rounded = rounded
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch; in a product, with its first argument rounded."""
+        if func is nn.functional.linear:
+            args = (self.rounded(args[0]), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+def _move_at_random(noise: torch.Generator, given: Tensor) -> Tensor:
+    """Return numbers moved by up to ε/2 of themselves.
 
     An engine rounds other numbers than the model does: its kernels do several operations at once.
     """
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.noise = torch.Generator().manual_seed(seed)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch; in a product, with its first argument moved."""
-        if func is nn.functional.linear:
-            given = args[0]
-            moves = (torch.rand(given.shape, generator=self.noise) - 0.5) * torch.finfo(given.dtype).eps
-            args = ((given.float() * (1 + moves.to(given.device))).to(given.dtype), *args[1:])
-        return func(*args, **(kwargs or {}))
+    moves = (torch.rand(given.shape, generator=noise) - 0.5) * torch.finfo(given.dtype).eps
+    return (given.float() * (1 + moves.to(given.device))).to(given.dtype)
 
 
 def _layer_distances(rounded: tuple[Tensor, Tensor], plain: tuple[Tensor, Tensor]) -> Float[Tensor, "2 kv_head token"]:
@@ -276,11 +281,10 @@ class Computation:
     def attention(self, adapter: Adapter) -> AbstractContextManager[None]:
         """Let the model's attention compute so inside the block, but for its keys."""
         order = (torch.arange(adapter.heads) % adapter.kv_heads).argsort(stable=True)
-        layers = {id(module): layer for layer, module in enumerate(adapter.attentions)}
 
         def attend(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
             """Return the attention output, of queries that are rotated or in another order of heads."""
-            layer, (query, key, *others) = layers[id(module)], args
+            layer, (query, key, *others) = adapter.layer_of(module), args
             query = self.rotate(layer, query, key.shape[-2] - query.shape[-2])
             if not self.regrouped or layer not in self.layers:
                 return stock(module, query, key, *others, **kwargs)
@@ -305,12 +309,6 @@ class StoredEntries:
     scales: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     dtype: torch.dtype = torch.float32
     divided: dict[int, Pair] = field(default_factory=dict)
-
-    def add(self, pair: Pair, layer: LayerDump) -> None:
-        """Add one layer's entries, which were read from `layer`."""
-        self.layers.append(pair)
-        self.scales.append(layer.scales)
-        self.dtype = layer.tensors[0][0].dtype
 
     def round(self, index: int, kind: int, new: Float[Tensor, "kv_head token width"]) -> Tensor:
         """Return keys (`kind` 0) or values (1) of a layer as they would be read after they were stored."""
@@ -409,23 +407,12 @@ def unrotate_to_tokens(entries: Entries, frequencies: Float[Tensor, " frequency"
     return replace(entries, keys=torch.stack(keys))
 
 
-class TokenLogprobs(NamedTuple):
-    """Log-probabilities of a request's tokens, each after those before it; 0 for the first.
-
-    Attributes:
-        values: they.
-        rounding: how far rounding to the model's type moves the largest logit.
-    """
-
-    values: Float[Tensor, " token"]
-    rounding: float
-
-
 def token_logprobs(
     adapter: Adapter, token_ids: Sequence[int], parts: int = 1, cache: DynamicCache | None = None
-) -> TokenLogprobs:
-    """Return each token's log-probability.
+) -> tuple[Float[Tensor, " token"], float]:
+    """Return each token's log-probability after those before it, 0 for the first; and how far rounding moves a logit.
 
+    The latter is the largest logit's distance to what the model's type makes of it, at most.
     The n tokens are read in passes of min(n, 256) / `parts`, rounded up, through `cache`; None: a new one.
     """
     at_once = -(-min(len(token_ids), _TOKENS_PER_PASS) // parts)
@@ -440,4 +427,4 @@ def token_logprobs(
         found.append(before.log_softmax(dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1).cpu())
         last = logits[-1:]
     values = torch.cat([torch.zeros(1, dtype=torch.float64), *found])
-    return TokenLogprobs(values, largest * torch.finfo(adapter.dtype).eps / 2)
+    return values, largest * torch.finfo(adapter.dtype).eps / 2

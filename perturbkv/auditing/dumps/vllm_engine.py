@@ -6,8 +6,7 @@ Blocks are read by functions that run in vLLM's worker, through `llm.collective_
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -164,23 +163,6 @@ def dump_vllm(llm: Any, folder: str | Path, requests: Sequence[EngineRequest], u
     return _Run(llm, Path(folder), requests, until).dump()
 
 
-@contextmanager
-def _before_free(manager: Any, call: Callable[[Any], None]) -> Iterator[None]:
-    """Call a function with every request before its blocks are freed, within the block."""
-    free = manager.free
-
-    def call_and_free(request: Any) -> None:
-        """Call the function, then free the request's blocks."""
-        call(request)
-        free(request)
-
-    manager.free = call_and_free
-    try:
-        yield
-    finally:
-        del manager.free  # of the object: the class has its own
-
-
 @dataclass
 class _Run:
     """A run of requests in an engine, up to the dump.
@@ -237,18 +219,25 @@ class _Run:
 
     def dump(self) -> EngineDump:
         """Step the engine until the dump is written, then abort what is left."""
-        waiting, step = list(self.requests), 0
+        waiting, step, free = list(self.requests), 0, self.manager.free
+
+        def note_and_free(request: Any) -> None:
+            """Note that a request ends, then free its blocks."""
+            self._note_end(request)
+            free(request)
+
+        self.manager.free = note_and_free
         try:
-            with _before_free(self.manager, self._note_end):
-                while self.path is None and (waiting or self.engine.has_unfinished_requests()):
-                    for request in [one for one in waiting if one.after <= step]:
-                        waiting.remove(request)
-                        self._add(request)
-                    for output in self.engine.step():
-                        self.outputs[output.request_id] = output
-                    self._count_events()
-                    step += 1
+            while self.path is None and (waiting or self.engine.has_unfinished_requests()):
+                for request in [one for one in waiting if one.after <= step]:
+                    waiting.remove(request)
+                    self._add(request)
+                for output in self.engine.step():
+                    self.outputs[output.request_id] = output
+                self._count_events()
+                step += 1
         finally:
+            del self.manager.free  # of the object: the class has its own
             self.engine.abort_request(list(self.names), internal=True)
         if self.path is None:
             raise UnreadableCacheError("the vLLM engine ended no request, so that there is no cache to dump")
@@ -281,6 +270,8 @@ class _Run:
 
         Nothing for a request whose blocks are freed as it is preempted, nor after the dump.
         """
+        import vllm
+
         if self.path is not None or not request.is_finished():
             return
         name = self.names[request.request_id]
@@ -288,7 +279,21 @@ class _Run:
             self.ended.append(self._dumped_request(request, finished=True))
             return
         self._count_events()
-        self._write()
+        live = [self._dumped_request(request) for request in self.scheduler.requests.values()]
+        requests = sorted([*self.ended, *live], key=lambda request: list(self.names.values()).index(request.id))
+        held = [request.blocks or () for request in requests if not request.finished]
+        ids = sorted({block for table in held for block in table} - {REMOVED})
+        block_ids = torch.tensor(ids)
+        layers = (
+            {**self._call_worker(read_blocks, index, ids), "block_ids": block_ids}
+            for index in range(len(self.cache["names"]))
+        )
+        self.path = write_dump(
+            self.folder, requests, layers,
+            kv_heads=self.cache["kv_heads"], head_size=self.cache["head_size"], block_size=self.block_size,
+            layout=_LAYOUT, compute=dtype_name(self.engine.vllm_config.model_config.dtype),
+            engine=f"vLLM {vllm.__version__}",
+        )  # fmt: skip
 
     def _dumped_request(self, request: Any, finished: bool = False) -> Request:
         """Return a request of the engine with its tokens that are in the cache, and their blocks.
@@ -318,26 +323,6 @@ class _Run:
             None if each is None or token not in each else float(each[token].logprob)
             for token, each in zip(tokens, told, strict=False)
         )
-
-    def _write(self) -> None:
-        """Write the dump of this moment."""
-        import vllm
-
-        live = [self._dumped_request(request) for request in self.scheduler.requests.values()]
-        requests = sorted([*self.ended, *live], key=lambda request: list(self.names.values()).index(request.id))
-        held = [request.blocks or () for request in requests if not request.finished]
-        ids = sorted({block for table in held for block in table} - {REMOVED})
-        block_ids = torch.tensor(ids)
-        layers = (
-            {**self._call_worker(read_blocks, index, ids), "block_ids": block_ids}
-            for index in range(len(self.cache["names"]))
-        )
-        self.path = write_dump(
-            self.folder, requests, layers,
-            kv_heads=self.cache["kv_heads"], head_size=self.cache["head_size"], block_size=self.block_size,
-            layout=_LAYOUT, compute=dtype_name(self.engine.vllm_config.model_config.dtype),
-            engine=f"vLLM {vllm.__version__}",
-        )  # fmt: skip
 
 
 def _check_cache(cache: Mapping[str, Any], names: Sequence[str], groups: int) -> None:
