@@ -223,12 +223,6 @@ def shared_configs(traces: Sequence[Trace]) -> tuple[EvictionConfig, ...]:
     return common
 
 
-def partial_configs(traces: Sequence[Trace], configs: Sequence[EvictionConfig]) -> tuple[EvictionConfig, ...]:
-    """Return the configurations that some but not all of the traces hold."""
-    every = dict.fromkeys(config for trace in traces for config in trace.run.configs)
-    return tuple(config for config in every if config not in configs)
-
-
 def _check_equal_settings(traces: Sequence[Trace]) -> None:
     """Raise TraceError for traces that differ in a setting that must be equal for one table of scores."""
     first = traces[0]

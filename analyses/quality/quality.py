@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 from perturbkv.analyses import columns, measurements, text
@@ -15,7 +16,7 @@ from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.multi_trace import as_traces
 from perturbkv.analyses.names import short_names
 from perturbkv.analyses.quality import score_tables
-from perturbkv.analyses.quality.graded_tasks import Task, partial_configs, shared_configs, tasks
+from perturbkv.analyses.quality.graded_tasks import Task, shared_configs, tasks
 from perturbkv.analyses.quality.score_columns import (
     AVERAGE,
     FULL,
@@ -27,7 +28,6 @@ from perturbkv.analyses.quality.score_columns import (
     ScoreColumn,
     ScoreDifference,
     dataset_columns,
-    kind_columns,
     rows,
     score_column,
 )
@@ -270,12 +270,14 @@ def quality(traces: Trace | Iterable[Trace], *, baseline: str = "attention", tre
     """
     graded = as_traces(traces)
     configs = shared_configs(graded)
-    partial = partial_configs(graded, configs)
+    every = dict.fromkeys(config for trace in graded for config in trace.run.configs)
+    partial = tuple(config for config in every if config not in configs)
     pair_indices: tuple[tuple[int, int], ...] = ()
     with contextlib.suppress(TraceError):  # the configurations may hold no such pair
         both = pairs(replace(graded[0].run, configs=configs), baseline, treatment)
         pair_indices = tuple((configs.index(first), configs.index(second)) for first, second in both)
     compared, datasets = Comparison(configs, pair_indices, comparable_groups(configs)), tasks(graded, configs)
+    by_kind = groupby(datasets, key=lambda task: task.kind)
     each = [identity(trace, configs) for trace in graded]
     return Quality(
         identity=replace(
@@ -296,7 +298,7 @@ def quality(traces: Trace | Iterable[Trace], *, baseline: str = "attention", tre
         treatment=treatment,
         pairs=pair_indices,
         datasets=dataset_columns(datasets, compared),
-        kinds=kind_columns(datasets, compared),
+        kinds=tuple(score_column(kind, list(some), compared) for kind, some in by_kind),
         average=score_column(AVERAGE, datasets, compared),
     )
 

@@ -157,11 +157,6 @@ def dataset_columns(tasks: Sequence[Task], compared: Comparison) -> tuple[Datase
     )
 
 
-def kind_columns(tasks: Sequence[Task], compared: Comparison) -> tuple[ScoreColumn, ...]:
-    """Return a column of mean scores per kind of task."""
-    return tuple(score_column(kind, list(some), compared) for kind, some in groupby(tasks, key=lambda task: task.kind))
-
-
 def _column_fields(name: str, tasks: Sequence[Task], compared: Comparison) -> dict[str, Any]:
     """Return the fields of the `ScoreColumn` named `name` over some data sets."""
     full, evicted = [task.full for task in tasks], [task.evicted for task in tasks]
