@@ -12,7 +12,6 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as apply_partly
 
 import perturbkv as pk
-from perturbkv.auditing import eviction_audit
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ModelError
@@ -21,6 +20,7 @@ from perturbkv.pipeline.sample import measure, replay
 from perturbkv.pipeline.sample.capture import Observer, capture
 from perturbkv.pipeline.sample.prefill import Rotations
 from perturbkv.selection.grid import configuration
+from tests.audit import planted
 from tests.support.models import FAMILIES, tiny_adapter, token_ids
 from tests.support.resolved import answer, prefill, resolved_run, trace_sample
 
@@ -111,7 +111,7 @@ def test_replays_and_audits_stay_on_one_side_of_a_change_of_rotations() -> None:
         replay.check_positions_left(adapter, 30, 20, "s")
     audited = Prompt("s", token_ids(32), 0)
     with pytest.raises(ModelError, match=r"sample 's' is read to 32 tokens and goes on to 34, .*LongRoPE"):
-        eviction_audit._check_length(adapter, audited, 2)
+        pk.audit(adapter, audited, planted.right, situations=["single"], steps=2, losses=False, progress=False)
 
 
 MATMUL = torch.backends.cuda.matmul
