@@ -19,7 +19,9 @@ from perturbkv.models.proof.masks import pattern, visible
 from perturbkv.models.proof.parts import observe_part
 
 _ERRORS = LOGIT_ERRORS | {torch.float32: 1e-3}
-"""Relative rounding error that logits of an evicted cache may have."""
+"""Relative rounding error that logits of an evicted cache may have after `_LAYERS` layers; it grows with their number
+up to `LOGIT_ERRORS`."""
+_LAYERS = 8
 
 
 @torch.no_grad()
@@ -63,7 +65,8 @@ def check_evicted(model: Any, facts: Facts) -> None:
     evicted.layers = cache.layers
     with intercept(implementation(model), list(attentions.values()), naive):
         found = read_tokens(model, ids[:, -1:], evicted)[0, -1].double()
-    bound = _ERRORS[model.dtype] * float((expected - expected.mean()).norm())
+    error = min(_ERRORS[model.dtype] * max(1, len(facts.layers) / _LAYERS), LOGIT_ERRORS[model.dtype])
+    bound = error * float((expected - expected.mean()).norm())
     if bool(expected.isfinite().all()) and not float((found - expected).norm()) <= bound:
         raise RefusedError("evicted", "decodes from an evicted cache otherwise than with the evicted entries masked")
 
