@@ -246,13 +246,13 @@ def frame_rows(lines: Sequence[Line], names: Sequence[str], first: str) -> list[
 def _configuration_columns(records: Sequence[Record]) -> dict[str, Any]:
     """Return the configuration of a line's first record that has one as data frame columns; empty where none has.
 
-    Of a record with a baseline it is the treatment's, beside the baseline's label.
+    Of a pair it is the treatment's, beside the baseline's label.
     """
     for one in records:
-        sides = [getattr(one, name, None) for name in ("baseline", "treatment", "config")]
-        configs = [config for config in sides if isinstance(config, EvictionConfig)]
-        if configs:
-            return {**config_columns(configs[-1]), **({"baseline": configs[0].label()} if configs[1:] else {})}
+        sides = [getattr(one, name, None) for name in ("config", "treatment", "baseline")]
+        if configs := [side for side in sides if isinstance(side, EvictionConfig)]:
+            shown, *others = configs  # the other of a pair is its baseline
+            return {**config_columns(shown), **({"baseline": others[-1].label()} if others else {})}
     return {}
 
 

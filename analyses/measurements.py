@@ -52,13 +52,11 @@ class Measurements:
         by_step: bool = False,
         kinds: Sequence[str] = TOKEN_KINDS,
     ) -> None:
-        self.trace: Trace = _drop_ended_samples(trace, analysis, step or 0)
-        self.analysis = analysis
+        self.analysis, self.by_step, self.kinds = analysis, by_step, tuple(kinds)
         self.step: int | None = resolve_step(trace, step)
-        self.by_step: bool = by_step
-        self.kinds: Sequence[str] = kinds
         self._arrays: dict[str, Floats] = {}
-        if kinds != TOKEN_KINDS:
+        self.trace: Trace = _drop_ended_samples(trace, analysis, step or 0)
+        if self.kinds != TOKEN_KINDS:  # samples without a measured step of these kinds go, too
             self.trace = _select_samples(self.trace, np.asarray((self.counted & self._chosen).any(axis=1)))
 
     def __getitem__(self, name: str) -> Floats:

@@ -111,8 +111,9 @@ def verdicts(
 ) -> NDArray[np.int8]:
     """Return the verdict on each element: 1 where the treatment perturbs less, −1 where it perturbs more, 0 for ties.
 
-    Perturbations and their noise `floor` have one shape. For 1 − cos the square roots are compared: it grows with the
-    square of the angle, and noise adds to the angle.
+    Perturbations and their noise `floor` have one shape. Where kept sets are equal the treatment is given with the
+    baseline's numbers (`head_comparison.compared_perturbation`), so that it ties. For 1 − cos the square roots are
+    compared: it grows with the square of the angle, and noise adds to the angle.
     """
     sides = (baseline, treatment, floor)
     first, second, noise = (np.sqrt(side) for side in sides) if distance_of(distance).angular else sides

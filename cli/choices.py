@@ -18,20 +18,18 @@ _Value = TypeVar("_Value")
 
 
 def parse_numbers(option: str, texts: list[str] | None) -> tuple[float, ...]:
-    """Return all numbers in an option's texts; a text can list several numbers, separated by commas.
+    """Return the numbers in an option's texts, each a number or several separated by commas; none for None.
 
-    Without texts, an empty list or None, there are no numbers. Raises ConfigError for text that is no finite number,
-    for texts that hold no number, and for a repeated number.
+    Raises ConfigError for text that is no finite number, for texts without a number, and for a repeated number.
     """
     numerals = [numeral.strip() for text in texts or [] for numeral in text.split(",") if numeral.strip()]
+    invalid = f"{option} takes numbers, such as {option} 0.5 or {option} 1,2; got '{', '.join(texts or [])}'"
+    if texts and not numerals:
+        raise ConfigError(invalid)
     try:
-        if texts and not numerals:
-            raise ValueError
         values = tuple(map(float, numerals))
     except ValueError:
-        raise ConfigError(
-            f"{option} takes numbers, such as {option} 0.5 or {option} 1,2; got '{', '.join(texts or [])}'"
-        ) from None
+        raise ConfigError(invalid) from None
     for number in values:
         check_number(option, number)
     return tuple(check_distinct(option, values))

@@ -67,7 +67,7 @@ import common
 import numpy as np
 from common import Floats, estimate, interval_text, side_of
 from compaction import geometric_interval
-from decoding_tasks import KINDS, Task, answer_of, tasks
+from decoding_tasks import KINDS, MODULES, Task, answer_of, tasks
 from matplotlib.figure import Figure
 from scipy.stats import binomtest
 
@@ -219,15 +219,18 @@ def compare(rows: Sequence[Mapping[str, Any]], treatment: str, baseline: str) ->
 def compare_answers(rows: Sequence[Mapping[str, Any]], treatment: str, baseline: str) -> dict[str, Any]:
     """Return the mean share of right lines that a treatment loses with its interval, and pairs of right and of loops.
 
-    Pairs are as `mcnemar` returns them; n counts prompts, `graded` those with lines.
+    Pairs are as `mcnemar` returns them; n counts prompts.
     """
     intervals = pk.stats.intervals
-    first, second = pairs_of(rows, "lines", treatment, baseline)
-    lost = second - first
-    value = (float(lost.mean()), intervals.of_mean(lost, intervals.DIFFERENCE)) if lost.size else (np.nan, None)
+    shares = {name: pairs_of(rows, name, treatment, baseline) for name in ("lines", "resumed")}
+    found: dict[str, Any] = {}
+    for name, (first, second) in shares.items():
+        lost = second - first
+        value = (float(lost.mean()), intervals.of_mean(lost, intervals.DIFFERENCE)) if lost.size else (np.nan, None)
+        found |= estimate(f"{name}_lost", value)
     looped = pairs_of(rows, "loops", treatment, baseline).astype(bool)
-    pairs = {"right": mcnemar(first >= RIGHT, second >= RIGHT), "loops": mcnemar(*looped)}
-    return {**estimate("lost", value), "n": looped.shape[1], "graded": lost.size, **pairs}
+    right = shares["lines"] >= RIGHT
+    return {**found, "n": looped.shape[1], "right": mcnemar(*right), "loops": mcnemar(*looped)}
 
 
 def mcnemar(first: Any, second: Any) -> tuple[int, int, float]:
@@ -300,25 +303,45 @@ def ratio_lines(
     return lines
 
 
+def with_totals(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of answers with the share of turns that go on from the account's total, None of other kinds."""
+    by_name = {task.name: task for task in tasks(len(MODULES))}
+    return [{**row, "resumed": by_name[row["prompt"]].share_resumed(row["text"])} for row in rows]
+
+
 def answer_tables(rows: Sequence[Mapping[str, Any]]) -> Iterator[common.Table]:
     """Return the tables of answers: what each method writes, and random against the others."""
     lines = []
     for kind, method, own in methods_of(rows):
-        graded = [row["lines"] for row in own if row["lines"] is not None]
-        right = [f"{np.mean(graded):.2f}", str(sum(share >= RIGHT for share in graded))] if graded else ["–", "–"]
+        lines_right = [row["lines"] for row in own if row["lines"] is not None]
+        right = str(sum(share >= RIGHT for share in lines_right)) if lines_right else "–"
+        shares = [mean_text([row[name] for row in own if row[name] is not None]) for name in ("lines", "resumed")]
         counts = (str(sum(row[name] for row in own)) for name in ("loops", "ended"))
-        lines.append([kind, method, str(len(own)), *right, *counts, f"{np.mean([row['tokens'] for row in own]):.0f}"])
-    yield "Answers", ["kind", "method", "n", "lines right", "right answers", "loops", "ended", "tokens"], lines
+        tokens = f"{np.mean([row['tokens'] for row in own]):.0f}"
+        lines.append([kind, method, str(len(own)), *shares, right, *counts, tokens])
+    heads = ["kind", "method", "n", "lines right", "totals taken up", "right answers", "loops", "ended", "tokens"]
+    yield "Answers", heads, lines
     lines = []
     for kind, own in by_kind(rows).items():
         for treatment, baseline in COMPARED:
             row = compare_answers(own, treatment, baseline)
-            ends = row["lost_interval"]
-            lost = f"{interval_text(row['lost'], ends)} {verdict(ends, 0, LINES)}" if row["graded"] else "–"
+            lost, totals = (lost_text(row, name) for name in ("lines", "resumed"))
+            told = verdict(row["lines_lost_interval"], 0, LINES) if np.isfinite(row["lines_lost"]) else ""
             counts = ("{} : {}, p = {:.2g}".format(*row[name]) for name in ("right", "loops"))
-            lines.append([kind, treatment, baseline, str(row["n"]), lost, *counts])
-    heads = ["kind", "method", "against", "n", "right lines lost", "right: it alone : the other", "loops: likewise"]
-    yield "Answers compared", heads, lines
+            lines.append([kind, treatment, baseline, str(row["n"]), f"{lost} {told}".strip(), totals, *counts])
+    heads = ["kind", "method", "against", "n", "right lines lost", "totals lost, looked at afterwards"]
+    yield "Answers compared", [*heads, "right: it alone : the other", "loops: likewise"], lines
+
+
+def lost_text(row: Mapping[str, Any], name: str) -> str:
+    """Return a lost share with its interval as text; a dash where no answer of the kind has one."""
+    value = row[f"{name}_lost"]
+    return interval_text(value, row[f"{name}_lost_interval"]) if np.isfinite(value) else "–"
+
+
+def mean_text(shares: Sequence[float]) -> str:
+    """Return the mean of shares as text; a dash for none."""
+    return f"{np.mean(shares):.2f}" if shares else "–"
 
 
 def draw(numbers: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]) -> Figure:
@@ -326,7 +349,7 @@ def draw(numbers: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, An
     figure = common.page_figure(75)
     panels = figure.subplots(1, len(NUMBERS) + 1, sharey=True)
     graded = [row for row in answers if row["lines"] is not None]
-    for axes, (name, told) in zip(panels, {**NUMBERS, "lost": "right lines lost"}.items(), strict=True):
+    for axes, (name, told) in zip(panels, {**NUMBERS, "lines_lost": "right lines lost"}.items(), strict=True):
         ratio = name in NUMBERS
         for kind, own in by_kind(reached(numbers) if ratio else graded).items():
             found = [(compare if ratio else compare_answers)(own, *pair) for pair in COMPARED[: len(SCORES)]]
@@ -381,7 +404,8 @@ def study(asked: argparse.Namespace) -> None:
         numbers, answers = (read_rows(Path(asked.folder[0]) / f"{name}.jsonl") for name in MEASURED)
     else:
         numbers, answers = (measured_rows(asked, name, measure, models) for name, measure in MEASURED.items())
-    common.write_tables(asked, [*number_tables(numbers), *answer_tables(answers)], draw(numbers, answers))
+    graded = with_totals(answers)
+    common.write_tables(asked, [*number_tables(numbers), *answer_tables(graded)], draw(numbers, graded))
 
 
 Measure = Callable[[Any, Task, argparse.Namespace], list[dict[str, Any]]]

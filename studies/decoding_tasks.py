@@ -57,16 +57,37 @@ class Task:
         A turn is right where it adds its number to the total that the account's turn before ends in, be that right or
         wrong. Of two lines for a turn the first counts.
         """
-        said = [*self.lines[: self.given], *(line.strip() for line in text.splitlines())]
         if self.adds:
-            turns = dict(reversed([(line.partition(". ")[0], line) for line in said]))
-            right = [
-                turns.get(str(number)) == turn_line(number, turns.get(str(number - len(ACCOUNTS)), ""), self.adds)
-                for number in range(1, len(self.lines) + 1)
-            ]
+            right = [bool(line) and line == expected for line, expected in self._turns(text)]
         else:
+            said = self._said(text)
             right = [line in said for line in self.lines]
         return float(np.mean(right[self.given :])) if right else None
+
+    def share_resumed(self, text: str) -> float | None:
+        """Return the share of turns that go on from the total of the account's turn before, whatever they make of it.
+
+        Such a line is right up to its sum: what it took from the answer's own text. None of other kinds.
+        """
+        if not self.adds:
+            return None
+        resumed = [
+            bool(expected) and line.rpartition(" ")[0] == expected.rpartition(" ")[0]
+            for line, expected in self._turns(text)
+        ]
+        return float(np.mean(resumed[self.given :]))
+
+    def _said(self, text: str) -> list[str]:
+        """Return the lines of an answer, behind those that are given."""
+        return [*self.lines[: self.given], *(line.strip() for line in text.splitlines())]
+
+    def _turns(self, text: str) -> list[tuple[str, str]]:
+        """Return of each turn its line, empty where it has none, and what would be right after the lines before."""
+        lines = dict(reversed([(line.partition(". ")[0], line) for line in self._said(text)]))
+        return [
+            (lines.get(str(number), ""), turn_line(number, lines.get(str(number - len(ACCOUNTS)), ""), self.adds))
+            for number in range(1, len(self.lines) + 1)
+        ]
 
 
 def turn_line(number: int, before: str, adds: Sequence[int]) -> str:

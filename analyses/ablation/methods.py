@@ -405,13 +405,13 @@ class MethodRanking(
         compared = [(name, row.controls[control]) for name, row in rows if control in row.controls]
         if not compared:
             return None
-        decided = [one.propagated_verdict.verdict for _, one in compared]
-        against = [
-            one.propagated.case(name)._replace(verdict={BETTER: LESS, WORSE: MORE}.get(verdict, verdict))
-            for (name, one), verdict in zip(compared, decided, strict=True)
-        ]
-        subject, where = compared[0][0] if len(compared) == 1 else "a method", " at equal protection"
-        return Claim(subject, "perturbs", against, COMPARED, control, where, margin=self._margin_text)
+        words = {BETTER: LESS, WORSE: MORE}
+        cases = []
+        for name, one in compared:  # against a control the verdict is that of equivalence within the margin
+            verdict = one.propagated_verdict.verdict
+            cases.append(one.propagated.case(name)._replace(verdict=words.get(verdict, verdict)))
+        subject = compared[0][0] if len(compared) == 1 else "a method"
+        return Claim(subject, "perturbs", cases, COMPARED, control, " at equal protection", margin=self._margin_text)
 
     @property
     def _margin_text(self) -> str:

@@ -268,23 +268,30 @@ class Audit(Result):
         if kept := [Line(run.name, (run, run.entries)) for run in self.runs if run.entries]:
             note = "first, last: entries of the prompt's beginning and end that a kept set holds without a gap."
             parts += [table("what it keeps", kept, _KEPT, self.FIRST), note]
-        firsts = {(run.situation, run.row): run for run in reversed(self.runs) if run.steps}  # the first prompt's wins
-        shown = [run for run in self.runs if firsts.get((run.situation, run.row)) is run]
-        if steps := [Line("" if step.step else run.name, (step,)) for run in shown for step in run.steps]:
+        shown: dict[tuple[str, int], AuditedRun] = {}
+        for run in self.runs:
+            if run.steps:
+                shown.setdefault((run.situation, run.row), run)  # the first prompt's
+        if steps := [Line("" if step.step else run.name, (step,)) for run in shown.values() for step in run.steps]:
             parts.append(table("step by step, the first prompt, in noise floors", steps, _STEPS, self.FIRST))
         if self.plain_use:
             parts.append(self.plain_use.summary())
-        if not self.losses:
-            return [*parts, *([f"no loss measured: {self.lossless}"] if self.lossless else [])]
-        sets = f"every kept set holds the first {self.protected_first} and the last {self.protected_recent} entries"
-        less = "; controls protect less, as it keeps hardly more" if self.controls_protect_less else ""
-        controls = less or ", and so do the controls'"
-        prompts = plural(self.identity.samples, "prompt")
-        return [
-            *parts,
-            *loss_table("what the loss is, first decoding step", self.losses),
-            f"isolated, propagated: L1 perturbation of all heads over Σ ‖o_h‖₁; mean over {prompts}; {sets}{controls}.",
-        ]
+        if self.losses:
+            parts += [*loss_table("what the loss is, first decoding step", self.losses), self._loss_note()]
+        elif self.lossless:
+            parts.append(f"no loss measured: {self.lossless}")
+        return parts
+
+    def _loss_note(self) -> str:
+        """Return what the numbers of the table of losses are, and what kept sets and controls protect."""
+        controls = ", and so do the controls'"
+        if self.controls_protect_less:
+            controls = "; controls protect less, as it keeps hardly more"
+        return (
+            "isolated, propagated: L1 perturbation of all heads over Σ ‖o_h‖₁; mean over "
+            f"{plural(self.identity.samples, 'prompt')}; every kept set holds the first {self.protected_first} and the "
+            f"last {self.protected_recent} entries{controls}."
+        )
 
     def records(self) -> list[dict[str, Any]]:
         """Return a row per prompt, situation, row of the batch, step and layer."""

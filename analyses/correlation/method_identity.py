@@ -65,16 +65,6 @@ class IdentityBaseline(Record, section="method identity baseline of a statistic"
     )
 
 
-def rank_baseline(tables: Sequence[Floats], permutations: PromptPermutations) -> IdentityBaseline:
-    """Return the method identity baseline of Spearman's ρ, from one `rank_table` per setting."""
-    return _identity_baseline(tables, permutations, CORRELATION, RHO_DIFFERENCES)
-
-
-def area_baseline(tables: Sequence[Floats], permutations: PromptPermutations) -> IdentityBaseline:
-    """Return the method identity baseline of the areas, from one `area_table` per setting."""
-    return _identity_baseline(tables, permutations, AREA, AREA_DIFFERENCES)
-
-
 def rank_table(measured: Floats, scored: Floats) -> Floats:
     """Return (prompt scored, prompt measured) Spearman's ρ of one prompt's scores with another's measure.
 
@@ -108,13 +98,18 @@ def _drop_undecided(table: Floats, measured: Floats) -> Floats:
     return np.where(np.isnan(np.diag(known))[:, None], np.nan, known)
 
 
-def _identity_baseline(
-    tables: Sequence[Floats], permutations: PromptPermutations, kind: StatisticKind, differences: StatisticKind
+RHO, AUC = (CORRELATION, RHO_DIFFERENCES), (AREA, AREA_DIFFERENCES)
+"""Of both statistics: what it is, and what the difference of two is, for their intervals."""
+
+
+def identity_baseline(
+    tables: Sequence[Floats], permutations: PromptPermutations, kinds: tuple[StatisticKind, StatisticKind]
 ) -> IdentityBaseline:
     """Return a statistic's method identity baseline, with its excess and permutation null, from a table per setting.
 
-    `kind` is that of the statistic's mean, `differences` that of the mean of its differences.
+    Tables are those of `rank_table`, with the kinds `RHO`, or of `area_table`, with `AUC`.
     """
+    kind, differences = kinds
     same_dataset, prompts = permutations.same_dataset, len(permutations.same_dataset)
 
     def others(weights: Floats) -> Floats:
@@ -316,8 +311,8 @@ def identity_baselines(
     return tuple(
         IdentityBaselines(
             name,
-            rho=rank_baseline([one[name].rho for one in settings], permutations),
-            auc=area_baseline([one[name].area for one in settings], permutations),
+            rho=identity_baseline([one[name].rho for one in settings], permutations, RHO),
+            auc=identity_baseline([one[name].area for one in settings], permutations, AUC),
         )
         for name in settings[0]
     )
@@ -333,32 +328,34 @@ def mark_significant(
     Significant is a statistic of a predictor that is decided itself and beyond its baseline. `strengths`: the measures'
     own, group by group in the same order.
     """
-    tests = {
-        (index, one.measure, statistic): (getattr(one, statistic), getattr(strength, statistic))
-        for index, (group, own) in enumerate(zip(groups, strengths, strict=True))
-        for one, strength in zip(group, own, strict=True)
-        if one.measure in predictors
-        for statistic in _EXPECTED
-        if not isnan(getattr(one, statistic).exchanged.p)
-    }
-    passing = benjamini_hochberg(np.array([baseline.exchanged.p for baseline, _ in tests.values()]))
-    significant = set()
-    for (key, (baseline, strength)), passes in zip(tests.items(), passing, strict=True):
-        side, null = _EXPECTED[key[-1]]
-        if passes and interval_side(strength.interval, null) == interval_side(baseline.beyond.interval, 0) == side:
-            significant.add(key)
-    return [
-        tuple(
-            replace(
-                one,
-                rho=replace(one.rho, significant=(index, one.measure, "rho") in significant),
-                auc=replace(one.auc, significant=(index, one.measure, "auc") in significant),
-            )
-            for one in group
-        )
-        for index, group in enumerate(groups)
-    ]
+    tests: list[tuple[int, str, str]] = []
+    p_values: list[float] = []
+    decided: list[bool] = []
+    for index, (group, own) in enumerate(zip(groups, strengths, strict=True)):
+        for one, strength in zip(group, own, strict=True):
+            for statistic in _EXPECTED:
+                baseline: IdentityBaseline = getattr(one, statistic)
+                if one.measure in predictors and not isnan(baseline.exchanged.p):
+                    tests.append((index, one.measure, statistic))
+                    p_values.append(baseline.exchanged.p)
+                    decided.append(_is_decided(statistic, getattr(strength, statistic), baseline))
+
+    passing = benjamini_hochberg(np.array(p_values))
+    significant = {test for test, passes, both in zip(tests, passing, decided, strict=True) if passes and both}
+
+    def marked(index: int, one: IdentityBaselines) -> IdentityBaselines:
+        rho = replace(one.rho, significant=(index, one.measure, "rho") in significant)
+        auc = replace(one.auc, significant=(index, one.measure, "auc") in significant)
+        return replace(one, rho=rho, auc=auc)
+
+    return [tuple(marked(index, one) for one in group) for index, group in enumerate(groups)]
 
 
 _EXPECTED = {"rho": (-1, 0.0), "auc": (1, 0.5)}
 """Statistic -> (side, number): where more perturbed answers score less, it lies on that side of the number."""
+
+
+def _is_decided(statistic: str, own: Estimate, baseline: IdentityBaseline) -> bool:
+    """Return whether a statistic lies on the expected side of its number, and `beyond` of 0, with their intervals."""
+    side, number = _EXPECTED[statistic]
+    return interval_side(own.interval, number) == interval_side(baseline.beyond.interval, 0) == side

@@ -18,7 +18,14 @@ from perturbkv.analyses.stats.arithmetic import half_share, median, quantiles, r
 from perturbkv.analyses.stats.intervals import RATIO, OptionalInterval, share_kind
 from perturbkv.analyses.stats.permutation import SignFlips
 from perturbkv.analyses.text import STEP, decimal
-from perturbkv.analyses.verdicts import distance_of, equal_isolated, equal_propagated, ratio_verdict, verdicts
+from perturbkv.analyses.verdicts import (
+    TIE_FLOORS,
+    distance_of,
+    equal_isolated,
+    equal_propagated,
+    ratio_verdict,
+    verdicts,
+)
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.trace import Trace
 
@@ -235,7 +242,7 @@ def changed_losses(measured: Measurements, configs: Sequence[EvictionConfig]) ->
         whole, eviction, change = (
             measured[f"perturbation_{name}"][:, index] for name in ("isolated", "eviction", "change")
         )
-        if (eviction > 2 * measured["noise_floor_isolated"]).any():
+        if (eviction > TIE_FLOORS * measured["noise_floor_isolated"]).any():
             losses.append(ChangedLoss(config, *sum_ratio(eviction, whole), *sum_ratio(eviction, change)))
     return tuple(losses)
 

@@ -145,13 +145,14 @@ class ChangedHead(Record):
 
 
 def relative_perturbations(trace: Trace, sample: int, sides: tuple[int, int]) -> tuple[Floats, Floats]:
-    """Return each side's isolated perturbation over ‖o_h‖₁ at the first decode step, (layer, head); 0 if ‖o_h‖₁ is 0.
+    """Return each side's isolated perturbation over ‖o_h‖₁ at the first decode step, (layer, head).
 
+    0 where ‖o_h‖₁ is 0, NaN where the perturbation was not measured, as of a cache of somebody's own that is called.
     `sample` and `sides` are indices along the trace's axes `sample` and `config`.
     """
     perturbation = trace.arrays["perturbation_isolated"][sample]
     norm = trace.arrays["output_norm"][sample, 0]
-    first, second = (np.nan_to_num(ratio(perturbation[side, 0], norm)) for side in sides)
+    first, second = (np.where(norm == 0, 0.0, ratio(perturbation[side, 0], norm)) for side in sides)
     return first, second
 
 

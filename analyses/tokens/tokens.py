@@ -411,7 +411,8 @@ def tokens(
     """
     first_side, treatments = choose_sides(trace, baseline, treatment)
     prompt = prompt_of(trace, sample)
-    layers = _measured_layers(trace, layer, head)
+    _check_head(trace, layer, head)
+    layers = list(trace.layers)
     index = None if layer is None else layers.index(layer)
     matching = pairs(trace.run, first_side, treatments[0])
     first, second = matching[0]
@@ -444,11 +445,8 @@ def tokens(
     )
 
 
-def _measured_layers(trace: Trace, layer: int | None, head: int | None) -> list[int]:
-    """Return the numbers of the measured layers, with the `layer` and `head` that were asked for checked.
-
-    Raises ConfigError where these are not measured, and for a head without a layer.
-    """
+def _check_head(trace: Trace, layer: int | None, head: int | None) -> None:
+    """Raise ConfigError for a layer or a head that was not measured, and for a head without a layer."""
     layers, heads = list(trace.layers), trace.arrays["kept_count"].shape[-1]
     if head is not None and layer is None:
         raise ConfigError(f"expected the layer of head {head}, got none; give both: a layer has {heads} heads")
@@ -457,4 +455,3 @@ def _measured_layers(trace: Trace, layer: int | None, head: int | None) -> list[
             consecutive = known == list(range(len(known)))
             expected = f"from 0 to {len(known) - 1}" if consecutive else f"of {', '.join(map(str, known))}"
             raise ConfigError(f"expected a {name} {expected}, got {given}")
-    return layers

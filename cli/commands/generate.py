@@ -106,7 +106,7 @@ def generate(
 ) -> None:
     """Answer from the full and the evicted caches; compare.
 
-    Greedily, beside the accepted answers and graded from 0 to 1.
+    Answers are greedy, shown beside the accepted ones, and graded from 0 to 1.
     generation.jsonl holds the run, then one line per sample: token ids, text and score of every answer, what its cache
     held, and with --compress-every or --compress-over the perturbation of each compression. A killed run goes on with
     the next sample.

@@ -105,7 +105,7 @@ def measure_losses(
     tokens = [len(prompt.token_ids) for prompt in prompts]
     protected, budget = protected_counts(kept, tokens), _mean_budget(kept, tokens)
     external = external_configuration("audited", budget)
-    controls, protect_less = _controls(budget, protected, min(tokens))
+    controls, protect_less = _control_configurations(budget, protected, min(tokens))
     masks = [{external: masks_of(sets, n)} for sets, n in zip(kept, tokens, strict=True)]
     trace = measure_kept_sets(adapter, prompts, masks, controls, resources)
     names = (OWN, *(config.selection.name for config in controls))
@@ -128,7 +128,9 @@ def _mean_budget(kept: Sequence[Sets], tokens: Sequence[int]) -> int | float:
     return round(min(1.0, float(np.mean([mean / n for mean, n in zip(means, tokens, strict=True)]))), 4)
 
 
-def _controls(budget: float, protected: tuple[int, int], tokens: int) -> tuple[tuple[EvictionConfig, ...], bool]:
+def _control_configurations(
+    budget: float, protected: tuple[int, int], tokens: int
+) -> tuple[tuple[EvictionConfig, ...], bool]:
     """Return control configurations of equal budget and protection, and whether their protection had to be reduced.
 
     `budget` is in entries (an int) or a share of the prompt, `protected` as in `protected_counts`, `tokens` the length
@@ -137,16 +139,16 @@ def _controls(budget: float, protected: tuple[int, int], tokens: int) -> tuple[t
     most = budget if isinstance(budget, int) else int(budget * tokens)
     first, recent = protected
     protect_less = first + max(recent, 1) >= most
-    if protect_less:
+    if most <= 1:
+        return (), protect_less
+    if protect_less:  # what is protected would leave nothing to choose: half of the budget, the most recent entries
         first, recent = 0, min(recent, max(1, most // 2))
-    window = min(_WINDOW, max(1, recent))
+    window = min(_WINDOW, max(1, recent))  # a window always stays; more than it has to be protected by an option
+    beyond = recent if recent > window else 0
     configs = (
-        EvictionConfig(
-            budget, "snapkv", selection, window, "kv", protect_first=first,
-            protect_recent=recent if recent > window else 0,
-        )
-        for selection in CONTROLS if most > 1
-    )  # fmt: skip
+        EvictionConfig(budget, "snapkv", name, window, "kv", protect_first=first, protect_recent=beyond)
+        for name in CONTROLS
+    )
     return tuple(map(normalise, configs)), protect_less
 
 

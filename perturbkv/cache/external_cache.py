@@ -26,17 +26,18 @@ LayerEntries = tuple[Tensor, Tensor]
 
 
 def layer_tensors(cache: Cache | Layers, numbers: Sequence[int] = ()) -> list[tuple[Tensor, Tensor]]:
-    """Return keys and values (batch, kv_head, entry, …) per layer. Raises UnreadableCacheError without any.
+    """Return keys and values (batch, kv_head, entry, …) per layer.
 
-    Of a transformers cache the layers with these `numbers` are looked at, by default all.
+    Of a transformers cache the layers with these `numbers` are looked at, by default all. Raises UnreadableCacheError
+    where a layer is missing, has no `keys` and `values`, or has empty ones and reports entries.
     """
     if not isinstance(cache, Cache):
         return [(keys, values) for keys, values in cache]
     if not (layers := getattr(cache, "layers", None)):
         _refuse(f"no keys to look at: {type(cache).__name__} has no layers")
     numbers = numbers or range(len(layers))
-    if numbers[-1] >= len(layers):
-        _refuse(f"it has {len(layers)} layers, and none for layer {numbers[-1]} of the model")
+    if max(numbers) >= len(layers):
+        _refuse(f"it has {len(layers)} layers, and none for layer {max(numbers)} of the model")
     found = []
     for index in numbers:
         layer, kind = layers[index], type(layers[index]).__name__

@@ -120,11 +120,12 @@ def split_outside_brackets(text: str, separator: str) -> list[str]:
 
 
 def split_policy_and_selection(text: str) -> list[str]:
-    """Split `policy:selection` into [policy, selection]; a text without a selection gives a list of one.
+    """Split a text at the colon between policy and selection; one part where it names only one of them.
 
     Colons within one name do not split: `my_file.py:MyScore`, `cache:my_file.py:evict`.
     """
     first, *rest = split_outside_brackets(text, ":")
+    # a prefix such as `cache` or `my_file.py` belongs to the name after it
     while rest and _NAME_PREFIX.fullmatch(first.rpartition(":")[2]):
         first, *rest = f"{first}:{rest[0]}", *rest[1:]
     return [first, ":".join(rest)] if rest else [first]

@@ -403,7 +403,7 @@ def _module_names(package: str, excluded: tuple[str, ...]) -> list[str]:
 
 @functools.cache
 def _find_builtin_class(module: str, name: str) -> type:
-    """Return the class with the attribute `name` of that value in a module of this package."""
+    """Return the class of a module of this package whose own attribute `name` is `name`."""
     values = vars(importlib.import_module(module)).values()
     (match,) = (value for value in values if inspect.isclass(value) and vars(value).get("name") == name)
     return match

@@ -362,8 +362,10 @@ def _context_end(sample: Sample, text: str, start: int) -> int:
         return -1
     stripped = sample.prompt.strip()
     begin = text.find(stripped, start)
-    leading = len(sample.prompt) - len(sample.prompt.lstrip())
-    return begin if begin < 0 else begin + min(max(len(sample.context) - leading, 0), len(stripped))
+    if begin < 0:
+        return -1
+    length = len(sample.context) - (len(sample.prompt) - len(sample.prompt.lstrip()))  # without leading whitespace
+    return begin + min(max(length, 0), len(stripped))
 
 
 def first_half(length: int) -> int:

@@ -131,11 +131,12 @@ def kept_bundle(heads: SampleHeads, layer: int, head: int) -> bytes:
 def heads_by_change(trace: Trace, sample: int, pairs: Sequence[IndexPair], excluded: HeadIndex) -> list[HeadIndex]:
     """Return a sample's heads (layer, head), without `excluded`, in descending order of the largest change in any pair.
 
-    The change is that of the isolated perturbation over ‖o_h‖₁. Without pairs the heads are in order.
+    The change is that of the isolated perturbation over ‖o_h‖₁, of pairs in which it was measured. Without such pairs
+    the heads are in order.
     """
     both_sides = [relative_perturbations(trace, sample, pair) for pair in pairs]
     shape = trace.arrays["output_norm"].shape[-2:]
-    change = np.max([np.abs(second - first) for first, second in both_sides], axis=0) if pairs else np.zeros(shape)
+    change = np.fmax.reduce([np.zeros(shape), *(np.abs(second - first) for first, second in both_sides)])
     order = np.stack(np.unravel_index(np.argsort(-change, axis=None, kind="stable"), shape), axis=1).tolist()
     heads = [(int(layer), int(head)) for layer, head in order]
     return [one for one in heads if one != excluded]

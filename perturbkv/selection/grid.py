@@ -110,12 +110,17 @@ def _build_configuration(
 
 
 def _options_off_default(choices: Mapping[str, Choice], config: EvictionConfig) -> Iterator[tuple[str, str, str]]:
-    """Yield (field, choice, option) of the options that are written in a choice with another value than the default."""
+    """Yield (owner, choice, option) of the options that are written in a choice and are not the default.
+
+    The configuration's value is compared, which a choice's own class has made of the written one.
+    """
     for owner, choice in choices.items():
         known = _options(choice.name, owner)
         for name in choice.options:
-            if name in known and getattr(config, owner).options.get(name, known[name].default) != known[name].default:
-                yield owner, choice.name, name
+            if name in known:
+                default = known[name].default
+                if getattr(config, owner).options.get(name, default) != default:
+                    yield owner, choice.name, name
 
 
 def _eviction_config(

@@ -219,10 +219,10 @@ def lock_path(path: Path) -> Path:
     return target.with_name(f".{target.name}.lock")
 
 
-def wait_until_free(path: Path, wait: bool = False, advice: str = WAIT) -> None:
-    """Wait until no other process holds the lock of `path`, and remove a lock file that a killed one left.
+def check_free(path: Path, wait: bool = False, advice: str = WAIT) -> None:
+    """Raise LockedOutputError while another process holds the lock of `path`; with `wait`, wait until none does.
 
-    Raises LockedOutputError instead of waiting unless `wait` is set.
+    Removes a lock file that a killed process left.
     """
     if lock_path(path).exists():
         with Lock(path, wait, advice):
@@ -294,7 +294,7 @@ class Claim:
         if self.writer is not None:
             check_writable(self.writer)
             if not folder.wait:
-                wait_until_free(self.writer, advice=self._advice)
+                check_free(self.writer, advice=self._advice)
         self._check_files()
 
     def _check_files(self) -> None:

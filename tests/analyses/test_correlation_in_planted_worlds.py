@@ -10,11 +10,12 @@ import pytest
 from perturbkv.analyses.correlation.correlation import Correlation, correlation
 from perturbkv.analyses.correlation.lost_answers import area_between_prompts
 from perturbkv.analyses.correlation.method_identity import (
+    AUC,
+    RHO,
     IdentityBaseline,
-    area_baseline,
     area_table,
     correlate_within_prompts,
-    rank_baseline,
+    identity_baseline,
     rank_table,
     strengths,
 )
@@ -97,9 +98,8 @@ def test_where_only_the_budget_carries_the_link_one_budget_at_a_time_says_none()
 
 
 def ranked(moved: np.ndarray[Any, Any], scores: np.ndarray[Any, Any]) -> IdentityBaseline:
-    return rank_baseline(
-        [rank_table(moved, scores)], prompt_permutations(np.ones((len(moved), len(moved)), dtype=bool))
-    )
+    permutations = prompt_permutations(np.ones((len(moved), len(moved)), dtype=bool))
+    return identity_baseline([rank_table(moved, scores)], permutations, RHO)
 
 
 def test_where_a_methods_name_is_all_the_link_the_prompts_own_perturbation_tells_no_more() -> None:
@@ -221,8 +221,8 @@ def test_what_few_deciding_prompts_tell_beyond_the_names_is_covered(deciding: in
     for _ in range(200):
         moved, scores = draw.standard_normal((40, 5)), np.ones((40, 5))
         scores[:deciding] = draw.permuted(np.tile(np.arange(5) / 5, (deciding, 1)), axis=1)
-        rho = rank_baseline([rank_table(moved, scores)], permutations)
-        area = area_baseline([area_table(moved, scores < 0.5)], permutations)
+        rho = identity_baseline([rank_table(moved, scores)], permutations, RHO)
+        area = identity_baseline([area_table(moved, scores < 0.5)], permutations, AUC)
         assert rho.beyond.prompts == area.beyond.prompts == deciding
         held.append([holds(rho.beyond, 0), holds(area.beyond, 0)])
     assert (np.mean(held, axis=0) >= 0.92).all(), np.mean(held, axis=0)
@@ -248,9 +248,9 @@ def test_fewer_than_five_deciding_prompts_have_a_range(few: int) -> None:
     scores[:few] = draw.permuted(np.tile(np.arange(5) / 5, (few, 1)), axis=1)
     permutations = prompt_permutations(np.ones((40, 40), dtype=bool))
     for one in (
-        rank_baseline([rank_table(moved, scores)], permutations).beyond,
-        rank_baseline([rank_table(moved, scores)], permutations).others,
-        area_baseline([area_table(moved, scores < 0.5)], permutations).beyond,
+        identity_baseline([rank_table(moved, scores)], permutations, RHO).beyond,
+        identity_baseline([rank_table(moved, scores)], permutations, RHO).others,
+        identity_baseline([area_table(moved, scores < 0.5)], permutations, AUC).beyond,
         area_between_prompts(moved, scores < 0.5),
         area_between_prompts(moved, scores > 0.5),  # few kept answers instead of few lost ones
     ):

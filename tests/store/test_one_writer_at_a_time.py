@@ -18,7 +18,7 @@ from filelock import FileLock
 
 from perturbkv.configs.run import Shard
 from perturbkv.errors import ConfigError, LockedOutputError, OutputError, TraceUnavailableError
-from perturbkv.storage.output import Lock, OutputFile, OutputFolder, lock_path, resumable_file, wait_until_free
+from perturbkv.storage.output import Lock, OutputFile, OutputFolder, check_free, lock_path, resumable_file
 from perturbkv.storage.run.shard_merging import merge_shards, resumable_shards
 from perturbkv.storage.run.shards import ShardJournal, remove_stale_files
 from perturbkv.storage.run.writer import TraceWriter
@@ -48,7 +48,7 @@ def is_free(path: Path) -> bool:
 def test_the_second_writer_is_told_and_nothing_stays(tmp_path: Path) -> None:
     path = tmp_path / "new" / "t.h5"
     with Lock(path):
-        for attempt in (lambda: Lock(path).__enter__(), lambda: wait_until_free(path)):
+        for attempt in (lambda: Lock(path).__enter__(), lambda: check_free(path)):
             with pytest.raises(LockedOutputError, match="t.h5 for this command alone, got it locked by another proces"):
                 attempt()
         assert lock_path(path).exists(), "an attempt leaves the holder's file"
@@ -66,7 +66,7 @@ def test_what_a_killed_process_held_is_free_at_once(tmp_path: Path) -> None:
     process.stdout.close()
     process.wait()
     assert lock_path(path).exists()
-    wait_until_free(path)
+    check_free(path)
     assert list(tmp_path.iterdir()) == []
     assert is_free(path)
 

@@ -39,7 +39,8 @@ def answers(lost: float, prompts: int = 6, looping: int = 0) -> list[dict[str, A
     return [
         {"kind": "needle", "prompt": f"p{place}", "method": method, "tokens": 500, "ended": True,
          "loops": method == f"random{KEPT}" and place < looping,
-         "lines": 1 - lost * (0.9 + 0.04 * place) * (method == f"random{KEPT}")}
+         "lines": 1 - lost * (0.9 + 0.04 * place) * (method == f"random{KEPT}"),
+         "resumed": 1 - lost * (0.4 + 0.04 * place) * (method == f"random{KEPT}")}
         for place in range(prompts) for method in (own["FULL"], *own["configurations"](200, 0))
     ]  # fmt: skip
 
@@ -97,20 +98,21 @@ def test_methods_are_seven_and_hold_the_same() -> None:
 
 def test_lost_lines_and_loops_are_compared_prompt_by_prompt() -> None:
     found = own["compare_answers"](answers(0.5, looping=5), f"random{KEPT}", f"snapkv{KEPT}")
-    assert found["lost"] == pytest.approx(0.5)
-    assert (found["n"], found["graded"]) == (6, 6)
+    assert (found["lines_lost"], found["resumed_lost"]) == (pytest.approx(0.5), pytest.approx(0.25))
+    assert found["n"] == 6
     assert found["right"][:2] == (0, 6)
     assert found["right"][2] == pytest.approx(2 * binom.cdf(0, 6, 0.5))
     assert found["loops"][:2] == (5, 0)
-    assert own["verdict"](found["lost_interval"], 0, own["LINES"]) == "not enough"
+    assert own["verdict"](found["lines_lost_interval"], 0, own["LINES"]) == "not enough"
     ungraded = own["compare_answers"]([{**row, "lines": None} for row in answers(0.5)], f"random{KEPT}", "random")
-    assert ungraded["graded"] == 0
+    assert math.isnan(ungraded["lines_lost"])
+    assert own["lost_text"](ungraded, "lines") == "–"
 
 
 def test_answers_have_a_line_per_method_and_per_pair() -> None:
     first, second = own["answer_tables"](answers(0.5, looping=2))
-    assert ["needle", f"random{KEPT}", "6", "0.50", "0", "2", "6", "500"] in first[2]
-    assert ["needle", "random", "6", "1.00", "6", "0", "6", "500"] in first[2]
+    assert ["needle", f"random{KEPT}", "6", "0.50", "0.75", "0", "2", "6", "500"] in first[2]
+    assert ["needle", "random", "6", "1.00", "1.00", "6", "0", "6", "500"] in first[2]
     assert len(second[2]) == len(own["COMPARED"])
 
 
@@ -160,6 +162,19 @@ def test_a_turn_is_right_where_it_goes_on_from_the_account_s_turn_before() -> No
     assert task.share_right("\n".join(slipped)) == pytest.approx(1 - 1 / len(rest))
     assert task.share_right("\n".join(rest[1:])) == pytest.approx(1 - 2 / len(rest))  # nothing to go on from
     assert task.share_right("nothing = here") == 0
+
+
+def test_a_turn_takes_up_the_account_s_total_whatever_it_makes_of_it() -> None:
+    task = tasks["arithmetic_task"](0)
+    rest = task.lines[task.given :]
+    assert task.share_resumed("\n".join(rest)) == 1
+    wrong_sum = [*rest[:-1], re.sub(r"\d+$", "1", rest[-1])]
+    assert task.share_right("\n".join(wrong_sum)) == pytest.approx(1 - 1 / len(rest))
+    assert task.share_resumed("\n".join(wrong_sum)) == 1
+    other_total = [*rest[:-1], re.sub(r"\d+ \+", "1 +", rest[-1])]
+    assert task.share_resumed("\n".join(other_total)) == pytest.approx(1 - 1 / len(rest))
+    assert task.share_resumed("nothing = here") == 0
+    assert tasks["needle_task"](0).share_resumed("") is None
 
 
 def test_prompts_of_a_kind_differ_and_code_is_not_graded() -> None:

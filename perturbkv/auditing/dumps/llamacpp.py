@@ -236,8 +236,8 @@ def open_dump(path: Path, config: Any) -> Dump:
 def read_slot(path: Path, config: Any) -> Slot:
     """Return a slot file; `config` is transformers' configuration of the model.
 
-    Raises UnreadableCacheError for another version, for what is not read, for another model's width, and where the
-    file's end is not where it should be.
+    Raises UnreadableCacheError for another version or type of entries, another model's widths, and a file that is
+    truncated or longer.
     """
     shape = Shape.from_config(config, itemsize=4, weights_bytes=0)  # only heads and components are used
     with path.open("rb") as stream:

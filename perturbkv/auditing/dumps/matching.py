@@ -178,13 +178,13 @@ def find_faults(
     chosen = far[head].nonzero().squeeze(-1)
 
     @cache
-    def likely_base() -> float:
-        """Return the base of all keys that differ in the head with most of them."""
+    def rotary_base() -> float:
+        """Return the base of the rotation of all keys that differ in the head with most of them; 0 where none fits."""
         positions = entries.positions[head, chosen]
         full = reference.references[request][0][head, positions].float()
         return find_base(entries.keys[head, chosen], full, positions, reference.frequencies)
 
-    search = partial(_FaultSearch, request, layer, reference, limits.together, likely_base)
+    search = partial(_FaultSearch, request, layer, reference, limits.together, rotary_base)
     for run in _runs(entries, far):
         described = run.plain_faults()
         rest = ~torch.stack([~run.differing, *described.values()]).any(dim=0)
@@ -213,7 +213,7 @@ class _FaultSearch:
         run: the entries.
         reference: the plain model's entries in this layer.
         limits: of keys and of values, distances up to which they do not differ.
-        likely_base: gives the base with which all keys of the layer were rotated; 0 where there is none.
+        rotary_base: gives the base with which all keys of the layer were rotated; 0 where there is none.
         near: of keys and of values, distances up to which they may be others of the model's.
         own: the run's keys and values.
         full: those of the request's tokens in all heads, with which they are compared.
@@ -226,11 +226,11 @@ class _FaultSearch:
         layer: int,
         reference: LayerReference,
         limits: tuple[float, float],
-        likely_base: Callable[[], float],
+        rotary_base: Callable[[], float],
         run: _Run,
     ) -> None:
         self.request, self.layer, self.run, self.reference, self.limits = request, layer, run, reference, limits
-        self.likely_base = likely_base
+        self.rotary_base = rotary_base
         self.near = max(NEAR, limits[0]), max(NEAR, limits[1])
         self.own: Pair = (run.keys, run.values)
         full = reference.references[request]
@@ -410,18 +410,22 @@ class _FaultSearch:
         found = [place for kind in far if (place := self._find_place_of(kind)) is not None]
         if not found or len(found) < len(far):
             return None
+        fault, where = found[0]
         if len(found) == 2 and found[0] == found[1]:
-            kind, where = found[0]
-            return kind, f"entries {where}" if where else "keys where values belong, and values where keys do"
-        swapped = ("values where keys belong", "keys where values belong")
+            swapped = fault == "swapped"
+            return fault, "keys where values belong, and values where keys do" if swapped else f"entries {where}"
+        names = ("keys", "values")
         words = [
-            f"{('keys', 'values')[kind]} {place[1]}" if place[1] else swapped[kind]
-            for kind, place in zip(far, found, strict=True)
+            f"{names[1 - kind]} where {names[kind]} belong" if name == "swapped" else f"{names[kind]} {place}"
+            for kind, (name, place) in zip(far, found, strict=True)
         ]
-        return found[0][0], " and ".join(words)
+        return fault, " and ".join(words)
 
     def _find_place_of(self, kind: int) -> tuple[str, str] | None:
-        """Return the kind of fault and the place of the keys (`kind` 0) or values (1), in words; None without one."""
+        """Return the fault, and the place that the keys (`kind` 0) or values (1) are of, in words; None without one.
+
+        Of swapped keys and values there is no place: they are the same tokens' others.
+        """
         own, near, positions = self.own[kind], self.near[kind], self.run.positions
         for known in self.reference.known[self.request]:
             other = self._entries_at(known, positions)[1 - kind]
@@ -458,7 +462,7 @@ class _FaultSearch:
         keys = self.own[0][0], self.expected[0][0], self.run.positions, frequencies
         words = describe_rotation(*keys, most, near=self.limits[0])
         if not words:
-            words = describe_base(find_base(*keys, self.likely_base()), frequencies)
+            words = describe_base(find_base(*keys, self.rotary_base()), frequencies)
         return ("rotation", f"keys {words}") if words else None
 
     def _find_layout(self) -> tuple[str, str] | None:

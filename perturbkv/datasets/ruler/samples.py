@@ -276,7 +276,7 @@ class RowMaker:
         fits, DatasetError for missing data, and anything for lm-eval files of an unknown version.
         """
         file, function = maker
-        names = _Executor(self, _RowCounter(self.tokenizer, tried)).execute(file)
+        names = _Executor(self, _LoopLimit(self.tokenizer, tried)).execute(file)
         rows: Sequence[Mapping[str, Any]] = names[function](max_seq_lengths=[length])["test"]
         return rows
 
@@ -293,18 +293,21 @@ class _BoundedRandom(random.Random):
         return super().sample(population, k, counts=counts)
 
 
-class _RowCounter:
-    """The substitute for progress bar and tokenizer, which ends a loop at a limit of rows or of tries."""
+class _LoopLimit:
+    """The substitute for progress bar and tokenizer, which ends a loop at a limit of rows or of tries.
 
-    def __init__(self, tokenizer: Tokenizer, rows: int) -> None:
-        self._tokenizer, self._rows = tokenizer, rows
+    `most_rows` is how many rows are tried; of each, prompts are counted since the shortest one so far.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, most_rows: int) -> None:
+        self._tokenizer, self._most_rows = tokenizer, most_rows
         self._tries, self._shortest = 0, math.inf
         self._in_row = False
 
     def progress_bar(self, indices: Iterable[int], **more: Any) -> Iterator[int]:
-        """Yield the indices of the requested rows, in place of `tqdm`."""
+        """Yield the indices of the rows that are tried, in place of `tqdm`."""
         self._in_row = True
-        for index in itertools.islice(indices, self._rows):
+        for index in itertools.islice(indices, self._most_rows):
             self._tries, self._shortest = 0, math.inf
             yield index
         self._in_row = False
@@ -322,12 +325,12 @@ class _RowCounter:
 class _Executor:
     """An executor of lm-eval's RULER files, with substitutes for their imports."""
 
-    def __init__(self, row_maker: RowMaker, counter: _RowCounter) -> None:
-        self._folder, self._counter = row_maker.folder, counter
+    def __init__(self, row_maker: RowMaker, limit: _LoopLimit) -> None:
+        self._folder, self._limit = row_maker.folder, limit
         self._substitutes = {
             "random": _BoundedRandom(row_maker.seed),
             "numpy": SimpleNamespace(**{**vars(np), "random": np.random.RandomState(NUMPY_SEED)}),
-            "tqdm": SimpleNamespace(tqdm=counter.progress_bar),
+            "tqdm": SimpleNamespace(tqdm=limit.progress_bar),
             "logging": SimpleNamespace(getLogger=lambda name: logging.Logger(name, logging.CRITICAL)),
             "datasets": SimpleNamespace(
                 Dataset=SimpleNamespace(from_list=lambda rows, split: rows),
@@ -346,7 +349,7 @@ class _Executor:
         if has_keys:
             names["WORDS"] = _needle_keys()
         if "get_tokenizer" in names:
-            names["get_tokenizer"] = lambda name: self._counter.tokenize
+            names["get_tokenizer"] = lambda name: self._limit.tokenize
         return names
 
     def _substitute(self, name: str) -> Any:

@@ -51,20 +51,24 @@ class Call:
 
 
 def probe_text(model: Any, seed: int = 0) -> Tensor:
-    """Return a random text (1, token) of the whole vocabulary, which has the special tokens that texts have.
+    """Return random tokens (1, token), none of them special, with one of each of `TEXT_TOKENS` put in.
 
     Other special tokens, in whose place images or sounds are read, are left out.
     """
     config = text_config(model)
-    told = {**model.config.to_dict(), **config.to_dict()}
-    special = {key: told[key] for key in told if key.endswith("_token_id") and isinstance(told[key], int)}
+    settings = {**model.config.to_dict(), **config.to_dict()}
+    special = {
+        key: token
+        for key, token in settings.items()
+        if key.endswith("_token_id") and isinstance(token, int) and 0 <= token < config.vocab_size
+    }
     allowed = torch.ones(config.vocab_size, dtype=torch.bool)
-    allowed[[token for token in special.values() if 0 <= token < config.vocab_size]] = False
+    allowed[list(special.values())] = False
     choices = allowed.nonzero()[:, 0] if allowed.any() else torch.arange(config.vocab_size)
     length = min(TOKENS, getattr(config, "max_position_embeddings", TOKENS) // 2)
     text = choices[torch.randint(len(choices), (1, length), generator=torch.Generator().manual_seed(seed))]
-    own = [special[key] for key in TEXT_TOKENS if 0 <= special.get(key, -1) < config.vocab_size]
-    text[0, 3 : 3 + len(own)] = torch.tensor(own)
+    inserted = [special[key] for key in TEXT_TOKENS if key in special]
+    text[0, 3 : 3 + len(inserted)] = torch.tensor(inserted)  # inside the text, as those of turns of a chat are
     return text.to(model.device)
 
 

@@ -13,7 +13,7 @@ from perturbkv.display import plural
 from perturbkv.errors import LockedOutputError, MissingShardError
 from perturbkv.pipeline.run.plan import Plan
 from perturbkv.pipeline.run.running import Engine, Progress, measure_missing, provenance, texts_of
-from perturbkv.storage.output import Lock, check_writable, wait_until_free
+from perturbkv.storage.output import Lock, check_free, check_writable
 from perturbkv.storage.run.shard_merging import ShardWriter, measured_shards, merge_shards
 from perturbkv.storage.run.shards import ShardJournal, ShardRecord
 
@@ -90,10 +90,10 @@ def _lock_shard(path: Path, journal: Path, wait: bool, all_done: Callable[[], bo
     otherwise. The shard is not locked meanwhile, as joining takes the two locks in the other order.
     """
     while True:
-        wait_until_free(path, wait or all_done())
+        check_free(path, wait or all_done())
         with Lock(journal, wait):
             try:
-                wait_until_free(path)
+                check_free(path)
             except LockedOutputError:
                 if not (wait or all_done()):
                     raise

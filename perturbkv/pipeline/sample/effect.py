@@ -45,7 +45,9 @@ def add_gradients(
     entries = [(layer.keys[0, ..., :tokens, :], layer.values[0, ..., :tokens, :]) for layer in owned]
     with torch.inference_mode(False), torch.no_grad():
         cache = rebuild_cache(adapter, entries, prefill.states)  # the question is read with the text
-    _fill_gradients(adapter, cache, nullcontext(), question, steps, text, 1, prefill.finite)
+    found = _gradients(adapter, cache, nullcontext(), question, steps, text, 1, prefill.finite)
+    for step, gradient in zip(steps, found, strict=True):
+        step.gradient = gradient
 
 
 def average_gradients(
@@ -62,13 +64,12 @@ def average_gradients(
     backward pass holds of all rows and layers the entries, copied in float32 for a model in 16 bits, attention weights
     and activations (`pipeline.run.footprint` estimates them). Otherwise as `add_gradients`.
     """
-    of_full = [step.gradient for step in steps]
-    _fill_gradients(adapter, cache, decode_from(adapter, cache), question, steps, text, cache.rows, finite)
-    for step, gradient in zip(steps, of_full, strict=True):
-        step.gradient = [(before + own) / 2 for before, own in zip(gradient, step.gradient, strict=True)]
+    found = _gradients(adapter, cache, decode_from(adapter, cache), question, steps, text, cache.rows, finite)
+    for step, gradient in zip(steps, found, strict=True):
+        step.gradient = [(full + own) / 2 for full, own in zip(step.gradient, gradient, strict=True)]
 
 
-def _fill_gradients(
+def _gradients(
     adapter: Adapter,
     cache: Cache,
     attention: AbstractContextManager[None],
@@ -77,8 +78,11 @@ def _fill_gradients(
     text: Int[Tensor, " text"],
     rows: int,
     finite: FiniteCheck,
-) -> None:
-    """Replace `gradient` of the steps of a run that reads question and text over a prompt's cache, in `rows` rows."""
+) -> list[list[Tensor]]:
+    """Return each step's `StepRecord.gradient` in a run that reads question and text over a prompt's cache.
+
+    The run has `rows` rows.
+    """
     ids = torch.cat([to_device(question, text.device, torch.int64), text[:-1]])
     try:
         with memory.translate_allocation_errors():
@@ -88,15 +92,15 @@ def _fill_gradients(
             f"--save effect needs a backward pass through '{adapter.name}', which failed "
             f"({' '.join(str(error).split())[:200] or type(error).__name__})"
         ) from error
-    for step in steps:
-        step.gradient = []
-    told = "decodes a text's tokens one by one otherwise than together"
+    complaint = "decodes a text's tokens one by one otherwise than together"
     decoded = torch.stack([step.logits[0] for step in steps])  # row 0 keeps everything
-    check_everything_kept(finite, adapter, copy_to_device(decoded, logits.device), logits[0], told)
+    check_everything_kept(finite, adapter, copy_to_device(decoded, logits.device), logits[0], complaint)
+    by_step: list[list[Tensor]] = [[] for _ in steps]
     for layer, gradient in zip(adapter.layer_indices, gradients, strict=True):
         finite.check_derived(f"the gradient of layer {layer}", gradient)
-        for step, of_step in zip(steps, gradient[:, -len(steps) :].unbind(1), strict=True):
-            step.gradient.append(of_step.reshape(rows, adapter.heads, adapter.d_value).to(WORK))
+        for found, of_step in zip(by_step, gradient[:, -len(steps) :].unbind(1), strict=True):
+            found.append(of_step.reshape(rows, adapter.heads, adapter.d_value).to(WORK))
+    return by_step
 
 
 @torch.inference_mode(False)

@@ -387,7 +387,10 @@ class _PromptReader:
             self._record_layer(layer, query[0], key[0], value[0])
 
     def _record_gate(self, layer: int, gate: Tensor) -> None:
-        """Record a layer with a gate: an `Observer.gate`."""
+        """Record the layer whose attention waits for this gate: an `Observer.gate`.
+
+        None waits where a layer fills no cache (`_record_attention`).
+        """
         if self.attended:
             query, key, value = self.attended
             self.attended = ()
@@ -412,7 +415,7 @@ class _PromptReader:
         for positions, queries in self.statistics.queries.items():
             queries.append(query[:, to_device(positions, query.device)])
         with phase("scores"):
-            self._score(views)
+            self._record_scores(views)
         if self.visitor is not None:
             self.visitor.visit(self.statistics, view)
 
@@ -438,17 +441,18 @@ class _PromptReader:
             template=self.template,
         )
 
-    def _score(self, views: Mapping[int, LayerView]) -> None:
+    def _record_scores(self, views: Mapping[int, LayerView]) -> None:
         """Record all scores of a layer in the statistics; scores with equal windows share a view.
 
-        `views` are by the window of the gate: that of the scores where there is a gate.
+        `views`: window -> view, with value norms under the mean gate of that window. A model without gates has a single
+        one, which serves all windows.
         """
         first = next(iter(views.values()))
+        index = self.adapter.layer_indices[first.layer]
         for window in dict.fromkeys(request.window for request in self.requests):
             scores = [request.score for request in self.requests if request.window == window]
             view = views.get(window, first).with_window(window)
             for score, rows in layer_scores(view, scores, self.resources.chunk_bytes).items():
-                index = self.adapter.layer_indices[view.layer]
                 self.finite.check_derived(f"the scores '{score.display_name}' of layer {index}", rows)
                 self.statistics.scored[ScoreRequest(score, window)].append(rows)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig, Shard
 from perturbkv.errors import LockedOutputError, MissingShardError, TraceError
-from perturbkv.storage.output import Lock, wait_until_free
+from perturbkv.storage.output import Lock, check_free
 from perturbkv.storage.run.journal import Journal, journal_path
 from perturbkv.storage.run.shards import (
     ShardJournal,
@@ -53,16 +53,16 @@ def merge_shards(path: Path, *, overwrite: bool = False, wait: bool = False) -> 
     """Merge the shards beside the trace `path`, as `merge`; return the number of shards, 0 for a complete trace."""
     if not (shards := find_shards(path)):
         with suppress(LockedOutputError):
-            wait_until_free(path)  # removes the file of a merge that was killed at its very end
+            check_free(path)  # removes the file of a merge that was killed at its very end
         remove_stale_files(path)
-        describe(path)
+        describe(path)  # raises where there is no whole trace
         return 0
-    _wait_until_free(shards, wait)
+    _check_shards_free(shards, wait)
     if records := _read_records(path, shards):
         _check_all_finished(path, records[0], overwrite)  # before locking the trace, which others may need
     with Lock(path, wait):
         shards = find_shards(path)  # anew, as another merge may have removed them
-        _wait_until_free(shards, wait)
+        _check_shards_free(shards, wait)
         if records := _read_records(path, shards):
             _check_all_finished(path, records[0], overwrite)
             _create_writer(path, records, [shard.journal for shard in shards], overwrite).finish()
@@ -98,7 +98,7 @@ def resumable_shards(path: Path, run: RunConfig, overwrite: bool, wait: bool) ->
     writes one.
     """
     shards = find_shards(path)
-    _wait_until_free(shards, wait)
+    _check_shards_free(shards, wait)
     for shard in shards:
         shard.journal.check_ownership()
         shard_run = shard.journal.run()
@@ -115,13 +115,13 @@ def joint_provenance(attrs: Mapping[str, str], shards: Sequence[ShardJournal]) -
     return merge_provenance([*(record.attrs for shard in shards if (record := shard.record())), attrs])
 
 
-def _wait_until_free(shards: Sequence[ShardJournal], wait: bool) -> None:
-    """Wait until no living process writes the shards, or raise LockedOutputError.
+def _check_shards_free(shards: Sequence[ShardJournal], wait: bool) -> None:
+    """Raise LockedOutputError while a living process writes a shard; with `wait`, wait until none does.
 
     A shard that is done is waited for in any case, as its process ends in a moment.
     """
     for shard in shards:
-        wait_until_free(shard.path, wait or shard.is_done())
+        check_free(shard.path, wait or shard.is_done())
 
 
 def _read_records(path: Path, shards: Sequence[ShardJournal]) -> list[ShardRecord]:

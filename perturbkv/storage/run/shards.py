@@ -20,7 +20,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import DIGESTS, METRICS, RunConfig, Shard
 from perturbkv.errors import LockedOutputError, OutputError, PerturbkvError, TraceError
 from perturbkv.storage.atomic_files import write_atomically
-from perturbkv.storage.output import TEMPORARY, real_path, wait_until_free
+from perturbkv.storage.output import TEMPORARY, check_free, real_path
 from perturbkv.storage.run.journal import DONE, SHARD, SUFFIX, Journal, journal_path
 
 
@@ -177,7 +177,7 @@ def remove_stale_files(trace: Path) -> None:
     pattern = f".{glob.escape(target.name)}.shard-*-of-*"
     for file in target.parent.glob(f"{pattern}.lock"):
         with suppress(LockedOutputError):
-            wait_until_free(file.with_name(file.name.removeprefix(".").removesuffix(".lock")))
+            check_free(file.with_name(file.name.removeprefix(".").removesuffix(".lock")))
     for file in target.parent.glob(f"{pattern}{TEMPORARY}*"):
         file.unlink(missing_ok=True)
 
