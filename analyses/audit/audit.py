@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from math import isnan
-from typing import Any, ClassVar
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -100,14 +100,15 @@ def junit_xml(classname: str, cases: Iterable[JunitCase]) -> str:
 
 
 @record
-class Audit(Result):
+class Audit(
+    Result,
+    section="audit",
+    document="of an audit",
+    rows="layers",
+    shown=("cache_share", "alterations", "worst", "difference"),
+    first="prompt",
+):
     """The verdict on an external eviction, with its measurements."""
-
-    SECTION: ClassVar[str] = "audit"
-    DOCUMENT: ClassVar[str] = "of an audit"
-    ROWS: ClassVar[str] = "layers"
-    SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "alterations", "worst", "difference")
-    FIRST: ClassVar[str] = "prompt"
 
     eviction: str = column("the eviction that was audited, as it was written")
     kind: str = column("function, cache class, press or positions file")

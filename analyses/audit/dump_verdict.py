@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from math import isnan, nan
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -176,13 +176,12 @@ class DumpedRequest(Record):
 
 
 @record
-class DumpAudit(Result):
-    """The verdict on an engine's cache, with its measurements."""
-
-    SECTION: ClassVar[str] = "audit DUMP"
-    DOCUMENT: ClassVar[str] = "of an audit"
-    ROWS: ClassVar[str] = "layers"
-    SHOWN: ClassVar[tuple[str, ...]] = (
+class DumpAudit(
+    Result,
+    section="audit DUMP",
+    document="of an audit",
+    rows="layers",
+    shown=(
         "tokens",
         "compared",
         "differing",
@@ -191,8 +190,10 @@ class DumpAudit(Result):
         "perturbation",
         "worst_perturbation",
         "logprobs",
-    )
-    FIRST: ClassVar[str] = "request"
+    ),
+    first="request",
+):
+    """The verdict on an engine's cache, with its measurements."""
 
     dump: str = column("path of the dump")
     engine: str = column("name and version of the engine, as the dump says")
