@@ -418,14 +418,26 @@ class Audit(
         changes = [change for run in rounded if run.entries for change in run.entries.altered]
         words = dict.fromkeys(change.what for change in changes if change.kind in ROUNDING)
         known = 0 < len(words) <= _MOST_WORDS and not any(what.endswith(" rounded") for what in words)
-        held = [run.entries.distances for run in rounded if run.entries]
-        new = [step.new_error for run in rounded if run.rounds_new_tokens for step in run.own_steps]
-        off = []
+        caches = [run.entries for run in rounded if run.entries]
+        held = [(entries.distances.max(axis=-1), entries.floors) for entries in caches]
+        new = [
+            (step.new_error, run.entries.floors)
+            for run in rounded
+            if run.entries and run.rounds_new_tokens
+            for step in run.own_steps
+        ]
+        off, kinds = [], set[str]()
         for what, errors in (("the prompt", held if words else []), ("new tokens", new)):
-            most = [max((float(each[kind].max()) for each in errors), default=0.0) for kind in range(2)]
-            if errors:
-                off.append(f"of {what} by at most {' and '.join(map(_percent, most))}")
-        return f"{' and '.join(words) if known else 'keys and values rounded'}, {', '.join(off)}"
+            moved = {
+                name: _percent(max(float(error[kind].max()) for error, _ in errors))
+                for kind, name in enumerate(("keys", "values"))
+                if any(bool((error[kind] > FLOORS * floors[kind]).any()) for error, floors in errors)
+            }
+            kinds |= moved.keys()
+            if moved:
+                off.append(f"of {what} by at most {' and '.join(moved.values())}")
+        named = " and ".join(words) if known else f"{' and '.join(sorted(kinds)) or 'keys and values'} rounded"
+        return ", ".join([named, *off])
 
     def _idle_clause(self) -> str:
         """Return a clause that nothing was evicted, in some prompts or in all."""

@@ -24,7 +24,7 @@ import sys
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, distributions, entry_points, packages_distributions
 from pathlib import Path
@@ -45,6 +45,8 @@ _MODULE_PREFIX = "perturbkv_plugin_"
 """The beginning of the name of a module that is imported from a user's file."""
 _log = logging.getLogger(__name__)
 _Class = TypeVar("_Class")
+_FRAMEWORKS = ("torch", "transformers", "numpy", "perturbkv")
+"""Packages whose lines say little of where somebody else's code goes wrong."""
 _LONGEST = 200
 """Longest quotation of an external error message, in characters."""
 
@@ -86,9 +88,9 @@ def _installed_names() -> frozenset[str]:
     return frozenset(packages_distributions()).union(one.name.replace("-", "_") for one in distributions() if one.name)
 
 
-def _imported_packages() -> Iterator[Path]:
-    """Yield the folders and files of the installed packages that are imported."""
-    for name in _installed_names() & sys.modules.keys():
+def _imported_packages(without: Collection[str] = ()) -> Iterator[Path]:
+    """Yield the folders and files of the installed packages that are imported, but for those named in `without`."""
+    for name in (_installed_names() & sys.modules.keys()).difference(without):
         module = sys.modules[name]
         for place in getattr(module, "__path__", None) or [getattr(module, "__file__", None)]:
             if place:
@@ -268,15 +270,29 @@ def _torch_settings(torch: Any) -> list[tuple[Callable[[], Any], Callable[[Any],
 
 
 def format_error(error: BaseException) -> str:
-    """Return an error of external code as a line of text, with the last line of the user's own that led to it."""
+    """Return an error of external code as a line of text, with the last line of the user's own that led to it.
+
+    Where that called an installed package, as one that is audited, the last line of the package follows.
+    """
     text = " ".join(_error_text(error).split())
     text = f"{text[:_LONGEST]}…" if len(text) > _LONGEST else text
     message = f"{type(error).__name__}: {text}".rstrip(": ")
     if not (frames := traceback.extract_tb(error.__traceback__)):
         return message
-    own = [frame for frame in frames if not is_library_file(Path(frame.filename))]
-    file, line = Path((own or frames)[-1].filename), (own or frames)[-1].lineno
-    return f"{message} ({file.name}, line {line}){_import_hint(error, file.parent)}"
+    own = [place for place, frame in enumerate(frames) if not is_library_file(Path(frame.filename))]
+    last = own[-1] if own else len(frames) - 1
+    file, line = Path(frames[last].filename), frames[last].lineno
+    return f"{message} ({file.name}, line {line}{_package_line(frames[last + 1 :])}){_import_hint(error, file.parent)}"
+
+
+def _package_line(frames: Sequence[traceback.FrameSummary]) -> str:
+    """Return the last line of an installed package in text, but for Python's, the frameworks' and this one's."""
+    folders = tuple(_imported_packages(without=_FRAMEWORKS))
+    for frame in reversed(frames):
+        file = Path(frame.filename)
+        if any(file.is_relative_to(folder) for folder in folders):
+            return f"; in {file.parent.name}/{file.name}, line {frame.lineno}"
+    return ""
 
 
 def _import_hint(error: BaseException, folder: Path) -> str:

@@ -57,13 +57,20 @@ def test_a_file_on_the_path_without_metadata_is_the_user_s(tmp_path, monkeypatch
     assert not is_library_file(tmp_path / "perturbkv_helper.py")
 
 
-def test_a_crash_inside_a_package_names_the_user_s_last_line(tmp_path, monkeypatch):
+def test_a_crash_inside_a_package_names_the_user_s_last_line_and_the_package_s(tmp_path, monkeypatch):
     _install(tmp_path / "site", "perturbkv_that_fails")
     monkeypatch.syspath_prepend(tmp_path / "site")
     (tmp_path / "mine.py").write_text("import perturbkv_that_fails\n\ndef run():\n    perturbkv_that_fails.fail()\n")
     module = plugins.load_module(tmp_path / "mine.py")
-    named = r"it raises ValueError: no room \(mine\.py, line 4\)"
+    named = r"it raises ValueError: no room \(mine\.py, line 4; in perturbkv_that_fails/__init__\.py, line 2\)"
     with pytest.raises(PluginError, match=named), external_code("it raises"):
+        module.run()
+
+
+def test_a_crash_inside_a_framework_names_the_user_s_line_alone(tmp_path):
+    (tmp_path / "mine.py").write_text("import torch\n\ndef run():\n    torch.nn.Linear(2, 3)(torch.ones(5))\n")
+    module = plugins.load_module(tmp_path / "mine.py")
+    with pytest.raises(PluginError, match=r"\(mine\.py, line 4\)$"), external_code("it raises"):
         module.run()
 
 
