@@ -107,11 +107,13 @@ def describe_rotation(
     *,
     rounded: bool = False,
     near: float = 0.0,
+    varied: bool = True,
 ) -> str:
     """Return a description of the rotation between the keys and the full cache's; empty if none explains it.
 
     `keys` are those of a head in the order of its cache, `full` those of the full cache at `positions`; `most` is the
     largest number of positions that is tried. With `rounded` keys may be rounded, too; `near` as in `excess_rotations`.
+    Without `varied` a rule for all keys is looked for alone.
     """
     chosen = _spread(len(keys), _MOST_TESTED, keys.device)
     shifts = excess_rotations(keys[chosen], full[chosen], frequencies, most, rounded=rounded, near=near)
@@ -121,13 +123,15 @@ def describe_rotation(
     if shifts is None or not bool(shifts.any()):
         return ""
     if not rounded:
-        return _rotation_words(shifts, positions[chosen], chosen)
+        words = _rotation_rule(shifts, positions[chosen], chosen)
+        return words or (_varied_rotation(shifts, positions[chosen], chosen) if varied else "")
     if float((shifts != 0).float().mean()) < _MOST_KEYS:
         return ""
     common = shifts.mode().values
     if float((shifts == common).float().mean()) >= _MOST_KEYS:
         shifts = common.expand_as(shifts)
-    return f"{_rotation_words(shifts, positions[chosen], chosen)}, and rounded"
+    words = _rotation_rule(shifts, positions[chosen], chosen) or _varied_rotation(shifts, positions[chosen], chosen)
+    return f"{words}, and rounded"
 
 
 def _spread(count: int, most: int, device: torch.device) -> Int[Tensor, " chosen"]:
@@ -135,15 +139,28 @@ def _spread(count: int, most: int, device: torch.device) -> Int[Tensor, " chosen
     return torch.linspace(0, count - 1, min(count, most), device=device).round().long()
 
 
-def _rotation_words(shifts: Tensor, before: Tensor, chosen: Tensor) -> str:
-    """Return in words by how much keys at the positions `before` and at the places `chosen` are rotated too far."""
+def _rotation_rule(shifts: Tensor, before: Tensor, chosen: Tensor) -> str:
+    """Return in words by how much all keys, of the positions `before`, at the places `chosen`, are rotated too far.
+
+    Empty where no rule holds for all.
+    """
     if bool((shifts == before).all()):
         return "rotated again, each by its own position"
     if bool((shifts == shifts[0]).all()):
         return f"rotated by {int(shifts[0])} more positions"
     if bool((shifts == chosen - before).all()):
         return "moved to their places inside the cache"
-    return "rotated, each by a number of positions of its own"
+    return ""
+
+
+def _varied_rotation(shifts: Tensor, before: Tensor, chosen: Tensor) -> str:
+    """Return in words by how much keys are rotated that no rule explains: by one number but for some, or by several."""
+    moved = shifts != 0
+    numbers, places = (torch.unique(each[moved]) for each in (shifts, chosen - before))
+    if len(numbers) > 1:
+        return "rotated, each by a number of positions of its own"
+    due = f", not by the {int(places)} to their places inside the cache" if len(places) == 1 and int(places) else ""
+    return f"rotated by {int(numbers)} more positions{due}, but for some"
 
 
 def find_base(

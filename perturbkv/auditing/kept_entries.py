@@ -441,15 +441,17 @@ class EntryComparison:
         own, places = head_entries[positions], positions - self.padding
         if kind == _KEYS:
             frequencies, index = frequencies_of(tracker.adapter), matched.nonzero().squeeze(-1)
-            yield "rotation", describe_rotation(entries, own, places, frequencies, 2 * tracker.situation.entries)
+            most = 2 * tracker.situation.entries
+            yield "rotation", describe_rotation(entries, own, places, frequencies, most, varied=False)
             before = self._full_entries((tracker.original or tracker.prompts).full[layer][kind], layer, head)[positions]
             yield (
                 "rotation",
                 describe_wrong_rotation(entries, before, places, index, frequencies, NEAR, base_of(tracker.adapter)),
             )
+            yield "rotation", describe_rotation(entries, own, places, frequencies, most)
         yield "scale", describe_scale(entries, own, floor)
         if kind == _KEYS:
-            most, elsewhere = 2 * tracker.situation.entries, (frequencies, NEAR, base_of(tracker.adapter))
+            elsewhere = (frequencies, NEAR, base_of(tracker.adapter))
             yield "rotation", describe_rotation(entries, own, places, frequencies, most, rounded=True)
             yield "rotation", describe_wrong_rotation(entries, before, places, index, *elsewhere, ROTATED_NEARER)
         yield "clipped", describe_clipping(entries, own)

@@ -130,6 +130,8 @@ _LARGER_DISTANCE_WEIGHT = 0.25
 """Weight of the larger of the distances of key and value in the search for the nearest entry."""
 _BESIDE_EQUAL_WEIGHT = 0.01
 """The same weight where the other distance is 0: a key or a value to the bit tells the entry by itself."""
+_BESIDE_ALTERED_KEY_WEIGHT = 5e-4
+"""The weight of the key's distance where the value is equal and the key is no known one: it was altered."""
 _BY_VALUE = 0.1
 """What an entry is farther by whose value is near and whose key is not: with another's value it is its key's."""
 _CLEARLY_FARTHER = 2
@@ -352,6 +354,10 @@ class _Nearest:
         self.scaled, self.full_scaled, self.free, self.hints = scaled, full_scaled, free.clone(), hints
         self.taken = [kind.clone() for kind in full_scaled]
         """[keys, values] of the entries that took each of the full cache's."""
+        hinted = full_scaled[1][hints.clamp(min=0)]
+        same_values = torch.linalg.vector_norm(scaled[1] - hinted, dim=-1) <= _TIE_TOLERANCE
+        self.values_agree = bool(((hints != NOWHERE) & same_values).all())
+        """Whether all hinted entries have the values: the layer after this one holds the same entries."""
 
     def indices(self) -> Int[Tensor, " entry"]:
         """Return, per entry, the index of its full-cache entry.
@@ -395,10 +401,11 @@ class _Nearest:
                 torch.cdist(own[chosen], full) for own, full in zip(self.scaled, self.full_scaled, strict=True)
             ]
             smaller, larger = torch.fmin(*distances), torch.fmax(*distances)  # leave out NaN
-            cost = smaller + larger * torch.where(
-                smaller <= _TIE_TOLERANCE, _BESIDE_EQUAL_WEIGHT, _LARGER_DISTANCE_WEIGHT
-            )
-            cost += _BY_VALUE * (distances[0] > distances[1] + STRANGE_DISTANCE / 2)
+            altered = distances[0].amin(dim=-1) > _TIE_TOLERANCE
+            by_value = altered.unsqueeze(-1) & (distances[1] <= _TIE_TOLERANCE)
+            weight = torch.where(smaller <= _TIE_TOLERANCE, _BESIDE_EQUAL_WEIGHT, _LARGER_DISTANCE_WEIGHT)
+            cost = smaller + larger * weight.masked_fill(by_value, _BESIDE_ALTERED_KEY_WEIGHT)
+            cost += _BY_VALUE * (~by_value & (distances[0] > distances[1] + STRANGE_DISTANCE / 2))
             cost = cost.nan_to_num(nan=_FARTHEST, posinf=_FARTHEST).masked_fill(~among, torch.inf)
             best = cost.amin(dim=-1, keepdim=True)
             ties, hints = cost <= best + _TIE_TOLERANCE, self.hints[chosen]
@@ -412,6 +419,8 @@ class _Nearest:
             index[later] = torch.where(reached.any(dim=-1), reached.to(torch.uint8).argmax(dim=-1), index[later])
             of_hint = cost.gather(1, hints.clamp(min=0).unsqueeze(-1)).squeeze(-1)
             hinted = (hints != NOWHERE) & (of_hint <= self.slack * best.squeeze(-1) + _TIE_TOLERANCE)
+            if self.values_agree:
+                hinted |= altered & among[hints]
             costs.append(best.squeeze(-1))
             indices.append(torch.where(hinted, hints, index))
             free[indices[-1]] = False

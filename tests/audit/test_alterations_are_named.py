@@ -36,6 +36,7 @@ def turned(keys: Tensor, by: Tensor) -> Tensor:
         (torch.full((6,), -1), "rotated by -1 more positions"),
         (torch.arange(6) - PLACES, "moved to their places inside the cache"),
         (torch.tensor([0, 4, 1, 1, 2, 7]), "rotated, each by a number of positions of its own"),
+        (torch.tensor([0, 3, 3, 0, 3, 3]), "rotated by 3 more positions, but for some"),
         (torch.zeros(6), ""),
     ],
 )

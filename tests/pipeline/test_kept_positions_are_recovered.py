@@ -228,3 +228,23 @@ def test_an_equal_value_outweighs_a_nearer_key() -> None:
     moved = 0.5 * keys[:, :, 2:3] + 0.5 * keys[:, :, 1:2] - 0.3 * (keys[:, :, 2:3] - keys[:, :, 1:2])
     (found,) = external_cache.recover_positions([(moved, values[:, :, 2:3])], [(keys, values)])
     assert found.positions[0].tolist() == [2]
+
+
+@pytest.mark.parametrize("same_sets", [True, False])
+def test_where_keys_were_altered_an_equal_value_tells_the_entry_and_the_layer_after_it_among_equal_ones(
+    same_sets: bool,
+) -> None:
+    """Keys look like other tokens', as after a rotation; in the first layer half of the values are equal ones."""
+    full = whole(layers=2)
+    full[0][1][0, :, ::2] = full[0][1][0, :, :1]
+    first, second = [0, 4, 7, 8, 13], [0, 4, 7, 8, 13] if same_sets else [20, 1, 3, 5, 9]
+    cache = taken(full, [[first, first], [second, second]])
+    for layer, (keys, values) in enumerate(cache):
+        near = full[layer][0][:, :, [30, 31, 32, 33, 34]]  # keys of other tokens, nearly
+        cache[layer] = (near + 0.02 * keys, values)
+    found = listed(recover_positions(cache, full))
+    assert found[1] == [second, second]
+    if same_sets:
+        assert found[0] == [first, first]
+    else:  # equal values are taken once each
+        assert all(len(set(one)) == 5 and [one[2], one[4]] == [7, 13] for one in found[0])
