@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import numpy as np
 
 from perturbkv.analyses import text
-from perturbkv.analyses.audit.audited_runs import AuditedRun, Fault, floors_text, worst_floors
+from perturbkv.analyses.audit.audited_runs import UNMATCHED, AuditedRun, Fault, floors_text, worst_floors
 from perturbkv.analyses.audit.cache_entries import FLOORS, ROUNDING, UNMEASURED
 from perturbkv.analyses.columns import Line, Record, column, derived, record, table
 from perturbkv.analyses.identity import RunIdentity
@@ -358,9 +358,9 @@ class Audit(
     def _differs_clause(self) -> str:
         """Return a clause on the most telling fault, the other situations with faults, and what could not be read.
 
-        Without a fault plain use goes on at wrong positions.
+        Without a fault, but for entries that match none, plain use goes on at wrong positions.
         """
-        if not self.faults:
+        if self.misplaces_new_tokens and all(fault.kind in UNMATCHED for fault in self.faults):
             return f"{self._plain_use_clause()}; else {self._right_clause()}"
         first = self.faults[0]
         others = [name for name in dict.fromkeys(fault.situation for fault in self.faults) if name != first.situation]

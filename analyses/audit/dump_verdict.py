@@ -37,7 +37,7 @@ DUMP_FAULTS: Mapping[str, str] = {
     "duplicate": "a token's entries several times",
     "swapped": "keys where values belong",
     "scale": "keys or values times a constant, or read by attention with another scale than theirs",
-    "clipped": "keys or values clipped at the largest number of the type that they are stored in",
+    "clipped": "keys or values clipped at the largest number of the type that they are stored in, or at another",
     "request": "entries of another request",
     "stale": "entries of a request that has ended",
     "token": "entries of other tokens of the same request",
@@ -108,8 +108,11 @@ class DumpFault(Record):
         if len(self.layers) == layers:
             where.append("all layers")
         elif self.layers:
-            first = self.layers[0]
-            where.append(f"layer {first}" if len(self.layers) == 1 else f"{len(self.layers)} layers, the first {first}")
+            first, last = self.layers[0], self.layers[-1]
+            if last - first + 1 > len(self.layers):
+                where.append(f"{len(self.layers)} layers, the first {first}")
+            else:
+                where.append(f"layer {first}" if first == last else f"layers {first} to {last}")
         if self.kind == "head" or len(self.heads) == 1:
             heads = ", ".join(map(str, self.heads))
             where.append(f"head {heads}" if len(self.heads) == 1 else f"heads {heads}")
@@ -200,7 +203,7 @@ class DumpAudit(
     about: dict[str, str] = column("model, dtype, device, versions")
     layers: int = column("layers of the model")
     requests: tuple[DumpedRequest, ...] = column("the requests that were compared")
-    faults: tuple[DumpFault, ...] = column("faults, the lowest layer's earliest first")
+    faults: tuple[DumpFault, ...] = column("faults, the lowest layer's earliest first, clipped entries last")
     layout: str = column("axes of the block tensors in which entries were found; empty in a dump of rows")
     named_layout: str = column("layout that the dump names; empty where it names none")
     stored: str = column("type of the stored numbers")

@@ -328,11 +328,15 @@ class EntryComparison:
                 altered += changes
             kept_sets.append(tuple(sets))
         adapter, layers = self.tracker.adapter, range(shape[0])
+        sure = {(layer, head) for layer in layers for head in range(shape[1])} - {
+            (one.layer, one.head) for one in altered
+        }
+        unordered = {layer for layer, head in sure if not self.layers[layer].ascending[head]}  # of known positions
         return CacheEntries(
             kept_sets=tuple(kept_sets), tokens=self.tracker.situation.entries - self.padding, kv_heads=adapter.kv_heads,
             padded=padded, strangers=strangers, zeros=zeros, duplicates=duplicates, first_duplicate=first_duplicate,
             hidden=hidden, first_hidden=first_hidden,
-            unordered=tuple(layer for layer in layers if not all(self.layers[layer].ascending)),
+            unordered=tuple(sorted(unordered)),
             distances=distance, floors=self.floors.double().numpy(),
             altered=tuple(altered), repeated=tuple(layer for layer in layers if self._is_repeated(layer)),
             changed=tuple(self.tracker.changed[self.row]), evicted=self.tracker.evicted_count(self.row, self.padding),

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from perturbkv.auditing.dumps import matching
 from perturbkv.auditing.dumps.dump_audit import audit_dump
 from perturbkv.auditing.dumps.dump_file import HEADER, read_dump, write_dump
 from perturbkv.auditing.dumps.layouts import NAMED
@@ -66,6 +67,12 @@ def heads(part: Tensor, blocks: Tables) -> None:
 def kinds(layer: int, keys: Tensor, values: Tensor, blocks: Tables) -> None:
     block = blocks["a"][5]
     keys[block], values[block] = values[block].clone(), keys[block].clone()
+
+
+def clip(part: Tensor) -> None:
+    """Cut off a quarter of the numbers."""
+    most = float(part.abs().flatten().quantile(0.75))
+    part.clamp_(-most, most)
 
 
 def in_one_layer(damage: Damage, layer: int) -> Damage:
@@ -178,7 +185,11 @@ FAULTS: dict[str, tuple[Made, str, str]] = {
     ),
     "one entry of one head": (
         Made(in_one_layer(lambda layer, keys, values, blocks: values[blocks["b"][3], 2, 1].add_(0.5), 2)),
-        "unknown", "entries of no token",
+        "unknown", "values of no token",
+    ),
+    "values clipped at a number of their own": (
+        Made(in_one_layer(lambda layer, keys, values, blocks: clip(values[blocks["a"][3]]), 1)),
+        "clipped", "values clipped at ",
     ),
     "two entries of the table exchanged": (
         Made(told=lambda blocks: blocks | {"a": [*blocks["a"][:2], blocks["a"][3], blocks["a"][2], *blocks["a"][4:]]}),
@@ -261,6 +272,29 @@ def test_few_entries_of_every_request_are_not_the_whole_dump(tmp_path: Path) -> 
     assert [(fault.request, fault.kind, len(fault.blocks)) for fault in found] == [
         ("a", "infinite", 2), ("b", "infinite", 2),
     ]  # fmt: skip
+
+
+def test_clipped_entries_of_a_lower_layer_do_not_hide_another_fault(tmp_path: Path) -> None:
+    def damage(layer: int, keys: Tensor, values: Tensor, blocks: Tables) -> None:
+        if layer == 0:
+            clip(values[blocks["a"][3]])
+        if layer == 2:
+            keys[blocks["b"][3]] *= 0.5
+
+    result = Made(damage).audited(tmp_path / "dump")
+    assert [(fault.kind, fault.layers) for fault in result.faults] == [("scale", (2,)), ("clipped", (0,))]
+
+
+def test_equal_tokens_are_named_by_where_the_others_are() -> None:
+    """Entries three tokens on, of which two are equal to an earlier token's, which is found first."""
+    tokens, positions = torch.tensor([[3, 0, 5, 1, 7]]), torch.arange(5).expand(1, 5)
+    distances = torch.ones(1, 5, 8)
+    for entry, near in enumerate(([3], [0, 4], [5], [1, 6], [7])):
+        distances[0, entry, near] = 0
+    every = torch.ones(1, 5, dtype=torch.bool)
+    assert matching._moved_together(tokens, positions, distances, every).tolist() == [3, 4, 5, 6, 7]
+    distances[0, 1, 4] = 0.5
+    assert matching._moved_together(tokens, positions, distances, every).tolist() == [3, 0, 5, 6, 7]
 
 
 def test_only_entries_that_differ_tell_whose_they_are(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def coarse(layer: int, keys: Any, values: Any) -> None:
 FAULTS: dict[str, tuple[Made, str, str]] = {
     "rows swapped": (Made("q8_0", "q8_0", swapped), "token", "token 30 of the same request"),
     "rows swapped, 4 bits": (Made("q4_0", "q4_0", swapped), "token", "token 30 of the same request"),
-    "a row overwritten": (Made("q4_0", "q8_0", overwritten), "unknown", "entries of no token"),
+    "a row overwritten": (Made("q4_0", "q8_0", overwritten), "unknown", "values of no token"),
     "a row never written": (
         Made("q4_0", "q4_0", lambda layer, keys, values: [part[5].fill(0) for part in (keys, values)]),
         "missing", "all zero",
@@ -113,7 +113,7 @@ FAULTS: dict[str, tuple[Made, str, str]] = {
         Made("f16", "f16", lambda layer, keys, values: [part[9].__setitem__(slice(None), part[9, ::-1].copy())
                                                          for part in (keys, values)]), "head", "of head 1 in head 0",
     ),
-    "halves of keys exchanged": (Made("q8_0", "q8_0", halves), "unknown", "entries of no token"),
+    "halves of keys exchanged": (Made("q8_0", "q8_0", halves), "unknown", "keys of no token"),
     "values scaled": (Made("q8_0", "q8_0", lambda layer, keys, values: values.__imul__(1.1)), "scale", "by 1.1"),
     "8 bits in 16": (Made("f16", "f16", through("q8_0", rotated=True)), "rounded", "values q8_0's numbers in f16"),
     "4 bits in 16": (Made("f16", "bf16", through("q4_0", rotated=False)), "rounded", "values q4_0's numbers in bf16"),

@@ -48,6 +48,8 @@ _INFINITE = ("infinite", "keys or values that are infinite or NaN")
 """Kind and words of entries that are no numbers; others of their block that are of no token are counted with them."""
 _FARTHEST_ROUNDED = 0.5
 """Relative distance up to which rounding may have moved an entry."""
+_FEWEST_CLIPPED = 8
+"""Fewest numbers of equal size that show where others were clipped."""
 _MUCH_NEARER = 0.2
 """Largest share of a distance, up to 1, that an explanation may leave."""
 _MOST_RUNS = 64
@@ -273,12 +275,11 @@ class _FaultSearch:
 
     def _describe_distance(self) -> tuple[str, str]:
         """Return how far entries are that are near those expected; else that they are of no token."""
+        differing = list(self._differing_kinds())
         if self._strange_kinds():
-            return "unknown", "entries of no token of the dump"
-        far = [
-            f"{name} {100 * self._distance(own, expected):.2g} % away"
-            for _, name, own, expected in self._differing_kinds()
-        ]
+            what = differing[0][1] if len(differing) == 1 else "entries"
+            return "unknown", f"{what} of no token of the dump"
+        far = [f"{name} {100 * self._distance(own, expected):.2g} % away" for _, name, own, expected in differing]
         return "changed", " and ".join(far) or "a few components differ"
 
     def _distance(self, own: Tensor, expected: Tensor) -> float:
@@ -306,12 +307,20 @@ class _FaultSearch:
         return (fault, " and ".join(words)) if words else None
 
     def _describe_clipping(self, kind: int, own: Tensor, expected: Tensor) -> str:
-        """Describe numbers that were clipped at the largest one of the type that they are stored in."""
+        """Describe numbers that were clipped: at the largest one of the type that they are stored in, or at another."""
         dtype, largest = self.reference.largest[kind]
-        most = of_heads(largest, list(self.run.heads))
-        clipped = expected.clamp(min=-most, max=most)
-        explains = not torch.equal(clipped, expected) and self._is_near(own, clipped, self._rest(kind))
-        return f"clipped at the largest number of {dtype}" if explains else ""
+        sizes, limit = own.abs()[self.run.differing], expected.abs()[self.run.differing]
+        own_largest = sizes.amax()
+        beyond = limit >= own_largest
+        cut = int((beyond & (sizes == own_largest)).sum())
+        tried = {f"the largest number of {dtype}": of_heads(largest, list(self.run.heads))}
+        if cut >= max(_FEWEST_CLIPPED, _NEARLY_ALL * int(beyond.sum())):
+            tried[f"{float(own_largest):.3g}"] = own_largest
+        for words, most in tried.items():
+            clipped = expected.clamp(min=-most, max=most)
+            if not torch.equal(clipped, expected) and self._is_near(own, clipped, self._rest(kind)):
+                return f"clipped at {words}"
+        return ""
 
     def _describe_factor(self, kind: int, own: Tensor, expected: Tensor) -> str:
         """Describe a constant that they were multiplied by."""
@@ -341,7 +350,8 @@ class _FaultSearch:
         some = torch.linspace(0, len(self.run.positions) - 1, min(_MOST_SEARCHED, len(self.run.positions))).long()
         distances = torch.stack([self._distances_to_tokens(kind, names, some) for kind in far]).amax(dim=0)
         lengths = [self.reference.references[name][0].shape[1] for name in names]
-        by_request = (part.min(dim=-1) for part in torch.split(distances, lengths, dim=-1))
+        parts = torch.split(distances, lengths, dim=-1)
+        by_request = (part.min(dim=-1) for part in parts)
         nearest, tokens = (torch.stack(each) for each in zip(*by_request, strict=True))  # (request, kv_head, entry)
         differing = self.run.differing[:, some]
         strange = torch.stack(
@@ -362,7 +372,7 @@ class _FaultSearch:
             if not bool(owned.any()):
                 break
             of_request &= ~owned
-            moved = tokens[owner][owned]
+            moved = _moved_together(tokens[owner], positions, parts[owner], owned)
             words = f"{what} of {token_range(int(moved.amin()), int(moved.amax()))}"
             if name in self.reference.finished:
                 found.append(("stale", f"{words} of request {name}, which has ended"))
@@ -495,9 +505,26 @@ def _relative_distances(
     return cast("Tensor", torch.linalg.vector_norm(own - expected, dim=-1) / unit)
 
 
+def _moved_together(
+    tokens: Int[Tensor, "kv_head entry"],
+    positions: Int[Tensor, "kv_head entry"],
+    distances: Float[Tensor, "kv_head entry token"],
+    owned: Bool[Tensor, "kv_head entry"],
+) -> Int[Tensor, " owned"]:
+    """Return the tokens whose entries the owned ones at `positions` are: `tokens`, the nearest ones.
+
+    Where those as far away as most are as near, they are: in the first layer equal tokens have equal entries.
+    """
+    away = (tokens - positions)[owned].mode().values
+    there = (positions + away).clamp(min=0, max=distances.shape[-1] - 1)
+    as_near = distances.gather(-1, there.unsqueeze(-1)).squeeze(-1) <= distances.amin(dim=-1) + _TIE
+    return torch.where(as_near, there, tokens)[owned]
+
+
 def join_faults(found: Sequence[DumpFault], present: Mapping[str, float]) -> list[DumpFault]:
     """Return the faults, equal ones of several layers, blocks and heads joined; the lowest layer's earliest first.
 
+    Clipped entries come last.
     `present`: request -> number of its entries in a head of a layer. Where a fault is of nearly all of them, in every
     request, it is one of the whole dump.
     """
@@ -511,7 +538,12 @@ def join_faults(found: Sequence[DumpFault], present: Mapping[str, float]) -> lis
     for fault in found:
         by_kind.setdefault((fault.kind, fault.what, fault.layers, fault.heads), []).append(fault)
     joined = [fault for alike in by_kind.values() for fault in _join_requests(alike, present)]
-    return sorted(joined, key=lambda one: (min(one.layers, default=math.inf), one.first, -len(one.layers), one.request))
+    return sorted(
+        joined,
+        key=lambda one: (  # a store of few bits clips some entries that are right otherwise
+            one.kind == "clipped", min(one.layers, default=math.inf), one.first, -len(one.layers), one.request,
+        ),
+    )  # fmt: skip
 
 
 def _join_requests(alike: Sequence[DumpFault], present: Mapping[str, float]) -> Sequence[DumpFault]:
