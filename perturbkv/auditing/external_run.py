@@ -38,11 +38,14 @@ from perturbkv.auditing.positions import (
 )
 from perturbkv.auditing.prompt_reading import PromptReading, reading_of
 from perturbkv.auditing.reference import (
+    ARRANGEMENTS,
+    Arrange,
     Distances,
     PromptEntries,
     decode,
     decode_chunk,
     entry_distances,
+    floors_between,
     masked_attention,
     noise_floors,
     pass_distances,
@@ -192,7 +195,11 @@ class ExternalRun:
         masks = [] if self.damage else self.tracker.masks
         completed = replace(self.tracker.situation, chunks=self.tracker.situation.chunks[: len(self.passes)])
         reference, noise = self._reference(completed, masks) if masks else ([], None)
-        own = self._decode_given() if noise else []
+        own, own_noise = self._decode_given() if noise else [], noise
+        if noise and own:  # rounded entries may be worse conditioned than the plain model's
+            others, layers = map(self._decode_given, ARRANGEMENTS), len(self.tracker.prompts.full)
+            least = torch.finfo(self.adapter.dtype).eps
+            own_noise = noise.largest(floors_between(own, others, completed.rows, layers, least))
         compared = [EntryComparison(self.tracker, row).entries() if noise else None
                     for row in range(self.tracker.situation.rows)]  # fmt: skip
         return [
@@ -202,7 +209,8 @@ class ExternalRun:
                 tokens=self.tracker.situation.entries - padding, failed=self.failed, refused=self.refused,
                 entries=compared[row],
                 steps=self._compare_steps(row, reference, noise) if noise else (),
-                own_steps=self._compare_steps(row, own, noise, rounds=_may_round(compared[row])) if noise else (),
+                own_steps=self._compare_steps(row, own, own_noise, rounds=_may_round(compared[row]))
+                if own_noise else (),
                 allowed=self.settings.allow, failed_layer=self.failed_layer, damage=self.damage,
                 sees_later=any(map(attends_to_later, self.passes)), hides=any(map(hides_entries, self.passes)),
                 parts=self.reading.parts if self.reading else 1,
@@ -474,11 +482,11 @@ class ExternalRun:
         record.forget_entries()
         self.passes.append(record)
 
-    def _decode_given(self) -> list[ForwardPass]:
+    def _decode_given(self, arrange: Arrange | None = None) -> list[ForwardPass]:
         """Return the plain model's passes whose attention gets the keys and values that the eviction's got.
 
-        Those of the new tokens, too, which may be rounded when they are written. Windows and states are of the plain
-        model's own passes.
+        Those of the new tokens, too, which may be rounded when they are written. `arrange` puts all into another order.
+        Windows and states are of the plain model's own passes.
         """
         passes, rest = list[ForwardPass](), self.tracker.prompts.rests[0]
         for chunk, (layers, attended) in enumerate(self.given):
@@ -486,7 +494,7 @@ class ExternalRun:
             new = len(self.tracker.situation.chunks[chunk])
             before = [(keys[:, :, :-new], values[:, :, :-new]) for keys, values in given]
             cache = fill_cache(self.adapter, (before, rest))
-            attend = masked_attention(self.adapter, attended, given=given)
+            attend = masked_attention(self.adapter, attended, arrange, given)
             passes.append(decode_chunk(self.adapter, cache, self.tracker.situation, chunk, attend))
             passes[-1].forget_entries()
             _, rest = read_contents(self.adapter, cache)

@@ -462,7 +462,8 @@ class EntryComparison:
         yield "scale", describe_rounded_scale(entries, own)
         both = [cached[self.row, head][matched] for cached in tracker.first_entries[layer]]
         known = [self._full_entries(of_kind, layer, head) for of_kind in tracker.prompts.full[layer]]
-        if are_rounded(both, known, positions, kind, floor):
+        if rounded := are_rounded(both, known, positions, kind, floor):
             yield "rounded", describe_rounding(entries, own)
-            yield "quantised", describe_quantisation(entries, own, head_entries)
+        yield "quantised", describe_quantisation(entries, own, head_entries)
+        if rounded:
             yield "rounded", "rounded"

@@ -6,7 +6,7 @@ of a prompt read in other ways.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +47,11 @@ class Distances:
     head: Float[Tensor, "layer head"]
     hidden: Float[Tensor, " layer"]
     logits: Tensor
+
+    def largest(self, other: Distances) -> Distances:
+        """Return the larger of these distances and another's, each."""
+        pairs = ((getattr(self, name), getattr(other, name)) for name in ("head", "hidden", "logits"))
+        return Distances(*(torch.maximum(own, of_other.to(own.device)) for own, of_other in pairs))
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,18 +179,29 @@ def noise_floors(
     """Return the noise floors at the kept sets: distances of the masked reference from runs that only round otherwise.
 
     Those have the entries in the opposite order, gathered, and of a prompt that was read in other ways. `kept` has a
-    mask (row, kept_head, entry) per pass and layer. Floors are the maxima over all heads, rows and passes; those of a
-    layer are never below those of an earlier layer, as rounding accumulates.
+    mask (row, kept_head, entry) per pass and layer.
     """
     full, *read_otherwise = prompts.readings
     others = (
         decode(adapter, fill_cache(adapter, reading), situation, kept, arrange)
-        for reading, arrange in ((full, _reverse), (full, _gather), *((other, None) for other in read_otherwise))
-    )
-    layers, least = len(prompts.full), torch.finfo(adapter.dtype).eps
+        for reading, arrange in (
+            *((full, arrange) for arrange in ARRANGEMENTS), *((other, None) for other in read_otherwise)
+        )
+    )  # fmt: skip
+    return floors_between(reference, others, situation.rows, len(prompts.full), torch.finfo(adapter.dtype).eps)
+
+
+def floors_between(
+    reference: Sequence[ForwardPass], others: Iterable[Iterable[ForwardPass]], rows: int, layers: int, least: float
+) -> Distances:
+    """Return the noise floors from other runs' forward passes, which only round otherwise than the reference's.
+
+    Floors are the maxima over all heads, rows and passes, and `least`; those of a layer are never below those of an
+    earlier layer, as rounding accumulates.
+    """
     distances = [
         pass_distances(other, expected, row, layers)
-        for passes in others for other, expected in zip(passes, reference, strict=True) for row in range(situation.rows)
+        for passes in others for other, expected in zip(passes, reference, strict=True) for row in range(rows)
     ]  # fmt: skip
     head, hidden, logits = (
         torch.stack([getattr(distance, name).cpu() for distance in distances]).amax(dim=0).clamp(min=least)
@@ -324,3 +340,7 @@ def _gather(key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, T
     gathered = mask.gather(-1, heads.unsqueeze(2).expand(*heads.shape[:2], mask.shape[2], most))
     own_values = order.unsqueeze(-1).expand(*order.shape, value.shape[-1])
     return key.gather(2, entries), value.gather(2, own_values), None if bool(gathered.all()) else gathered
+
+
+ARRANGEMENTS: tuple[Arrange, ...] = (_reverse, _gather)
+"""Other orders of entries, which change only the rounding."""
