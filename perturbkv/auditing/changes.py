@@ -391,13 +391,16 @@ def _explains(candidate: Tensor, entries: Tensor, full: Tensor) -> bool:
 
 
 def describe_head(
-    entries: Float[Tensor, "entry width"], full: Float[Tensor, "kv_head position width"], own: int
+    entries: Float[Tensor, "entry width"], full: Float[Tensor, "kv_head position width"], own: int, name: str = "head"
 ) -> str:
-    """Return the head of the full cache, other than `own`, that holds all `entries`, rounded or not; empty if none."""
+    """Return the head of the full cache, other than `own`, that holds all `entries`, rounded or not; empty if none.
+
+    In words, in which a head is called `name`.
+    """
     cast = entries.to(full.dtype)
     others = [(head, known) for head, known in enumerate(full) if head != own]
-    exact = (f"of head {head}" for head, known in others if are_among(cast, known))
-    rounded = (f"of head {head}, and rounded" for head, known in others if are_rounded_from(cast, known, full[own]))
+    exact = (f"of {name} {head}" for head, known in others if are_among(cast, known))
+    rounded = (f"of {name} {head}, and rounded" for head, known in others if are_rounded_from(cast, known, full[own]))
     return next(exact, "") or next(rounded, "")
 
 

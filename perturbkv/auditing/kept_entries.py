@@ -321,6 +321,8 @@ class EntryComparison:
                 changes = [*self._changes(layer, head, distance[:, layer, head])]
                 if any(change.kind in ("row", "head", "mismatch") for change in changes):
                     strangers[place] = 0  # they are somebody's
+                if any(change.kind == "head" for change in changes):
+                    sets[-1] = self._positions_in_another_head([kind[seen] for kind in own], layer)
                 if duplicates[place] and any(change.kind in ("changed", "rotation") for change in changes):
                     # Positions are not sure there, and only equal rows are repeats.
                     rows = torch.cat(own, dim=-1)[seen & (positions != NOWHERE)]
@@ -342,6 +344,15 @@ class EntryComparison:
             changed=tuple(self.tracker.changed[self.row]), evicted=self.tracker.evicted_count(self.row, self.padding),
             evicted_new=self.tracker.evicted_count(self.row, self.tracker.situation.entries),
         )  # fmt: skip
+
+    def _positions_in_another_head(self, own: Sequence[Float[Tensor, "entry width"]], layer: int) -> Integers:
+        """Return the prompt's positions of a layer's keys and values, in the head that has most of them."""
+        entries, found = [part[None, None] for part in own], list[Tensor]()
+        for head in range(self.tracker.prompts.full[layer][0].shape[1]):
+            known = [part[self.row, head][None, None] for part in self.tracker.prompts.full[layer]]
+            (kept,) = recover_positions([(entries[0], entries[1])], [(known[0], known[1])], padding=self.padding)
+            found.append(torch.unique(kept.positions[0][kept.positions[0] != NOWHERE]))
+        return np.asarray(max(found, key=len).cpu().numpy())
 
     def _is_repeated(self, layer: int) -> bool:
         """Return whether a layer stores entries once per query head, with equal kept sets within each group."""
@@ -435,7 +446,8 @@ class EntryComparison:
         entries, positions = own_entries[matched], matches[matched]
         full, floor = tracker.prompts.full[layer][kind], float(self.floors[kind, layer])
         if bool(own_entries[seen].isfinite().all()):
-            yield "head", describe_head(own_entries[seen], full[self.row], self._full_head(full, layer, head))
+            name = "head" if len(self.layers[layer].positions) == full.shape[1] else "key/value head"
+            yield "head", describe_head(own_entries[seen], full[self.row], self._full_head(full, layer, head), name)
         if not len(positions) or int(positions.amax()) >= full.shape[2]:
             return
         if not bool(entries.isfinite().all()):

@@ -143,6 +143,22 @@ def test_kept_sets_of_their_own_per_query_head_are_no_repetition() -> None:
     assert (len(run.entries.kept_sets[0]), run.entries.repeated) == (4, ())
 
 
+def test_sets_per_query_head_in_the_wrong_order_are_of_another_key_value_head_and_counted() -> None:
+    def flipped(model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        cache = planted.per_query_head(model, input_ids, attention_mask)
+        for layer in cache.layers:
+            layer.keys, layer.values = layer.keys.flip(1), layer.values.flip(1)
+        return cache
+
+    (right,) = audited("llama", planted.per_query_head, situations=["single"]).runs
+    result = audited("llama", flipped, situations=["single"])
+    assert (result.verdict, result.faults[0].kind) == ("differs", "head")
+    assert result.faults[0].what == "keys of key/value head 1"
+    (run,) = result.runs
+    assert run.entries is not None and right.entries is not None
+    assert run.entries.cache_share == right.entries.cache_share
+
+
 def test_keys_at_their_places_inside_the_cache_are_named() -> None:
     result = audited("llama", planted.moved, situations=["single"], positions="original")
     assert (result.verdict, result.faults[0].layer) == ("differs", 0)
