@@ -21,7 +21,7 @@ from perturbkv.selection.layer_budget import LayerBudget
 from perturbkv.selection.layer_statistics import is_at_ends
 from perturbkv.selection.policies import checked
 from perturbkv.selection.ranking import Scores
-from perturbkv.selection.resolved_config import ResolvedConfig
+from perturbkv.selection.resolved_config import PrefixCounts, ResolvedConfig
 from perturbkv.theory import WORK
 
 Rows = Int[Tensor, " row"] | slice
@@ -76,7 +76,7 @@ def compute_budgets(configs: Sequence[ResolvedConfig], scores: Scores, prompt_to
     device, window = scores.statistics.norms.device, min(configs[0].window, prompt_tokens)
     blocks = configs[0].blocks(prompt_tokens)
     prefix_counts = [config.prefix_counts(prompt_tokens) for config in configs]
-    allocated = [_allocate_blocks(config, scores, prompt_tokens) for config in configs]
+    allocated = [_allocate_blocks(*each, scores, blocks) for each in zip(configs, prefix_counts, strict=True)]
     kept = torch.stack([copy_to_device(counts, device) for counts in allocated])
     if scores.statistics.valid is not None:  # kept sets of several lengths, which are compressed again
         kept = torch.minimum(kept, blocks.full - scores.statistics.begin // blocks.size)
@@ -96,10 +96,11 @@ def compute_budgets(configs: Sequence[ResolvedConfig], scores: Scores, prompt_to
     return Budgets(kept, torch.minimum(always + stage1, kept), first, recent, blocks, window)
 
 
-def _allocate_blocks(config: ResolvedConfig, scores: Scores, prompt_tokens: int) -> Int[Tensor, " kept_head"]:
+def _allocate_blocks(
+    config: ResolvedConfig, counts: PrefixCounts, scores: Scores, blocks: Blocks
+) -> Int[Tensor, " kept_head"]:
     """Return each kept set's number of prefix blocks: always-kept ones plus those allocated by the policy."""
-    statistics, blocks = scores.statistics, config.blocks(prompt_tokens)
-    counts, head_scores = config.prefix_counts(prompt_tokens), None
+    statistics, head_scores = scores.statistics, None
     if statistics.head_scores:
         by_head = torch.tensor(statistics.head_scores, dtype=WORK)
         head_scores = by_head.view(statistics.layers, scores.kept_heads(config), -1).mean(dim=-1)
