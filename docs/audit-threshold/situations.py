@@ -190,8 +190,8 @@ def worst(run: AuditedRun) -> dict[str, float]:
     assert run.entries is not None and run.steps, run.failed or run.refused
     entries = run.entries
     return {
-        "keys": float((entries.key_distance / entries.key_floor[:, None]).max()),
-        "values": float((entries.value_distance / entries.value_floor[:, None]).max()),
+        "keys": float(entries.key_floors.max()),
+        "values": float(entries.value_floors.max()),
         "heads": max(step.worst_head for step in run.steps),
         "hidden": max(step.worst_hidden for step in run.steps),
         "logits": max(step.logits for step in run.steps),
