@@ -128,7 +128,7 @@ chaos: develop
 
 # kvpress needs an older transformers than the toolkit does, so the comparison has an environment of its own.
 test-kvpress: $(KVPRESS)/.installed
-	$(KVPRESS)/bin/python -m pytest -W default tests/kvpress
+	OMP_NUM_THREADS=1 $(KVPRESS)/bin/python -m pytest $(BY_CORE) -W default tests/kvpress
 
 $(KVPRESS)/.installed: Makefile pyproject.toml
 	python3 -m venv $(KVPRESS)
@@ -201,7 +201,7 @@ $(LLAMACPP)/.installed: Makefile pyproject.toml
 
 # Caches of packages from PyPI, which are audited as their users make them. What they pin of torch and transformers is left out.
 test-packages: $(PACKAGES)/.installed
-	OMP_NUM_THREADS=1 $(PACKAGES)/bin/python -m pytest -W default tests/packages
+	OMP_NUM_THREADS=1 $(PACKAGES)/bin/python -m pytest $(BY_CORE) -W default tests/packages
 
 $(PACKAGES)/.installed: Makefile pyproject.toml
 	python3 -m venv $(PACKAGES)
