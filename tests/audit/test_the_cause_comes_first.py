@@ -20,6 +20,7 @@ from transformers import DynamicCache
 from perturbkv.analyses.audit.dump_verdict import DumpAudit
 from perturbkv.auditing.dumps.dump_audit import audit_dump
 from perturbkv.auditing.dumps.dump_file import read_dump, write_dump
+from perturbkv.auditing.dumps.query_heads import describe_read_heads
 from perturbkv.cache.entries import rotate_keys
 from perturbkv.errors import UnreadableCacheError
 from perturbkv.models.adapter import Adapter
@@ -173,14 +174,14 @@ def test_the_first_line_is_the_cause_in_its_place(
     assert bool(found.following) <= (computed or kind == "rotation"), found.summary
 
 
-def regrouped(layers: set[int], dtype: torch.dtype) -> list[Pair]:
-    """Entries of an engine whose query head i reads key/value head i mod 2 in some layers, written out."""
+def regrouped(read: tuple[int, ...], layers: set[int], dtype: torch.dtype) -> list[Pair]:
+    """Entries of an engine whose query heads read other key/value heads in some layers, written out."""
     places = {id(module): layer for layer, module in enumerate(engine().attentions)}
 
     def attend(stock: Any, module: Any, args: Any, kwargs: Any) -> Any:
         if places[id(module)] not in layers:
             return stock(module, *args, **kwargs)
-        query, keys, values = args[0], args[1].repeat(1, 2, 1, 1), args[2].repeat(1, 2, 1, 1)
+        query, keys, values = args[0], args[1][:, read], args[2][:, read]
         later = torch.full((len(IDS), len(IDS)), -torch.inf).triu(1)
         weights = (query @ keys.mT * kwargs["scaling"] + later).softmax(dim=-1)
         return (weights @ values).transpose(1, 2), None
@@ -191,11 +192,58 @@ def regrouped(layers: set[int], dtype: torch.dtype) -> list[Pair]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layers", [{0, 1, 2, 3}, {1}], ids=["all", "one"])
-def test_query_heads_that_read_other_heads_are_the_cause(layers: set[int], dtype: torch.dtype, tmp_path: Path) -> None:
-    found = dumped(regrouped(layers, dtype), tmp_path / "dump", dtype)
+@pytest.mark.parametrize(
+    ("read", "words"),
+    [
+        ((0, 1, 0, 1), "query head i of layer {} read key/value head i mod 2"),
+        ((0, 0, 1, 0), "query head 3 of layer {} read key/value head 0"),
+        ((1, 1, 1, 1), "query heads 0 to 1 of layer {} read key/value head 1"),
+        (
+            (0, 1, 1, 0),
+            "query head 1 of layer {0} read key/value head 1, query head 3 of layer {0} read key/value head 0",
+        ),
+    ],
+    ids=["mod", "one head", "group", "two heads"],
+)
+def test_query_heads_that_read_other_heads_are_the_cause(
+    read: tuple[int, ...], words: str, layers: set[int], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    found = dumped(regrouped(read, layers, dtype), tmp_path / "dump", dtype)
     (fault,) = found.faults
-    assert (fault.kind, fault.layers) == ("grouping", (min(layers) + 1,)), found.summary
+    assert (fault.kind, fault.layers, fault.what) == ("grouping", (min(layers) + 1,), words.format(min(layers)))
     assert found.following == tuple(range(min(layers) + 2, LAYERS))
+
+
+def test_query_heads_that_nearly_cancel_are_both_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Head 3 asks as head 2 does, and 0.7 of it is taken away: to move one of them alone leads farther off."""
+    cancelling = tiny_adapter("llama", 4, 2, layers=LAYERS)
+    layer = cancelling.layers[1].self_attn
+    with torch.no_grad():
+        layer.q_proj.weight[24:] = layer.q_proj.weight[16:24]
+        layer.o_proj.weight[:, 16:24] *= 0.2
+        layer.o_proj.weight[:, 24:] = -0.7 * layer.o_proj.weight[:, 16:24]
+    monkeypatch.setattr("tests.audit.test_the_cause_comes_first.engine", lambda: cancelling)
+    found = dumped(regrouped((0, 0, 0, 0), {1}, torch.float32), tmp_path / "dump", torch.float32)
+    assert found.faults[0].what == "query heads 2 to 3 of layer 1 read key/value head 0", found.summary
+
+
+def test_a_query_head_that_adds_next_to_nothing_is_not_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What head 3 adds is less than rounding moves, so it may have read either."""
+    idle = tiny_adapter("llama", 4, 2, layers=LAYERS)
+    with torch.no_grad():
+        idle.layers[1].self_attn.o_proj.weight[:, 24:] *= 1e-4
+    monkeypatch.setattr("tests.audit.test_the_cause_comes_first.engine", lambda: idle)
+    found = dumped(regrouped((0, 0, 0, 1), {1}, torch.bfloat16), tmp_path / "dump", torch.bfloat16)
+    assert found.faults[0].what == "query head 2 of layer 1 read key/value head 0", found.summary
+
+
+def test_heads_in_many_runs_are_not_listed() -> None:
+    own = (0, 0, 1, 1, 2, 2, 3, 3)
+    assert describe_read_heads((1, 1, 1, 1, 2, 0, 0, 3), own, 5) == (
+        "query heads 0 to 1 of layer 5 read key/value head 1, query heads 5 to 6 of layer 5 read key/value head 0"
+    )
+    many = describe_read_heads((1, 0, 0, 1, 3, 2, 2, 3), own, 5)
+    assert many == "query heads of layer 5 read other key/value heads than their own"
 
 
 @pytest.mark.parametrize("kept", [1, 10])

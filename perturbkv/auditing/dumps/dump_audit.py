@@ -48,6 +48,7 @@ from perturbkv.auditing.dumps.plain_entries import (
     token_logprobs,
     unrotate_to_tokens,
 )
+from perturbkv.auditing.dumps.query_heads import describe_read_heads, find_read_heads, own_heads
 from perturbkv.auditing.eviction_audit import provenance
 from perturbkv.auditing.loss import measure_losses
 from perturbkv.auditing.reference import check_attention
@@ -301,6 +302,8 @@ class _DumpComparison:
         following: layers with entries that follow from faults below.
         coarse: whether entries have fewer bits than the model's.
         factors: (layer, kind) -> the constant that all keys, or values, were multiplied by, where that is a fault.
+        read_heads: layer -> the key/value heads that its query heads read by the first request of which that was asked;
+            none where they read their own.
     """
 
     def __init__(self, adapter: Adapter, dump: Dump, plain: PlainEntries) -> None:
@@ -317,6 +320,7 @@ class _DumpComparison:
         self.following: set[int] = set()
         self.coarse = False
         self.factors: dict[tuple[int, int], float] = {}
+        self.read_heads: dict[int, tuple[int, ...]] = {}
 
     def add_layer(self, index: int) -> None:
         """Compare the entries of the next layer, which is number `index`."""
@@ -466,23 +470,45 @@ class _DumpComparison:
         matched = sum(fault.count for fault in found if fault.kind == "token")  # a few are near another's by chance
         if matched > _UNEXPLAINED * sum(fault.count for fault in found):
             return found
-        if 1 < self.adapter.kv_heads < self.adapter.heads:
-            self._read_again([request.request.id])
-            readings = list(request.readings)
-            left = []
-            for layers, copied in self._faulty_layers(index - 1):
-                reading = self._read(request, Computation(layers, regrouped=True, copied=copied))
-                computed = measure_distances(own, reading.layers[index])
-                left.append(int(limits.differing_entries(own, computed).sum()))
-            if min(left) <= _UNEXPLAINED * int(far.sum()):
-                words = f"query head i of layer {index - 1} read key/value head i mod {self.adapter.kv_heads}"
-                return [replace(fault, kind="grouping", what=words) for fault in found]
-            request.readings = readings
+        if words := self._find_read_heads(request, index, own, far, limits):
+            return [replace(fault, kind="grouping", what=words) for fault in found]
         if words := self._find_read_scale(request, index, own, far, limits):
             return [replace(fault, kind="scale", what=words) for fault in found]
         if index == 1 or request.request.id in self.plain.expected:  # rounding may hide them all in layer 1
             request.context = self._find_context(request, own, far)
         return _name_context(found, *request.context) if request.context else found
+
+    def _find_read_heads(
+        self,
+        request: _RequestComparison,
+        index: int,
+        own: Entries,
+        far: Bool[Tensor, "2 kv_head entry"],
+        limits: Limits,
+    ) -> str:
+        """Return in words which key/value heads query heads of the layer below read, others than their own.
+
+        Empty where none are found that explain the entries that are `far`. Where they are, their readings are recorded.
+        """
+        if not 1 < self.adapter.kv_heads < self.adapter.heads:
+            return ""
+        self._read_again([request.request.id])
+        below, tokens, readings = index - 1, request.request.token_ids, list(request.readings)
+        arranged = arrange_by_token(own, len(tokens), request.stored.layers[index][0])
+        for search in (False, True):
+            heads = tuple(head % self.adapter.kv_heads for head in range(self.adapter.heads))
+            if search and below not in self.read_heads:
+                self.read_heads[below] = find_read_heads(self.adapter, tokens, request.stored, arranged, below)
+            if search and not (heads := self.read_heads[below]):
+                break
+            left = []
+            for layers, copied in self._faulty_layers(below):
+                computed = self._read(request, Computation(layers, heads=heads, copied=copied)).layers[index]
+                left.append(int(limits.differing_entries(own, measure_distances(own, computed)).sum()))
+            if min(left) <= _UNEXPLAINED * int(far.sum()):
+                return describe_read_heads(heads, own_heads(self.adapter).tolist(), below)
+            request.readings = list(readings)
+        return ""
 
     def _find_context(
         self, request: _RequestComparison, own: Entries, far: Bool[Tensor, "2 kv_head entry"]

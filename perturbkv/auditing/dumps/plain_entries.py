@@ -261,14 +261,14 @@ class Computation:
     Attributes:
         layers: those layers.
         angles: by how many radians queries and keys are rotated too far; None: by none.
-        regrouped: whether query head i reads key/value head i mod H_kv, where heads that stand together share one.
+        heads: the key/value head that each query head reads; empty: its own.
         copied: whether attention reads what was computed, of which only a copy was rounded and stored.
         ratios: layer -> what stored keys, and values, are multiplied by when they are read.
     """
 
     layers: frozenset[int] = frozenset()
     angles: Float[Tensor, "token frequency"] | None = None
-    regrouped: bool = False
+    heads: tuple[int, ...] = ()
     copied: bool = False
     ratios: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -280,18 +280,31 @@ class Computation:
 
     def attention(self, adapter: Adapter) -> AbstractContextManager[None]:
         """Let the model's attention compute so inside the block, but for its keys."""
-        order = (torch.arange(adapter.heads) % adapter.kv_heads).argsort(stable=True)
 
         def attend(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
-            """Return the attention output, of queries that are rotated or in another order of heads."""
+            """Return the attention output, of queries that are rotated or read other heads."""
             layer, (query, key, *others) = adapter.layer_of(module), args
-            query = self.rotate(layer, query, key.shape[-2] - query.shape[-2])
-            if not self.regrouped or layer not in self.layers:
-                return stock(module, query, key, *others, **kwargs)
-            output, weights = stock(module, query[:, order], key, *others, **kwargs)
-            return output[:, :, order.argsort()], weights
+            args = self.rotate(layer, query, key.shape[-2] - query.shape[-2]), key, *others
+            if not self.heads or layer not in self.layers:
+                return stock(module, *args, **kwargs)
+            return attend_to_heads(torch.tensor([self.heads]), stock, module, args, kwargs), None
 
         return intercept_attention(adapter, attend)
+
+
+def attend_to_heads(
+    heads: Int[Tensor, "row head"], stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any
+) -> Float[Tensor, "row query head d_value"]:
+    """Return the attention output of one text, for each row of key/value heads that the query heads read.
+
+    `stock`, `module`, `args` and `kwargs` are those of an attention replacement.
+    """
+    query, key, value, *others = args
+    outputs = []
+    for kv_head in range(key.shape[1]):
+        same = [kv_head] * key.shape[1]
+        outputs.append(stock(module, query, key[:, same], value[:, same], *others, **kwargs)[0][0].transpose(0, 1))
+    return torch.stack(outputs)[heads, torch.arange(heads.shape[1])].transpose(1, 2)
 
 
 @dataclass
