@@ -68,7 +68,7 @@ def is_library_file(file: Path) -> bool:
     file or PYTHONPATH names, and in a checkout that is installed editably.
     """
     return (
-        file.name.startswith("<frozen ")
+        file.name.startswith(("<frozen ", "<@"))  # Python's own; what a library made at run time
         or any(file.is_relative_to(folder) for folder in _python_folders())
         or any(file.is_relative_to(place) for place in _imported_packages())
     )
