@@ -73,7 +73,7 @@ def test_texts_that_no_compression_reaches_are_left_out_and_counted() -> None:
     found = list(own["number_tables"]([*rows(), *early, *rows(5, factor=3.0, kind="needle")]))
     assert "1 prompts left out" in found[0][0]
     assert [line[:3] for line in found[1][2]][::4] == [
-        ["needle", "snapkv", "5"], ["code", "snapkv", "6"], ["all", "snapkv", "11"],
+        ["copying", "snapkv", "5"], ["code", "snapkv", "6"], ["all", "snapkv", "11"],
     ]  # fmt: skip
     assert all("2.00" in line[3] for line in found[1][2] if line[0] == "code")
     assert [line[:2] for line in found[2][2] if line[0] == "code"] == [["code", "snapkv"], ["code", "random"]]
@@ -111,8 +111,8 @@ def test_lost_lines_and_loops_are_compared_prompt_by_prompt() -> None:
 
 def test_answers_have_a_line_per_method_and_per_pair() -> None:
     first, second = own["answer_tables"](answers(0.5, looping=2))
-    assert ["needle", f"random{KEPT}", "6", "0.50", "0.75", "0", "2", "6", "500"] in first[2]
-    assert ["needle", "random", "6", "1.00", "1.00", "6", "0", "6", "500"] in first[2]
+    assert ["copying", f"random{KEPT}", "6", "0.50", "0.75", "0", "2", "6", "500"] in first[2]
+    assert ["copying", "random", "6", "1.00", "1.00", "6", "0", "6", "500"] in first[2]
     assert len(second[2]) == len(own["COMPARED"])
 
 

@@ -700,7 +700,7 @@ class _DumpComparison:
             same = [layer for layer, scale in enumerate(scales) if torch.equal(scale, scales[index])]
             right = [layer for layer in same if (layer, kind) not in self.factors]
             whose = f", their scale is layer {right[0]}'s" if len(right) == 1 and len(same) < len(scales) else ""
-            words = owner or f"multiplied by {factor:.2g}{whose}"
+            words = owner or f"multiplied by {factor:.{3 if factor > 1 else 2}g}{whose}"
             yield DumpFault("", "scale", f"all {('keys', 'values')[kind]} {words}", layers=(index,))
 
     def _owner_of_all(self) -> str:
