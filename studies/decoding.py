@@ -219,7 +219,7 @@ def compare(rows: Sequence[Mapping[str, Any]], treatment: str, baseline: str) ->
 
 
 def compare_answers(rows: Sequence[Mapping[str, Any]], treatment: str, baseline: str) -> dict[str, Any]:
-    """Return the mean share of right lines that a treatment loses with its interval, and pairs of right and of loops.
+    """Return the mean shares of right lines and resumed totals that a treatment loses, and pairs of right and of loops.
 
     Pairs are as `mcnemar` returns them; n counts prompts.
     """
@@ -301,7 +301,9 @@ def ratio_lines(
     for kind, own in by_kind(rows).items():
         for treatment, baseline in pairs:
             measured = {row["kind"] for row in own if row["method"] == baseline}
-            if not pairs_of(own, "kl", treatment, baseline).size or (kind == ALL and len(measured) == 1):
+            if not pairs_of(own, "kl", treatment, baseline).size or (
+                kind == ALL and len(measured) == 1  # it would say the same once more
+            ):
                 continue
             row = compare(own, treatment, baseline)
             ends = {name: row[f"{name}_interval"] for name in NUMBERS}
@@ -310,7 +312,7 @@ def ratio_lines(
     return lines
 
 
-def with_totals(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def with_resumed(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the rows of answers with the share of turns that go on from the account's total, None of other kinds."""
     by_name = {task.name: task for task in tasks(len(MODULES))}
     return [{**row, "resumed": by_name[row["prompt"]].share_resumed(row["text"])} for row in rows]
@@ -326,7 +328,7 @@ def answer_tables(rows: Sequence[Mapping[str, Any]]) -> Iterator[common.Table]:
         counts = (str(sum(row[name] for row in own)) for name in ("loops", "ended"))
         tokens = f"{np.mean([row['tokens'] for row in own]):.0f}"
         lines.append([kind, method, str(len(own)), *shares, right, *counts, tokens])
-    heads = ["kind", "method", "n", "lines right", "totals taken up", "right answers", "loops", "ended", "tokens"]
+    heads = ["kind", "method", "n", "lines right", "totals resumed", "right answers", "loops", "ended", "tokens"]
     yield "Answers", heads, lines
     lines = []
     for kind, own in by_kind(rows).items():
@@ -336,7 +338,7 @@ def answer_tables(rows: Sequence[Mapping[str, Any]]) -> Iterator[common.Table]:
             told = verdict(row["lines_lost_interval"], 0, LINES) if np.isfinite(row["lines_lost"]) else ""
             counts = ("{} : {}, p = {:.2g}".format(*row[name]) for name in ("right", "loops"))
             lines.append([kind, treatment, baseline, str(row["n"]), f"{lost} {told}".strip(), totals, *counts])
-    heads = ["kind", "method", "against", "n", "right lines lost", "totals lost, looked at afterwards"]
+    heads = ["kind", "method", "against", "n", "right lines lost", "resumed totals lost, looked at afterwards"]
     yield "Answers compared", [*heads, "right: it alone : the other", "loops: likewise"], lines
 
 
@@ -413,8 +415,8 @@ def study(asked: argparse.Namespace) -> None:
         numbers, answers = (read_rows(Path(asked.folder[0]) / f"{name}.jsonl") for name in MEASURED)
     else:
         numbers, answers = (measured_rows(asked, name, measure, models) for name, measure in MEASURED.items())
-    graded = with_totals(answers)
-    common.write_tables(asked, [*number_tables(numbers), *answer_tables(graded)], draw(numbers, graded))
+    told = with_resumed(answers)
+    common.write_tables(asked, [*number_tables(numbers), *answer_tables(told)], draw(numbers, told))
 
 
 Measure = Callable[[Any, Task, argparse.Namespace], list[dict[str, Any]]]

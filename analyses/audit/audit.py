@@ -358,7 +358,7 @@ class Audit(
     def _differs_clause(self) -> str:
         """Return a clause on the most telling fault, the other situations with faults, and what could not be read.
 
-        Without a fault, but for entries that match none, plain use goes on at wrong positions.
+        Where there is no fault, or only entries that match none, wrong positions in plain use come first.
         """
         if self.misplaces_new_tokens and all(fault.kind in UNMATCHED for fault in self.faults):
             return f"{self._plain_use_clause()}; else {self._right_clause()}"

@@ -37,7 +37,7 @@ DUMP_FAULTS: Mapping[str, str] = {
     "duplicate": "a token's entries several times",
     "swapped": "keys where values belong",
     "scale": "keys or values times a constant, or read by attention with another scale than theirs",
-    "clipped": "keys or values clipped at the largest number of the type that they are stored in, or at another",
+    "clipped": "keys or values clipped at the largest number of the type that they are stored in, or at a smaller one",
     "request": "entries of another request",
     "stale": "entries of a request that has ended",
     "token": "entries of other tokens of the same request",

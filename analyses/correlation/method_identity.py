@@ -99,7 +99,7 @@ def _drop_undecided(table: Floats, measured: Floats) -> Floats:
 
 
 RHO, AUC = (CORRELATION, RHO_DIFFERENCES), (AREA, AREA_DIFFERENCES)
-"""Of both statistics: what it is, and what the difference of two is, for their intervals."""
+"""Of each statistic: the kinds of its mean and of the mean of its differences, which give their intervals."""
 
 
 def identity_baseline(
@@ -356,6 +356,6 @@ _EXPECTED = {"rho": (-1, 0.0), "auc": (1, 0.5)}
 
 
 def _is_decided(statistic: str, own: Estimate, baseline: IdentityBaseline) -> bool:
-    """Return whether a statistic lies on the expected side of its number, and `beyond` of 0, with their intervals."""
+    """Return whether a statistic's interval lies on the expected side of its number, and that of `beyond` of 0."""
     side, number = _EXPECTED[statistic]
     return interval_side(own.interval, number) == interval_side(baseline.beyond.interval, 0) == side

@@ -147,7 +147,7 @@ class ChangedHead(Record):
 def relative_perturbations(trace: Trace, sample: int, sides: tuple[int, int]) -> tuple[Floats, Floats]:
     """Return each side's isolated perturbation over ‖o_h‖₁ at the first decode step, (layer, head).
 
-    0 where ‖o_h‖₁ is 0, NaN where the perturbation was not measured, as of a cache of somebody's own that is called.
+    0 where ‖o_h‖₁ is 0, NaN where the perturbation was not measured, as for some caches of the user's own.
     `sample` and `sides` are indices along the trace's axes `sample` and `config`.
     """
     perturbation = trace.arrays["perturbation_isolated"][sample]

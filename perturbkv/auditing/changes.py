@@ -113,7 +113,7 @@ def describe_rotation(
 
     `keys` are those of a head in the order of its cache, `full` those of the full cache at `positions`; `most` is the
     largest number of positions that is tried. With `rounded` keys may be rounded, too; `near` as in `excess_rotations`.
-    Without `varied` a rule for all keys is looked for alone.
+    With `varied` False only a rule that holds for all keys is described.
     """
     chosen = _spread(len(keys), _MOST_TESTED, keys.device)
     shifts = excess_rotations(keys[chosen], full[chosen], frequencies, most, rounded=rounded, near=near)
@@ -122,16 +122,15 @@ def describe_rotation(
         return "rotated with neighbouring components as pairs" if shifts is not None and bool(shifts.any()) else ""
     if shifts is None or not bool(shifts.any()):
         return ""
-    if not rounded:
-        words = _rotation_rule(shifts, positions[chosen], chosen)
-        return words or (_varied_rotation(shifts, positions[chosen], chosen) if varied else "")
-    if float((shifts != 0).float().mean()) < _MOST_KEYS:
-        return ""
-    common = shifts.mode().values
-    if float((shifts == common).float().mean()) >= _MOST_KEYS:
-        shifts = common.expand_as(shifts)
-    words = _rotation_rule(shifts, positions[chosen], chosen) or _varied_rotation(shifts, positions[chosen], chosen)
-    return f"{words}, and rounded"
+    if rounded:
+        if float((shifts != 0).float().mean()) < _MOST_KEYS:
+            return ""
+        common = shifts.mode().values
+        if float((shifts == common).float().mean()) >= _MOST_KEYS:
+            shifts = common.expand_as(shifts)
+    told = shifts, positions[chosen], chosen
+    words = _rotation_rule(*told) or (_varied_rotation(*told) if varied else "")
+    return f"{words}, and rounded" if words and rounded else words
 
 
 def _spread(count: int, most: int, device: torch.device) -> Int[Tensor, " chosen"]:

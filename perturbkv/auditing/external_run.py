@@ -198,8 +198,7 @@ class ExternalRun:
         own, own_noise = self._decode_given() if noise else [], noise
         if noise and own:  # rounded entries may be worse conditioned than the plain model's
             others, layers = map(self._decode_given, ARRANGEMENTS), len(self.tracker.prompts.full)
-            least = torch.finfo(self.adapter.dtype).eps
-            own_noise = noise.largest(floors_between(own, others, completed.rows, layers, least))
+            own_noise = noise.maximum(floors_between(self.adapter, own, others, completed.rows, layers))
         compared = [EntryComparison(self.tracker, row).entries() if noise else None
                     for row in range(self.tracker.situation.rows)]  # fmt: skip
         return [

@@ -322,7 +322,7 @@ class EntryComparison:
                 if any(change.kind in ("row", "head", "mismatch") for change in changes):
                     strangers[place] = 0  # they are somebody's
                 if any(change.kind == "head" for change in changes):
-                    sets[-1] = self._positions_in_another_head([kind[seen] for kind in own], layer)
+                    sets[-1] = self._positions_in_nearest_head([kind[seen] for kind in own], layer)
                 if duplicates[place] and any(change.kind in ("changed", "rotation") for change in changes):
                     # Positions are not sure there, and only equal rows are repeats.
                     rows = torch.cat(own, dim=-1)[seen & (positions != NOWHERE)]
@@ -330,10 +330,13 @@ class EntryComparison:
                 altered += changes
             kept_sets.append(tuple(sets))
         adapter, layers = self.tracker.adapter, range(shape[0])
-        sure = {(layer, head) for layer in layers for head in range(shape[1])} - {
-            (one.layer, one.head) for one in altered
+        unsure = {(one.layer, one.head) for one in altered}  # their positions may be others
+        unordered = {
+            layer
+            for layer, entries in enumerate(self.layers)
+            for head, is_ascending in enumerate(entries.ascending)
+            if not is_ascending and (layer, head) not in unsure
         }
-        unordered = {layer for layer, head in sure if not self.layers[layer].ascending[head]}  # of known positions
         return CacheEntries(
             kept_sets=tuple(kept_sets), tokens=self.tracker.situation.entries - self.padding, kv_heads=adapter.kv_heads,
             padded=padded, strangers=strangers, zeros=zeros, duplicates=duplicates, first_duplicate=first_duplicate,
@@ -345,8 +348,8 @@ class EntryComparison:
             evicted_new=self.tracker.evicted_count(self.row, self.tracker.situation.entries),
         )  # fmt: skip
 
-    def _positions_in_another_head(self, own: Sequence[Float[Tensor, "entry width"]], layer: int) -> Integers:
-        """Return the prompt's positions of a layer's keys and values, in the head that has most of them."""
+    def _positions_in_nearest_head(self, own: Sequence[Float[Tensor, "entry width"]], layer: int) -> Integers:
+        """Return the prompt's positions of keys and values, in the full cache's head that holds most of them."""
         entries, found = [part[None, None] for part in own], list[Tensor]()
         for head in range(self.tracker.prompts.full[layer][0].shape[1]):
             known = [part[self.row, head][None, None] for part in self.tracker.prompts.full[layer]]
@@ -457,19 +460,16 @@ class EntryComparison:
         own, places = head_entries[positions], positions - self.padding
         if kind == _KEYS:
             frequencies, index = frequencies_of(tracker.adapter), matched.nonzero().squeeze(-1)
-            most = 2 * tracker.situation.entries
+            most, rotary = 2 * tracker.situation.entries, (frequencies, NEAR, base_of(tracker.adapter))
+            # rules for all keys first: with another base each is off by a number of its own
             yield "rotation", describe_rotation(entries, own, places, frequencies, most, varied=False)
             before = self._full_entries((tracker.original or tracker.prompts).full[layer][kind], layer, head)[positions]
-            yield (
-                "rotation",
-                describe_wrong_rotation(entries, before, places, index, frequencies, NEAR, base_of(tracker.adapter)),
-            )
+            yield "rotation", describe_wrong_rotation(entries, before, places, index, *rotary)
             yield "rotation", describe_rotation(entries, own, places, frequencies, most)
         yield "scale", describe_scale(entries, own, floor)
         if kind == _KEYS:
-            elsewhere = (frequencies, NEAR, base_of(tracker.adapter))
             yield "rotation", describe_rotation(entries, own, places, frequencies, most, rounded=True)
-            yield "rotation", describe_wrong_rotation(entries, before, places, index, *elsewhere, ROTATED_NEARER)
+            yield "rotation", describe_wrong_rotation(entries, before, places, index, *rotary, ROTATED_NEARER)
         yield "clipped", describe_clipping(entries, own)
         yield "scale", describe_rounded_scale(entries, own)
         both = [cached[self.row, head][matched] for cached in tracker.first_entries[layer]]

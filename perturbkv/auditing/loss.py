@@ -141,7 +141,7 @@ def _control_configurations(
     protect_less = first + max(recent, 1) >= most
     if most <= 1:
         return (), protect_less
-    if protect_less:  # what is protected would leave nothing to choose: half of the budget, the most recent entries
+    if protect_less:  # it would leave nothing to choose: recent entries alone, at most half of the budget
         first, recent = 0, min(recent, max(1, most // 2))
     window = min(_WINDOW, max(1, recent))  # a window always stays; more than it has to be protected by an option
     beyond = recent if recent > window else 0

@@ -48,10 +48,10 @@ class Distances:
     hidden: Float[Tensor, " layer"]
     logits: Tensor
 
-    def largest(self, other: Distances) -> Distances:
-        """Return the larger of these distances and another's, each."""
+    def maximum(self, other: Distances) -> Distances:
+        """Return the larger of these distances and another's, element by element."""
         pairs = ((getattr(self, name), getattr(other, name)) for name in ("head", "hidden", "logits"))
-        return Distances(*(torch.maximum(own, of_other.to(own.device)) for own, of_other in pairs))
+        return Distances(*(torch.maximum(*pair) for pair in pairs))
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,17 +188,18 @@ def noise_floors(
             *((full, arrange) for arrange in ARRANGEMENTS), *((other, None) for other in read_otherwise)
         )
     )  # fmt: skip
-    return floors_between(reference, others, situation.rows, len(prompts.full), torch.finfo(adapter.dtype).eps)
+    return floors_between(adapter, reference, others, situation.rows, len(prompts.full))
 
 
 def floors_between(
-    reference: Sequence[ForwardPass], others: Iterable[Iterable[ForwardPass]], rows: int, layers: int, least: float
+    adapter: Adapter, reference: Sequence[ForwardPass], others: Iterable[Iterable[ForwardPass]], rows: int, layers: int
 ) -> Distances:
     """Return the noise floors from other runs' forward passes, which only round otherwise than the reference's.
 
-    Floors are the maxima over all heads, rows and passes, and `least`; those of a layer are never below those of an
-    earlier layer, as rounding accumulates.
+    Floors are the maxima over all heads, rows and passes; those of a layer are never below those of an earlier layer,
+    as rounding accumulates.
     """
+    least = torch.finfo(adapter.dtype).eps
     distances = [
         pass_distances(other, expected, row, layers)
         for passes in others for other, expected in zip(passes, reference, strict=True) for row in range(rows)

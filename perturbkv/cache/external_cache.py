@@ -357,7 +357,7 @@ class _Nearest:
         hinted = full_scaled[1][hints.clamp(min=0)]
         same_values = torch.linalg.vector_norm(scaled[1] - hinted, dim=-1) <= _TIE_TOLERANCE
         self.values_agree = bool(((hints != NOWHERE) & same_values).all())
-        """Whether all hinted entries have the values: the layer after this one holds the same entries."""
+        """Whether every entry has the value of its hint: this layer then holds the entries of the one after it."""
 
     def indices(self) -> Int[Tensor, " entry"]:
         """Return, per entry, the index of its full-cache entry.
@@ -392,7 +392,8 @@ class _Nearest:
     def _search(self, entries: Int[Tensor, " chosen"], among: Bool[Tensor, " full_entry"]) -> tuple[Tensor, Tensor]:
         """Return the costs and the indices of the nearest full-cache entries of some entries.
 
-        Of those that are equally near the hinted one is chosen, else a free one, in the prompt's order.
+        Of those that are equally near the hinted one is chosen, else a free one, in the prompt's order. Where every
+        entry has its hint's value, those with altered keys get the hinted one however far its key is.
         """
         size = max(1, _CHUNK_BYTES // (24 * len(among)))  # six float32 matrices
         costs, indices, free = [], [], self.free.clone()
@@ -402,10 +403,10 @@ class _Nearest:
             ]
             smaller, larger = torch.fmin(*distances), torch.fmax(*distances)  # leave out NaN
             altered = distances[0].amin(dim=-1) > _TIE_TOLERANCE
-            by_value = altered.unsqueeze(-1) & (distances[1] <= _TIE_TOLERANCE)
+            equal_value = altered.unsqueeze(-1) & (distances[1] <= _TIE_TOLERANCE)
             weight = torch.where(smaller <= _TIE_TOLERANCE, _BESIDE_EQUAL_WEIGHT, _LARGER_DISTANCE_WEIGHT)
-            cost = smaller + larger * weight.masked_fill(by_value, _BESIDE_ALTERED_KEY_WEIGHT)
-            cost += _BY_VALUE * (~by_value & (distances[0] > distances[1] + STRANGE_DISTANCE / 2))
+            cost = smaller + larger * weight.masked_fill(equal_value, _BESIDE_ALTERED_KEY_WEIGHT)
+            cost += _BY_VALUE * (~equal_value & (distances[0] > distances[1] + STRANGE_DISTANCE / 2))
             cost = cost.nan_to_num(nan=_FARTHEST, posinf=_FARTHEST).masked_fill(~among, torch.inf)
             best = cost.amin(dim=-1, keepdim=True)
             ties, hints = cost <= best + _TIE_TOLERANCE, self.hints[chosen]

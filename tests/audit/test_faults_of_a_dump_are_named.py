@@ -292,9 +292,9 @@ def test_equal_tokens_are_named_by_where_the_others_are() -> None:
     for entry, near in enumerate(([3], [0, 4], [5], [1, 6], [7])):
         distances[0, entry, near] = 0
     every = torch.ones(1, 5, dtype=torch.bool)
-    assert matching._moved_together(tokens, positions, distances, every).tolist() == [3, 4, 5, 6, 7]
+    assert matching._moved_tokens(tokens, positions, distances, every).tolist() == [3, 4, 5, 6, 7]
     distances[0, 1, 4] = 0.5
-    assert matching._moved_together(tokens, positions, distances, every).tolist() == [3, 0, 5, 6, 7]
+    assert matching._moved_tokens(tokens, positions, distances, every).tolist() == [3, 0, 5, 6, 7]
 
 
 def test_only_entries_that_differ_tell_whose_they_are(tmp_path: Path) -> None:

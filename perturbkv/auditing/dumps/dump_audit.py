@@ -302,8 +302,8 @@ class _DumpComparison:
         following: layers with entries that follow from faults below.
         coarse: whether entries have fewer bits than the model's.
         factors: (layer, kind) -> the constant that all keys, or values, were multiplied by, where that is a fault.
-        read_heads: layer -> the key/value heads that its query heads read by the first request of which that was asked;
-            none where they read their own.
+        read_heads: layer -> the key/value heads that its query heads read, searched for in the first request that needs
+            it; empty where they read their own.
     """
 
     def __init__(self, adapter: Adapter, dump: Dump, plain: PlainEntries) -> None:
@@ -494,13 +494,17 @@ class _DumpComparison:
             return ""
         self._read_again([request.request.id])
         below, tokens, readings = index - 1, request.request.token_ids, list(request.readings)
-        arranged = arrange_by_token(own, len(tokens), request.stored.layers[index][0])
-        for search in (False, True):
-            heads = tuple(head % self.adapter.kv_heads for head in range(self.adapter.heads))
-            if search and below not in self.read_heads:
+
+        def candidates() -> Iterator[tuple[int, ...]]:
+            """Yield mappings to try: i mod H_kv first, then the one that is searched for, once in a layer."""
+            yield tuple(head % self.adapter.kv_heads for head in range(self.adapter.heads))
+            if below not in self.read_heads:
+                arranged = arrange_by_token(own, len(tokens), request.stored.layers[index][0])
                 self.read_heads[below] = find_read_heads(self.adapter, tokens, request.stored, arranged, below)
-            if search and not (heads := self.read_heads[below]):
-                break
+            if found := self.read_heads[below]:
+                yield found
+
+        for heads in candidates():
             left = []
             for layers, copied in self._faulty_layers(below):
                 computed = self._read(request, Computation(layers, heads=heads, copied=copied)).layers[index]

@@ -307,11 +307,11 @@ class _FaultSearch:
         return (fault, " and ".join(words)) if words else None
 
     def _describe_clipping(self, kind: int, own: Tensor, expected: Tensor) -> str:
-        """Describe numbers that were clipped: at the largest one of the type that they are stored in, or at another."""
+        """Describe numbers that were clipped: at the largest one of the type that holds them, or at a smaller one."""
         dtype, largest = self.reference.largest[kind]
-        sizes, limit = own.abs()[self.run.differing], expected.abs()[self.run.differing]
+        sizes, expected_sizes = own.abs()[self.run.differing], expected.abs()[self.run.differing]
         own_largest = sizes.amax()
-        beyond = limit >= own_largest
+        beyond = expected_sizes >= own_largest
         cut = int((beyond & (sizes == own_largest)).sum())
         tried = {f"the largest number of {dtype}": of_heads(largest, list(self.run.heads))}
         if cut >= max(_FEWEST_CLIPPED, _NEARLY_ALL * int(beyond.sum())):
@@ -372,7 +372,7 @@ class _FaultSearch:
             if not bool(owned.any()):
                 break
             of_request &= ~owned
-            moved = _moved_together(tokens[owner], positions, parts[owner], owned)
+            moved = _moved_tokens(tokens[owner], positions, parts[owner], owned)
             words = f"{what} of {token_range(int(moved.amin()), int(moved.amax()))}"
             if name in self.reference.finished:
                 found.append(("stale", f"{words} of request {name}, which has ended"))
@@ -434,7 +434,7 @@ class _FaultSearch:
     def _find_place_of(self, kind: int) -> tuple[str, str] | None:
         """Return the fault, and the place that the keys (`kind` 0) or values (1) are of, in words; None without one.
 
-        Of swapped keys and values there is no place: they are the same tokens' others.
+        Of swapped keys and values there is no place: they are the same tokens' values, or keys.
         """
         own, near, positions = self.own[kind], self.near[kind], self.run.positions
         for known in self.reference.known[self.request]:
@@ -505,15 +505,15 @@ def _relative_distances(
     return cast("Tensor", torch.linalg.vector_norm(own - expected, dim=-1) / unit)
 
 
-def _moved_together(
+def _moved_tokens(
     tokens: Int[Tensor, "kv_head entry"],
     positions: Int[Tensor, "kv_head entry"],
     distances: Float[Tensor, "kv_head entry token"],
     owned: Bool[Tensor, "kv_head entry"],
 ) -> Int[Tensor, " owned"]:
-    """Return the tokens whose entries the owned ones at `positions` are: `tokens`, the nearest ones.
+    """Return the token whose entry each owned one is: the nearest of `tokens`, or one as near that moved as most did.
 
-    Where those as far away as most are as near, they are: in the first layer equal tokens have equal entries.
+    In layer 0 equal tokens have equal entries, and several are nearest.
     """
     away = (tokens - positions)[owned].mode().values
     there = (positions + away).clamp(min=0, max=distances.shape[-1] - 1)

@@ -31,7 +31,7 @@ _ROWS = 64
 _ROUNDS = 4
 """Most rounds of the search."""
 _NEARER = 0.99
-"""Largest ratio of the distance after a step, or with another head than its own, to that before."""
+"""Share of the distance below which a step, or a head other than its own, must leave it to count."""
 _MOST_TOLD = 3
 """Most runs of query heads that are named."""
 
@@ -41,10 +41,10 @@ def find_read_heads(
 ) -> tuple[int, ...]:
     """Return the key/value head that each query head of a layer read, so that the layer above got its entries.
 
-    Empty where no other heads than their own bring the computed entries nearer. A round computes the layer above with
-    each query head reading each key/value head, adds up the changes that lead to the dumped entries, as if those of
-    several heads were independent, and goes on from the best of the sums, computed. In the end heads go back to their
-    own unless that is clearly farther.
+    Empty where no other heads bring the computed entries nearer. A round computes the layer above with each query head
+    reading each key/value head, takes the changes to add up, follows the sums towards the dumped entries, computes the
+    mappings on that way, and goes on from the nearest. In the end each head goes back to its own unless that is clearly
+    farther.
 
     Args:
         adapter: the model.
@@ -58,7 +58,7 @@ def find_read_heads(
     units = [kind.square().sum(dim=-1).nanmean(dim=-1).sqrt()[:, None, None] for kind in dumped]
 
     def differences(rows: Int[Tensor, "row head"]) -> Float[Tensor, "row component"]:
-        """Return the dumped entries minus those of each candidate, over the head's norm; 0 where there is none."""
+        """Return the dumped entries minus those of each candidate, over the norm of the head's; 0 without an entry."""
         parts = []
         for part in torch.split(rows, _ROWS):
             computed = _compute_entries(adapter, ids, stored, layer, part)
@@ -87,7 +87,7 @@ def _descend(
     changes: Float[Tensor, "change component"],
     heads: Int[Tensor, " head"],
 ) -> list[Int[Tensor, " head"]]:
-    """Return the key/value heads that query heads read after each step nearer to the dumped entries, in first order.
+    """Return the key/value heads that query heads read after each step towards the dumped entries, if changes add up.
 
     A step moves the one or two query heads by which it gets nearest: the changes of two may nearly cancel.
 
@@ -154,9 +154,10 @@ def describe_read_heads(heads: Sequence[int], own: Sequence[int], layer: int) ->
     if all(read == head % count for head, read in enumerate(heads)):
         return f"query head i of layer {layer} read key/value head i mod {count}"
     told = []
-    others = [head for head in range(len(heads)) if heads[head] != own[head]]
-    for _, run in groupby(enumerate(others), lambda pair: (pair[1] - pair[0], heads[pair[1]])):
-        first, *_, last = [head for _, head in run] * 2
+    moved = [head for head in range(len(heads)) if heads[head] != own[head]]
+    for _, run in groupby(enumerate(moved), lambda pair: (pair[1] - pair[0], heads[pair[1]])):
+        together = [head for _, head in run]
+        first, last = together[0], together[-1]
         which = f"head {first}" if first == last else f"heads {first} to {last}"
         told.append(f"query {which} of layer {layer} read key/value head {heads[first]}")
     if len(told) > _MOST_TOLD:
