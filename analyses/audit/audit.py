@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import numpy as np
 
 from perturbkv.analyses import text
-from perturbkv.analyses.audit.audited_runs import UNMATCHED, AuditedRun, Fault, floors_text, worst_floors
+from perturbkv.analyses.audit.audited_runs import AuditedRun, Fault, floors_text, worst_floors
 from perturbkv.analyses.audit.cache_entries import FLOORS, ROUNDING, UNMEASURED
 from perturbkv.analyses.columns import Line, Record, column, derived, record, table
 from perturbkv.analyses.identity import RunIdentity
@@ -360,7 +360,7 @@ class Audit(
 
         Where there is no fault, or only entries that match none, wrong positions in plain use come first.
         """
-        if self.misplaces_new_tokens and all(fault.kind in UNMATCHED for fault in self.faults):
+        if self.misplaces_new_tokens and not any(run.fault and not run.is_unknown for run in self.runs):
             return f"{self._plain_use_clause()}; else {self._right_clause()}"
         first = self.faults[0]
         others = [name for name in dict.fromkeys(fault.situation for fault in self.faults) if name != first.situation]

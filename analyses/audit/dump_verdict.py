@@ -203,7 +203,9 @@ class DumpAudit(
     about: dict[str, str] = column("model, dtype, device, versions")
     layers: int = column("layers of the model")
     requests: tuple[DumpedRequest, ...] = column("the requests that were compared")
-    faults: tuple[DumpFault, ...] = column("faults, the lowest layer's earliest first, clipped entries last")
+    faults: tuple[DumpFault, ...] = column(
+        "faults, the lowest layer's earliest first; clipped entries behind a fault of more"
+    )
     layout: str = column("axes of the block tensors in which entries were found; empty in a dump of rows")
     named_layout: str = column("layout that the dump names; empty where it names none")
     stored: str = column("type of the stored numbers")

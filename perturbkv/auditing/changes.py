@@ -302,11 +302,13 @@ def describe_quantisation(
     entries: Float[Tensor, "entry width"],
     full: Float[Tensor, "entry width"],
     head: Float[Tensor, "position width"],
+    *,
+    exactly: bool = False,
 ) -> str:
     """Return a description of the quantisation from `full` to `entries`; empty if none explains the difference.
 
     Scales are taken per entry, per channel and per head, over the kept entries and over all of the full cache's entries
-    of the `head`, from the largest magnitude or from the range.
+    of the `head`, from the largest magnitude or from the range. `exactly` as of `_explains`.
     """
     kept, every = full.float(), head.float()
     scales = (("per entry", (-1,), kept), ("per channel", (0,), every), ("per channel", (0,), kept),
@@ -320,7 +322,7 @@ def describe_quantisation(
             ((high - low) / (2**bits - 1), low),  # from the range
         ):
             safe = step.clamp(min=torch.finfo(torch.float32).tiny)
-            if _explains(((kept - zero) / safe).round() * safe + zero, entries, full):
+            if _explains(((kept - zero) / safe).round() * safe + zero, entries, full, exactly=exactly):
                 return f"quantised to {bits} bits {scale}"
     return ""
 
@@ -378,13 +380,15 @@ def _root_mean_square(vectors: Float[Tensor, "position width"]) -> Tensor:
     return vectors.float().square().sum(dim=-1).mean().sqrt().clamp(min=torch.finfo(torch.float32).tiny)
 
 
-def _explains(candidate: Tensor, entries: Tensor, full: Tensor) -> bool:
+def _explains(candidate: Tensor, entries: Tensor, full: Tensor, *, exactly: bool = False) -> bool:
     """Return whether nearly all entries are much nearer to their candidate than the full cache's entry is.
 
-    All are (entry, width); what the entries' type rounds is allowed.
+    All are (entry, width); what their type rounds is allowed. With `exactly` all have to be, and without that.
     """
     distance = torch.linalg.vector_norm(entries.float() - candidate, dim=-1)
     full_distance = torch.linalg.vector_norm(full.float() - candidate, dim=-1)
+    if exactly:
+        return bool((distance <= _MUCH_NEARER * full_distance).all())
     rounding = 2 * torch.finfo(entries.dtype).eps * torch.linalg.vector_norm(entries.float(), dim=-1)
     return bool((distance <= torch.maximum(_MUCH_NEARER * full_distance, rounding)).float().mean() > _NEARLY_ALL)
 

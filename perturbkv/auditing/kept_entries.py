@@ -476,6 +476,6 @@ class EntryComparison:
         known = [self._full_entries(of_kind, layer, head) for of_kind in tracker.prompts.full[layer]]
         if rounded := are_rounded(both, known, positions, kind, floor):
             yield "rounded", describe_rounding(entries, own)
-        yield "quantised", describe_quantisation(entries, own, head_entries)
+        yield "quantised", describe_quantisation(entries, own, head_entries, exactly=not rounded)
         if rounded:
             yield "rounded", "rounded"

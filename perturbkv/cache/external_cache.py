@@ -130,6 +130,8 @@ _LARGER_DISTANCE_WEIGHT = 0.25
 """Weight of the larger of the distances of key and value in the search for the nearest entry."""
 _BESIDE_EQUAL_WEIGHT = 0.01
 """The same weight where the other distance is 0: a key or a value to the bit tells the entry by itself."""
+_ALTERED_KEY = 0.1
+"""Distance of a key from every known one above which it was altered: rounding leaves it nearer to its own."""
 _BESIDE_ALTERED_KEY_WEIGHT = 5e-4
 """The weight of the key's distance where the value is equal and the key is no known one: it was altered."""
 _BY_VALUE = 0.1
@@ -402,7 +404,7 @@ class _Nearest:
                 torch.cdist(own[chosen], full) for own, full in zip(self.scaled, self.full_scaled, strict=True)
             ]
             smaller, larger = torch.fmin(*distances), torch.fmax(*distances)  # leave out NaN
-            altered = distances[0].amin(dim=-1) > _TIE_TOLERANCE
+            altered = distances[0].amin(dim=-1) > _ALTERED_KEY
             equal_value = altered.unsqueeze(-1) & (distances[1] <= _TIE_TOLERANCE)
             weight = torch.where(smaller <= _TIE_TOLERANCE, _BESIDE_EQUAL_WEIGHT, _LARGER_DISTANCE_WEIGHT)
             cost = smaller + larger * weight.masked_fill(equal_value, _BESIDE_ALTERED_KEY_WEIGHT)

@@ -279,7 +279,7 @@ def test_clipped_entries_of_a_lower_layer_do_not_hide_another_fault(tmp_path: Pa
         if layer == 0:
             clip(values[blocks["a"][3]])
         if layer == 2:
-            keys[blocks["b"][3]] *= 0.5
+            keys[[block for table in blocks.values() for block in table]] *= 0.5
 
     result = Made(damage).audited(tmp_path / "dump")
     assert [(fault.kind, fault.layers) for fault in result.faults] == [("scale", (2,)), ("clipped", (0,))]

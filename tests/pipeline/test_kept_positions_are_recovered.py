@@ -241,7 +241,7 @@ def test_where_keys_were_altered_an_equal_value_tells_the_entry_and_the_layer_af
     cache = taken(full, [[first, first], [second, second]])
     for layer, (keys, values) in enumerate(cache):
         near = full[layer][0][:, :, [30, 31, 32, 33, 34]]  # keys of other tokens, nearly
-        cache[layer] = (near + 0.02 * keys, values)
+        cache[layer] = (near + 0.3 * keys, values)
     found = listed(recover_positions(cache, full))
     assert found[1] == [second, second]
     if same_sets:

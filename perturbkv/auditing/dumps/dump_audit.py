@@ -302,8 +302,7 @@ class _DumpComparison:
         following: layers with entries that follow from faults below.
         coarse: whether entries have fewer bits than the model's.
         factors: (layer, kind) -> the constant that all keys, or values, were multiplied by, where that is a fault.
-        read_heads: layer -> the key/value heads that its query heads read, searched for in the first request that needs
-            it; empty where they read their own.
+        read_heads: layer -> the key/value heads that its query heads read, where they are others than their own.
     """
 
     def __init__(self, adapter: Adapter, dump: Dump, plain: PlainEntries) -> None:
@@ -496,12 +495,13 @@ class _DumpComparison:
         below, tokens, readings = index - 1, request.request.token_ids, list(request.readings)
 
         def candidates() -> Iterator[tuple[int, ...]]:
-            """Yield mappings to try: i mod H_kv first, then the one that is searched for, once in a layer."""
+            """Yield mappings to try: i mod H_kv first, then that of an earlier request, or one that is searched for."""
             yield tuple(head % self.adapter.kv_heads for head in range(self.adapter.heads))
-            if below not in self.read_heads:
-                arranged = arrange_by_token(own, len(tokens), request.stored.layers[index][0])
-                self.read_heads[below] = find_read_heads(self.adapter, tokens, request.stored, arranged, below)
-            if found := self.read_heads[below]:
+            if below in self.read_heads:
+                yield self.read_heads[below]
+                return
+            arranged = arrange_by_token(own, len(tokens), request.stored.layers[index][0])
+            if found := find_read_heads(self.adapter, tokens, request.stored, arranged, below):
                 yield found
 
         for heads in candidates():
@@ -510,6 +510,7 @@ class _DumpComparison:
                 computed = self._read(request, Computation(layers, heads=heads, copied=copied)).layers[index]
                 left.append(int(limits.differing_entries(own, measure_distances(own, computed)).sum()))
             if min(left) <= _UNEXPLAINED * int(far.sum()):
+                self.read_heads[below] = heads
                 return describe_read_heads(heads, own_heads(self.adapter).tolist(), below)
             request.readings = list(readings)
         return ""

@@ -314,7 +314,7 @@ class _FaultSearch:
         beyond = expected_sizes >= own_largest
         cut = int((beyond & (sizes == own_largest)).sum())
         tried = {f"the largest number of {dtype}": of_heads(largest, list(self.run.heads))}
-        if cut >= max(_FEWEST_CLIPPED, _NEARLY_ALL * int(beyond.sum())):
+        if max(_FEWEST_CLIPPED, _NEARLY_ALL * int(beyond.sum())) <= cut <= _MOSTLY * beyond.numel():
             tried[f"{float(own_largest):.3g}"] = own_largest
         for words, most in tried.items():
             clipped = expected.clamp(min=-most, max=most)
@@ -524,7 +524,7 @@ def _moved_tokens(
 def join_faults(found: Sequence[DumpFault], present: Mapping[str, float]) -> list[DumpFault]:
     """Return the faults, equal ones of several layers, blocks and heads joined; the lowest layer's earliest first.
 
-    Clipped entries come last.
+    Clipped entries come behind others, if some other fault is of more of them.
     `present`: request -> number of its entries in a head of a layer. Where a fault is of nearly all of them, in every
     request, it is one of the whole dump.
     """
@@ -538,10 +538,12 @@ def join_faults(found: Sequence[DumpFault], present: Mapping[str, float]) -> lis
     for fault in found:
         by_kind.setdefault((fault.kind, fault.what, fault.layers, fault.heads), []).append(fault)
     joined = [fault for alike in by_kind.values() for fault in _join_requests(alike, present)]
+    most = max((one.count if one.request else math.inf for one in joined if one.kind != "clipped"), default=0)
     return sorted(
         joined,
         key=lambda one: (  # a store of few bits clips some entries that are right otherwise
-            one.kind == "clipped", min(one.layers, default=math.inf), one.first, -len(one.layers), one.request,
+            one.kind == "clipped" and one.count < most,
+            min(one.layers, default=math.inf), one.first, -len(one.layers), one.request,
         ),
     )  # fmt: skip
 
