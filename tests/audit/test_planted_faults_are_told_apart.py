@@ -143,6 +143,19 @@ def test_kept_sets_of_their_own_per_query_head_are_no_repetition() -> None:
     assert (len(run.entries.kept_sets[0]), run.entries.repeated) == (4, ())
 
 
+@pytest.mark.parametrize(("change", "verdict"), [(1.0, "lossy"), (-1.0, "unknown"), (3.0, "unknown")])
+def test_one_changed_entry_of_sixty_among_quantised_ones_is_no_rounding(change: float, verdict: str) -> None:
+    def changed(model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        cache = planted.full(model, input_ids, attention_mask)
+        for layer in cache.layers:
+            step = layer.values.abs().amax(dim=-1, keepdim=True) / 7
+            layer.values = (layer.values / step).round() * step
+            layer.values[:, :, 5] *= change
+        return cache
+
+    assert audited("llama", changed, situations=["single"]).verdict == verdict
+
+
 def test_sets_per_query_head_in_the_wrong_order_are_of_another_key_value_head_and_counted() -> None:
     def flipped(model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
         cache = planted.per_query_head(model, input_ids, attention_mask)
