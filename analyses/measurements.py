@@ -52,7 +52,9 @@ class Measurements:
         by_step: bool = False,
         kinds: Sequence[str] = TOKEN_KINDS,
     ) -> None:
-        self.analysis, self.by_step, self.kinds = analysis, by_step, tuple(kinds)
+        self.analysis = analysis
+        self.by_step: bool = by_step
+        self.kinds: Sequence[str] = tuple(kinds)
         self.step: int | None = resolve_step(trace, step)
         self._arrays: dict[str, Floats] = {}
         self.trace: Trace = _drop_ended_samples(trace, analysis, step or 0)
