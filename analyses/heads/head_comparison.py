@@ -109,7 +109,7 @@ class HeadKind(Record, section="heads of a kind"):
 
     @property
     def is_known(self) -> bool:
-        """Whether both sides have this perturbation; not every cache of somebody's has an isolated one."""
+        """True if both sides have this perturbation; not every cache of the user's has an isolated one."""
         return not np.isnan(self.treatment_mean - self.baseline_mean).any()
 
     @property

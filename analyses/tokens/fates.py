@@ -159,7 +159,7 @@ def relative_perturbations(trace: Trace, sample: int, sides: tuple[int, int]) ->
 def changed_heads(trace: Trace, sample: int, sides: tuple[int, int], layer: int | None, most: int) -> list[ChangedHead]:
     """Return up to `most` heads, of the layer at an index or of all, whose perturbation the treatment changes most."""
     first, second = relative_perturbations(trace, sample, sides)
-    change = np.abs(second - first)
+    change = np.nan_to_num(np.abs(second - first))  # 0 where one was not measured
     if layer is not None:
         change[np.arange(len(change)) != layer] = -1  # below every change
     order = np.argsort(-change, axis=None, kind="stable")[: min(most, int((change >= 0).sum()))]

@@ -198,7 +198,9 @@ class ExternalRun:
         own, own_noise = self._decode_given() if noise else [], noise
         if noise and own:  # rounded entries may be worse conditioned than the plain model's
             others, layers = map(self._decode_given, ARRANGEMENTS), len(self.tracker.prompts.full)
-            own_noise = noise.maximum(floors_between(self.adapter, own, others, completed.rows, layers))
+            floors = floors_between(self.adapter, own, others, completed.rows, layers)
+            if bool(floors.logits.isfinite()):  # NaN among the entries is no noise
+                own_noise = noise.maximum(floors)
         compared = [EntryComparison(self.tracker, row).entries() if noise else None
                     for row in range(self.tracker.situation.rows)]  # fmt: skip
         return [

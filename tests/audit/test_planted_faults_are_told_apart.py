@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.cache_utils import DynamicLayer
 
 import perturbkv as pk
 from perturbkv.analyses.audit.audit import Audit
@@ -141,6 +142,32 @@ def test_kept_sets_of_their_own_per_query_head_are_no_repetition() -> None:
     (run,) = result.runs
     assert run.entries is not None
     assert (len(run.entries.kept_sets[0]), run.entries.repeated) == (4, ())
+
+
+class ZeroedOnce(DynamicLayer):
+    """Values become zero when the second token is decoded."""
+
+    updates = 0
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *more: Any, **named: Any) -> Any:
+        self.updates += 1
+        if self.updates == 3 and self.values is not None:
+            self.values = torch.zeros_like(self.values)
+        return super().update(key_states, value_states, *more, **named)
+
+
+def test_entries_that_change_while_it_decodes_are_named_before_plain_use() -> None:
+    def evict(model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        cache = planted.quantised_values(model, input_ids, attention_mask)
+        other = ZeroedOnce()
+        other.update(cache.layers[1].keys, cache.layers[1].values)
+        cache.layers[1] = other
+        return cache
+
+    result = audited("llama", evict, situations=["single"], plain_use=True, allow=["lossy"])
+    assert result.misplaces_new_tokens
+    assert result.conclusion().startswith("differs: layer 1, step 1: entries change while it decodes")
+    assert "without position_ids" in result.conclusion()
 
 
 @pytest.mark.parametrize(("change", "verdict"), [(1.0, "lossy"), (-1.0, "unknown"), (3.0, "unknown")])

@@ -248,3 +248,12 @@ def test_where_keys_were_altered_an_equal_value_tells_the_entry_and_the_layer_af
         assert found[0] == [first, first]
     else:  # equal values are taken once each
         assert all(len(set(one)) == 5 and [one[2], one[4]] == [7, 13] for one in found[0])
+
+
+def test_rounded_keys_tell_which_of_equal_values_is_held_whatever_the_layer_after_it_holds() -> None:
+    full = whole(layers=2)
+    full[0][1][:] = full[0][1][:, :, :1]  # a text of one token
+    first, second = [0, 4, 7, 8, 13], [20, 1, 3, 5, 9]
+    cache = taken(full, [[first, first], [second, second]])
+    cache[0] = ((cache[0][0] * 50).round() / 50, cache[0][1])
+    assert listed(recover_positions(cache, full)) == [[first, first], [second, second]]
